@@ -1,0 +1,178 @@
+"""How one rank gets its share of the data: one global permutation per epoch, cut into global batches.
+
+Every way of running draws from the same seeded permutation, so that step k trains on the same samples
+whatever the world size; a rank takes its part of each global batch. Nothing here depends on global random
+state, and the position in an epoch is the trainer's own, so that a resumed run goes on with the very next
+sample.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler
+
+from app.data.sources import Split
+from app.errors import UserError
+
+Placement = Literal["disk", "memory", "device"]
+
+
+def stream(*key: int) -> torch.Generator:
+    """A random generator of its own for each key, such as (seed, purpose, epoch, step)."""
+    state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
+class RawBatch(NamedTuple):
+    """One rank's share of a global batch, before its pixels are transformed.
+
+    Attributes:
+        images: uint8 (n, C, H, W).
+        labels: int64 (n,).
+        draws: Uniform random numbers for the augmentation of each sample, float (n, k), or None.
+    """
+
+    images: Tensor
+    labels: Tensor
+    draws: Tensor | None
+
+
+class GlobalBatches:
+    """Iterates over one rank's share of every global batch.
+
+    The last, smaller batch is shared out as evenly as it goes; a rank may get no sample of it and still
+    takes part, with a batch of size 0, so that all ranks make the same number of steps.
+
+    Args:
+        split: Images and labels.
+        rows: Which of them belong to this loader, int64 (n,); sample i is row `rows[i]`.
+        batch_size: Size of the global batch.
+        rank: This process.
+        world_size: Number of processes.
+        placement: `disk` reads items through worker processes, `memory` indexes one tensor on the host,
+            `device` the same tensor on `device`: all rows when shuffled, else only this rank's share.
+        device: Where the batches go.
+        num_workers: Worker processes for `disk`, and for decoding into memory.
+        seed: Of the permutation and the draws.
+        shuffle: Whether each epoch has a permutation of its own.
+        drop_last: Whether to leave out the last, smaller batch.
+        draws: Random numbers per sample.
+        position: Gives the step at which the epoch begins: above zero when it is resumed.
+    """
+
+    batch_sampler = None  # Lightning reads it wherever there is a `sampler`
+
+    def __init__(
+        self,
+        split: Split,
+        rows: Tensor,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        placement: Placement = "memory",
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        num_workers: int = 0,
+        seed: int = 0,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        draws: int = 0,
+        position: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.split, self.rows = split, rows
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.rank, self.world_size = rank, world_size
+        self.seed, self.shuffle, self.draws = seed, shuffle, draws
+        self.position = position
+        self.epoch = 0
+        self.sampler = self if shuffle else SequentialSampler(range(len(rows)))  # type: ignore[arg-type]
+        self._pin = device.type == "cuda" and placement != "device"
+        self._labels = split.labels[rows]
+        if placement == "disk":
+            self._shares: list[list[int]] = []
+            self._workers = DataLoader(
+                split,
+                batch_sampler=self._shares,
+                num_workers=num_workers,
+                collate_fn=self._stack,
+                pin_memory=self._pin,
+                persistent_workers=num_workers > 0,
+            )
+            return
+        self._workers = None
+        self._images, self._where = split.tensor(num_workers), rows
+        if placement == "device":
+            order = torch.arange(len(rows))
+            kept = order if shuffle else torch.cat([self._share(order, step) for step in range(len(self))])
+            self._images = self._images[rows[kept]].to(device)
+            self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept))).to(device)
+            self._labels = self._labels.to(device)
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.rows), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation; Lightning calls it before each epoch."""
+        self.epoch = epoch
+
+    def global_count(self, step: int) -> int:
+        """Number of samples of all ranks at a step."""
+        return min(self.batch_size, len(self.rows) - step * self.batch_size)
+
+    def samples(self, step: int) -> Tensor:
+        """Rows of the split that this rank has at a step of an unshuffled epoch, int64 (n,)."""
+        assert not self.shuffle
+        return self.rows[self._share(torch.arange(len(self.rows)), step)]
+
+    def _share(self, per_sample: Tensor, step: int) -> Tensor:
+        batch = per_sample[step * self.batch_size : (step + 1) * self.batch_size]
+        return batch.tensor_split(self.world_size)[self.rank]
+
+    def _stack(self, images: list[Tensor]) -> Tensor:
+        return torch.stack(images) if images else self.split[0].new_empty((0, *self.split[0].shape))
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        epoch, steps = self.epoch, range(self.position(), len(self))
+        order = torch.arange(len(self.rows))
+        if self.shuffle:
+            order = torch.randperm(len(self.rows), generator=stream(self.seed, 1, epoch))
+        if self._workers is not None:
+            self._shares[:] = [self.rows[self._share(order, step)].tolist() for step in steps]
+            for step, images in zip(steps, self._workers, strict=True):
+                yield RawBatch(images, self._labels[self._share(order, step)], self._draw(epoch, step))
+            return
+        order = order.to(self._where.device)
+        for step in steps:
+            share = self._share(order, step)
+            images = self._images[self._where[share]]
+            if self._pin:
+                images = images.pin_memory()
+            yield RawBatch(images, self._labels[share], self._draw(epoch, step))
+
+    def _draw(self, epoch: int, step: int) -> Tensor | None:
+        """Draw for the whole global batch and take this rank's part: a sample's draws do not tell ranks apart."""
+        if not self.draws:
+            return None
+        drawn = torch.rand((self.global_count(step), self.draws), generator=stream(self.seed, 2, epoch, step))
+        return drawn.tensor_split(self.world_size)[self.rank]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a position in an epoch is relative to; the position itself is the trainer's."""
+        return {"seed": self.seed, "batch_size": self.batch_size, "samples": len(self.rows)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the position of the checkpoint means the same here.
+
+        Raises:
+            UserError: When seed, global batch or number of samples differ and the epoch is unfinished.
+        """
+        for key, value in self.state_dict().items():
+            if state[key] != value and self.position() > 0:
+                raise UserError(
+                    f"the checkpoint was made in the middle of an epoch with {key} {state[key]}, but this run "
+                    f"has {value}: resume with the same, or from a checkpoint made at the end of an epoch"
+                )

@@ -1,0 +1,287 @@
+"""The LightningDataModules: which images, in which batches, placed where."""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import psutil
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from app.data.batches import GlobalBatches, Placement, RawBatch, stream
+from app.data.sources import (
+    CIFAR10Source,
+    FashionMNISTSource,
+    FolderSource,
+    Source,
+    Split,
+    SplitName,
+    SyntheticSource,
+)
+from app.data.transforms import Transform
+from app.errors import UserError
+
+
+class ImageData(LightningDataModule):
+    """Images of a source, in global batches of which each rank takes its share.
+
+    Args:
+        source: Where the images come from.
+        batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
+        val_size: Images of the training set kept for validation, a count or a fraction, where the source
+            has no validation set of its own.
+        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`:
+            the same tensor on the accelerator. `auto`: `memory` where it fits, else `disk`.
+        num_workers: Worker processes of this rank for reading and decoding; `auto`: the cores that it has.
+        crop_padding: Augmentation: pixels of border from which a random crop is taken.
+        flip: Augmentation: mirror half of the images.
+        cutout: Augmentation: side in pixels of a square set to the mean.
+        drop_last: Whether to leave out the last, smaller batch of a training epoch.
+        seed: Of the split, the order and the augmentation; by default `--seed_everything`.
+
+    Raises:
+        UserError: When a size does not fit the data set, or the world size does not divide the global batch.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int | float = 64,
+        val_size: int | float = 0.1,
+        placement: Literal["auto", "disk", "memory", "device"] = "auto",
+        num_workers: int | Literal["auto"] = "auto",
+        crop_padding: int = 0,
+        flip: bool = False,
+        cutout: int = 0,
+        drop_last: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size <= 0 or (isinstance(batch_size, float) and batch_size > 1):
+            raise UserError(f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0")
+        if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
+            raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
+        self.source = source
+        self.batch_size, self.val_size = batch_size, val_size
+        self.requested_placement, self.requested_workers = placement, num_workers
+        self.drop_last = drop_last
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self.transform = Transform(source.mean, source.std, crop_padding, flip, cutout)
+        self._splits: dict[str, tuple[Split, Tensor]] = {}
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        """Name of each class."""
+        return self.source.class_names
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.source.class_names)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W)."""
+        return self.source.image_shape
+
+    def prepare_data(self) -> None:
+        """Download and check the files, in one process per node."""
+        self.source.prepare()
+
+    def setup(self, stage: str) -> None:
+        """Read the splits that the stage needs."""
+        if stage in ("fit", "validate"):
+            self._load_training()
+        else:
+            assert stage in ("test", "predict")
+            self._load(stage)  # type: ignore[arg-type]
+        if stage == "fit":
+            self._check_batch_size()
+
+    def has_test(self) -> bool:
+        """Whether the source has labelled test images."""
+        return self.source.load("test") is not None
+
+    def _load(self, name: SplitName) -> None:
+        if name not in self._splits:
+            split = self.source.load(name)
+            if split is None:
+                raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
+            self._splits[name] = split, torch.arange(len(split))
+
+    def _load_training(self) -> None:
+        """Read the training split, and carve validation out of it by a seeded permutation if it must be."""
+        if "train" in self._splits:
+            return
+        self._load("train")
+        if self.source.load("val") is not None:
+            self._load("val")
+            return
+        train, rows = self._splits["train"]
+        count = self.val_size if isinstance(self.val_size, int) else int(self.val_size * len(rows))
+        if count >= len(rows):
+            raise UserError(f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images")
+        rows = torch.randperm(len(rows), generator=stream(self.seed, 0))
+        self._splits["val"] = train, rows[:count].sort().values
+        self._splits["train"] = train, rows[count:].sort().values
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        if isinstance(self.batch_size, int):
+            return self.batch_size
+        self._load_training()
+        return math.ceil(self.batch_size * len(self._splits["train"][1]))
+
+    def _check_batch_size(self) -> None:
+        assert self.trainer is not None
+        size, world = self.global_batch_size, self.trainer.world_size
+        if size % world:
+            below = size - size % world
+            near = f"{below + world}" if below == 0 else f"{below} or {below + world}"
+            raise UserError(
+                f"a global batch of {size} cannot be shared equally by {world} ranks: "
+                f"use --data.batch_size {near}, or another --trainer.devices"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """Where the images are kept."""
+        if self.requested_placement != "auto":
+            return self.requested_placement
+        split = max((split for split, _ in self._splits.values()), key=len)
+        needed = len(split) * math.prod(self.image_shape) * self._local_ranks
+        return "memory" if needed < psutil.virtual_memory().available / 2 else "disk"
+
+    @property
+    def _local_ranks(self) -> int:
+        assert self.trainer is not None
+        return max(self.trainer.world_size // self.trainer.num_nodes, 1)
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of this rank: SLURM's cores of a task, else an equal part of the process' cores."""
+        if self.requested_workers != "auto":
+            return self.requested_workers
+        if "SLURM_CPUS_PER_TASK" in os.environ:
+            return int(os.environ["SLURM_CPUS_PER_TASK"])
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        return max(cores // self._local_ranks, 1)
+
+    def _loader(self, name: SplitName, train: bool = False) -> GlobalBatches:
+        assert self.trainer is not None
+        trainer = self.trainer
+        split, rows = self._splits[name]
+        return GlobalBatches(
+            split,
+            rows,
+            batch_size=self.global_batch_size,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            placement=self.placement,
+            device=trainer.strategy.root_device,
+            num_workers=self.num_workers,
+            seed=self.seed,
+            shuffle=train and not trainer.overfit_batches,
+            drop_last=train and self.drop_last,
+            draws=self.transform.draws if train else 0,
+            position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),
+        )
+
+    def train_dataloader(self) -> GlobalBatches:
+        """Shuffled batches of the training split."""
+        return self._loader("train", train=True)
+
+    def val_dataloader(self) -> GlobalBatches | list[Any]:
+        """The validation split, each sample once; no loader when it is empty."""
+        return self._loader("val") if len(self._splits["val"][1]) else []
+
+    def test_dataloader(self) -> GlobalBatches:
+        """The test split, each sample once."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> GlobalBatches:
+        """The images to predict, each once: the test split, or `ImageFolder`'s `predict_dir`."""
+        return self._loader("predict")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Augment and normalise, on the device: images (n, C, H, W) in the precision of the run, labels (n,)."""
+        assert isinstance(batch, RawBatch)
+        assert self.trainer is not None
+        images = self.transform(batch.images, batch.draws)
+        return self.trainer.precision_plugin.convert_input(images), batch.labels
+
+
+class CIFAR10(ImageData):
+    """CIFAR-10: 50,000 training and 10,000 test images of 32×32 in ten classes.
+
+    Args:
+        root: Directory that holds `cifar-10-batches-py`; downloaded there when it is missing.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        super().__init__(CIFAR10Source(root), **kwargs)
+
+
+class FashionMNIST(ImageData):
+    """FashionMNIST: 60,000 training and 10,000 test images of 28×28 in ten classes.
+
+    Args:
+        root: Directory that holds `FashionMNIST/raw`; downloaded there when it is missing.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        super().__init__(FashionMNISTSource(root), **kwargs)
+
+
+class ImageFolder(ImageData):
+    """Your own images: `root/train/<class>/*.jpg` or `*.png`, and `val/` and `test/` alike where you have them.
+
+    Args:
+        root: Directory that holds `train`.
+        size: Height and width that every image is resized to.
+        channels: 3 for colour, 1 for grey.
+        mean: Per channel, of pixels scaled to 0…1; by default 0.5.
+        std: Per channel, of pixels scaled to 0…1; by default 0.5.
+        predict_dir: Folder of images, labelled or not, for `predict`; by default the test split.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(
+        self,
+        root: str = "data",
+        size: int | tuple[int, int] = 32,
+        channels: Literal[1, 3] = 3,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        predict_dir: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        half = [0.5] * channels
+        super().__init__(FolderSource(root, size, channels, mean or half, std or half, predict_dir), **kwargs)
+
+
+class Synthetic(ImageData):
+    """The embedded data set: patterns made from a seed, in the exact shape of CIFAR-10 or FashionMNIST.
+
+    Args:
+        like: Data set whose shape and normalisation to take.
+        size: Number of training images, 60,000 for FashionMNIST's size; a fifth as many for test.
+        data_seed: Of the images, apart from the seed of split and order.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(
+        self,
+        like: Literal["CIFAR10", "FashionMNIST"] = "CIFAR10",
+        size: int = 10_000,
+        data_seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(SyntheticSource(like, size, data_seed), **kwargs)

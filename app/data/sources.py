@@ -1,0 +1,308 @@
+"""Where images come from: what a data set is, where its files lie, and how they become uint8 tensors."""
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.utils import check_integrity
+from torchvision.transforms.functional import pil_to_tensor
+
+from app.errors import UserError
+
+SplitName = Literal["train", "val", "test", "predict"]
+EMBEDDED = "or train on the embedded data set: --data Synthetic"
+
+
+class Split(Dataset[Tensor]):
+    """Labelled images in memory. Item i is image i, uint8 (C, H, W).
+
+    Args:
+        images: uint8 (N, C, H, W).
+        labels: int64 (N,).
+    """
+
+    names: Sequence[str] | None = None  # file names, where there are any
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self._images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._images[index]
+
+    def tensor(self, num_workers: int) -> Tensor:
+        """All images, uint8 (N, C, H, W); `num_workers` processes decode them where they must be decoded."""
+        return self._images
+
+
+class FileSplit(Split):
+    """Labelled image files, decoded and resized when they are read.
+
+    Args:
+        samples: Path and label of each image.
+        image_shape: (C, H, W) of an item; C is 1 (grey) or 3 (RGB).
+    """
+
+    def __init__(self, samples: Sequence[tuple[str, int]], image_shape: tuple[int, int, int]) -> None:
+        self.names = [path for path, _ in samples]
+        self.labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+        self.image_shape = image_shape
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert self.names is not None
+        channels, height, width = self.image_shape
+        try:
+            with Image.open(self.names[index]) as file:
+                image = file.convert("L" if channels == 1 else "RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
+            raise UserError(
+                f"{self.names[index]} cannot be read ({reason}): replace or remove this file"
+            ) from error
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        return pil_to_tensor(image)
+
+    def tensor(self, num_workers: int) -> Tensor:
+        """All images, decoded by `num_workers` processes: uint8 (N, C, H, W)."""
+        return torch.cat(list(DataLoader(self, batch_size=256, num_workers=num_workers)))
+
+
+class Source(ABC):
+    """A data set: its classes, the shape and normalisation of its images, and its splits.
+
+    Attributes:
+        class_names: Name of each class.
+        image_shape: (C, H, W).
+        mean: Per channel, of pixels scaled to 0…1; subtracted.
+        std: Per channel, of pixels scaled to 0…1; divided by.
+    """
+
+    class_names: Sequence[str]
+    image_shape: tuple[int, int, int]
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the files ready: called in one process per node, before the others read.
+
+        Raises:
+            UserError: When files are missing and cannot be had, or are corrupted.
+        """
+
+    @abstractmethod
+    def load(self, split: SplitName) -> Split | None:
+        """Read a split; None when the data set does not have it."""
+
+
+@contextmanager
+def _download(what: str, root: str, where: Path, files: str) -> Iterator[None]:
+    """Report that a download failed, and do not wait for a dead network: torchvision sets no time limit."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(20)
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"no {what} in {where}, and it could not be downloaded ({reason}): put {files} there, "
+            f"name another directory than {root!r} with --data.root, {EMBEDDED}"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+class CIFAR10Source(Source):
+    """CIFAR-10 in its Python format, through torchvision: https://www.cs.toronto.edu/~kriz/cifar.html."""
+
+    class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+    image_shape = (3, 32, 32)
+    mean = (0.5, 0.5, 0.5)
+    std = (0.5, 0.5, 0.5)
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def prepare(self) -> None:  # noqa: D102
+        dataset = torchvision.datasets.CIFAR10
+        folder = Path(self.root, dataset.base_folder)
+        files = [*dataset.train_list, *dataset.test_list, [dataset.meta["filename"], dataset.meta["md5"]]]
+        bad = [folder / name for name, md5 in files if not check_integrity(str(folder / name), md5)]
+        for file in bad:
+            if file.exists():
+                raise UserError(f"{file} is truncated or corrupted: delete {folder} to have it made anew")
+        if bad:
+            archive = f"{dataset.filename} from {dataset.url}"
+            with _download("CIFAR-10", self.root, folder, f"the content of {archive}"):
+                dataset(self.root, download=True)
+
+    def load(self, split: SplitName) -> Split | None:  # noqa: D102
+        if split == "val":
+            return None
+        data = torchvision.datasets.CIFAR10(self.root, train=split == "train")
+        images = torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous()  # (N, 3, 32, 32)
+        return Split(images, torch.tensor(data.targets))
+
+
+class FashionMNISTSource(Source):
+    """FashionMNIST in its IDX format, through torchvision: https://github.com/zalandoresearch/fashion-mnist."""
+
+    class_names = tuple(torchvision.datasets.FashionMNIST.classes)
+    image_shape = (1, 28, 28)
+    mean = (0.0,)
+    std = (256 / 255,)  # pixels are divided by 256
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def prepare(self) -> None:
+        """Download what is missing, and check the length of every file against its own header.
+
+        torchvision checks the extracted files only for being there.
+        """
+        folder = Path(self.root, "FashionMNIST", "raw")
+        names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
+        if not all((folder / name).exists() for name in names):
+            with _download("FashionMNIST", self.root, folder, ", ".join(f"{name}.gz" for name in names)):
+                torchvision.datasets.FashionMNIST(self.root, download=True)
+        counts = {name: self._count(folder / name) for name in names}
+        for part in ("train", "t10k"):
+            images, labels = (n for name, n in counts.items() if name.startswith(part))
+            if images != labels:
+                raise UserError(f"{folder}: {part} has {images} images but {labels} labels: replace these files")
+
+    @staticmethod
+    def _count(file: Path) -> int:
+        """Number of items of an IDX file: magic number, sizes (big-endian), then a byte per value."""
+        with file.open("rb") as stream:
+            dimensions = 3 if "idx3" in file.name else 1
+            header = np.frombuffer(stream.read(4 + 4 * dimensions), dtype=">u4")
+        whole = len(header) == 1 + dimensions and int(header[0]) == 0x800 + dimensions
+        if not whole or file.stat().st_size != header.nbytes + int(np.prod(header[1:], dtype=np.int64)):
+            raise UserError(f"{file} is truncated or corrupted: delete it to have it downloaded again")
+        return int(header[1])
+
+    def load(self, split: SplitName) -> Split | None:  # noqa: D102
+        if split == "val":
+            return None
+        data = torchvision.datasets.FashionMNIST(self.root, train=split == "train")
+        return Split(data.data[:, None], data.targets.long())  # (N, 1, 28, 28)
+
+
+class FolderSource(Source):
+    """The user's own images: `root/train/<class>/*.jpg`, with `val` and `test` alike where there are any."""
+
+    def __init__(
+        self,
+        root: str,
+        size: int | tuple[int, int],
+        channels: Literal[1, 3],
+        mean: Sequence[float],
+        std: Sequence[float],
+        predict_dir: str | None,
+    ) -> None:
+        self.root = root
+        self.predict_dir = predict_dir
+        height, width = (size, size) if isinstance(size, int) else size
+        self.image_shape = (channels, height, width)
+        self.mean, self.std = mean, std
+        try:
+            self.class_names, self._class_to_idx = find_classes(str(Path(root, "train")))
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{Path(root, 'train')} has no class folders: --data.root must hold train/<class>/*.jpg or "
+                f"*.png, {EMBEDDED}"
+            ) from error
+
+    def prepare(self) -> None:  # noqa: D102
+        for split in ("train", "val", "test"):
+            folder = Path(self.root, split)
+            if not folder.is_dir():
+                continue
+            unknown = {d.name for d in folder.iterdir() if d.is_dir()} - set(self.class_names)
+            if unknown:
+                raise UserError(f"{folder} has classes that train/ has not: {', '.join(sorted(unknown))}")
+            if not self._samples(folder):
+                raise UserError(f"{folder} holds no images ({', '.join(IMG_EXTENSIONS)}): put them in class folders")
+
+    def _samples(self, folder: Path) -> list[tuple[str, int]]:
+        return make_dataset(str(folder), self._class_to_idx, extensions=IMG_EXTENSIONS, allow_empty=True)
+
+    def load(self, split: SplitName) -> Split | None:  # noqa: D102
+        if split == "predict" and self.predict_dir is not None:
+            paths = sorted(p for p in Path(self.predict_dir).rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+            if not paths:
+                raise UserError(f"--data.predict_dir {self.predict_dir} holds no images")
+            return FileSplit([(str(path), -1) for path in paths], self.image_shape)
+        folder = Path(self.root, "test" if split == "predict" else split)
+        return FileSplit(self._samples(folder), self.image_shape) if folder.is_dir() else None
+
+
+class SyntheticSource(Source):
+    """Images made from a seed, in the exact shape of CIFAR-10 or FashionMNIST: no files, no download.
+
+    Each class has four smooth patterns. An image is one of them, shifted at random, mixed with a weaker
+    pattern of another class, at random contrast, under noise: learnable, but not at once, and some images
+    are ambiguous.
+
+    Args:
+        like: The data set whose shape, normalisation and class count to take.
+        size: Number of training images; a fifth as many are made for test.
+        seed: Of the images.
+    """
+
+    def __init__(self, like: Literal["CIFAR10", "FashionMNIST"], size: int, seed: int) -> None:
+        self.like, self.size, self.seed = like, size, seed
+        model = CIFAR10Source if like == "CIFAR10" else FashionMNISTSource
+        self.image_shape, self.mean, self.std = model.image_shape, model.mean, model.std
+        self.class_names = [f"pattern {i}" for i in range(10)]
+
+    def prepare(self) -> None:
+        """Nothing to do: images are made where they are needed."""
+
+    def load(self, split: SplitName) -> Split | None:  # noqa: D102
+        if split == "val":
+            return None
+        channels, height, width = self.image_shape
+        shift, kinds, classes = 4, 4, len(self.class_names)
+        rng = np.random.default_rng((self.seed, 0))
+        coarse = torch.from_numpy(rng.standard_normal((classes * kinds, channels, 5, 5), dtype=np.float32))
+        patterns = torch.nn.functional.interpolate(
+            coarse, (height + 2 * shift, width + 2 * shift), mode="bicubic", align_corners=False
+        )
+        windows = patterns.unfold(2, height, 1).unfold(3, width, 1)  # (40, C, 9, 9, H, W), a view
+
+        rng = np.random.default_rng((self.seed, 1 if split == "train" else 2))
+        count = self.size if split == "train" else max(self.size // 5, 1)
+        labels = rng.integers(classes, size=count)
+        other = (labels + rng.integers(1, classes, size=count)) % classes
+        images = torch.empty((count, channels, height, width), dtype=torch.uint8)
+        for start in range(0, count, 2048):
+            part = slice(start, min(start + 2048, count))
+            n = part.stop - part.start
+
+            def pick(label: np.ndarray, n: int = n) -> Tensor:
+                dy, dx = rng.integers(2 * shift + 1, size=(2, n))
+                return windows[label * kinds + rng.integers(kinds, size=n), :, dy, dx]
+
+            strength = torch.from_numpy(rng.uniform((25, 0), (60, 30), size=(n, 2)).astype(np.float32))
+            strength = strength[:, :, None, None, None]
+            image = strength[:, 0] * pick(labels[part]) + strength[:, 1] * pick(other[part])
+            noise = rng.integers(256, size=image.shape, dtype=np.uint8)
+            image += torch.from_numpy(noise).float().mul_(0.6).add_(128 - 0.6 * 127.5)
+            images[part] = image.clamp_(0, 255)
+        return Split(images, torch.from_numpy(labels))

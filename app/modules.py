@@ -1,0 +1,270 @@
+"""The LightningModules: loss, metrics, optimizer and predictions around a network of `app.networks`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+from app.data.batches import GlobalBatches
+from app.errors import UserError
+from app.networks import MLP, LeNet, resnet18, resnet18_cifar
+
+Loss = Literal["cross_entropy", "smooth_l1"]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each sample: (B, classes), (B,) -> (B,)."""
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def smooth_l1(logits: Tensor, labels: Tensor) -> Tensor:
+    """Smooth L1 between softmax and one-hot target, mean over classes: (B, classes), (B,) -> (B,)."""
+    target = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
+    return F.smooth_l1_loss(logits.softmax(1), target, reduction="none").mean(1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy, "smooth_l1": smooth_l1}
+
+
+class ImageClassifier(LightningModule):
+    """What both models share: one step, its metrics, the optimizer, predictions.
+
+    A batch is a pair of images (B, C, H, W) and labels (B,). Metrics are accumulated on the device and read
+    once per epoch; the training loss also once per logging window, as `train_loss_step`. All of them are
+    means over the samples of every rank.
+
+    Args:
+        network: Maps images to logits; its `image_shape` says which images it takes.
+        num_classes: Number of classes.
+        loss: Name of the loss.
+        optimizer: Makes the optimizer from the parameters.
+        scheduler: Makes the learning-rate scheduler from the optimizer, or None for a constant rate.
+        scheduler_interval: Whether the scheduler advances after each epoch or each step.
+
+    Raises:
+        UserError: When the images do not have the shape that the network takes, or the optimizer or
+            scheduler rejects its arguments.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        loss: Loss,
+        optimizer: OptimizerCallable,
+        scheduler: LRSchedulerCallable | None,
+        scheduler_interval: Literal["epoch", "step"],
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.criterion = LOSSES[loss]
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
+        metrics = MetricCollection(
+            {
+                "loss": MeanMetric(nan_strategy="disable"),
+                "acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False),
+            },
+            compute_groups=False,
+        )
+        self.train_metrics = metrics.clone(prefix="train_")
+        self.val_metrics = metrics.clone(prefix="val_")
+        self.test_metrics = metrics.clone(prefix="test_")
+        self.window_loss = MeanMetric(nan_strategy="disable")
+        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
+
+    def setup(self, stage: str) -> None:
+        """Check the data's image shape; sum losses in float64, so that no order of ranks shows."""
+        shape = getattr(getattr(self.trainer, "datamodule", None), "image_shape", None)
+        if shape is not None:
+            self._check_image_shape(shape)
+        if self.trainer.strategy.root_device.type != "mps":  # which has no float64
+            for metric in (self.train_metrics, self.val_metrics, self.test_metrics):
+                metric["loss"].set_dtype(torch.float64)
+            self.window_loss.set_dtype(torch.float64)
+
+    def _check_image_shape(self, shape: Sequence[int]) -> None:
+        wanted = self.network.image_shape
+        assert isinstance(wanted, tuple)
+        if len(shape) != 3 or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
+            text = "×".join("any" if w is None else str(w) for w in wanted)
+            raise UserError(
+                f"{type(self).__name__} with {type(self.network).__name__} takes images of {text} (channels × "
+                f"height × width), but the data set gives {'×'.join(map(str, shape))}: choose another --data or "
+                "--model, or resize your own images with --data.size and --data.channels"
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Score images: (B, C, H, W) -> logits (B, classes)."""
+        self._check_image_shape(images.shape[1:])
+        return self.network(images)
+
+    def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> tuple[Tensor, Tensor]:
+        """Score a batch and count it: losses of the samples (B,) and logits (B, classes)."""
+        images, labels = batch
+        logits = self(images)
+        losses = self.criterion(logits, labels)
+        metrics.update(value=losses.detach(), preds=logits.detach(), target=labels)
+        return losses, logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Loss whose gradient, averaged over ranks, is the mean over the global batch."""
+        try:
+            losses, _ = self._step(batch, self.train_metrics)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise UserError(
+                f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm: "
+                "use --data.drop_last true or another --data.batch_size"
+            ) from error
+        self.window_loss.update(losses.detach())
+        loader = self.trainer.train_dataloader
+        if not isinstance(loader, GlobalBatches):  # somebody's own loader: the usual mean of equal shares
+            return losses.mean()
+        return losses.sum() * (self.trainer.world_size / loader.global_count(batch_idx))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the loss of the window that this step ends."""
+        if (self.trainer.global_step + 1) % max(self.trainer.log_every_n_steps, 1) == 0:
+            loss = self.window_loss.compute()
+            self.log("train_loss_step", loss.float(), on_step=True, on_epoch=False, prog_bar=True)
+            self.window_loss.reset()
+
+    def on_train_epoch_end(self) -> None:
+        """Log the epoch's means."""
+        self._log(self.train_metrics)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Count a validation batch."""
+        self._step(batch, self.val_metrics)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over the validation split."""
+        self._log(self.val_metrics)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Count a test batch; class probabilities (B, classes)."""
+        _, logits = self._step(batch, self.test_metrics)
+        self.confusion.update(logits, batch[1])
+        return logits.float().softmax(1)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the means over the test split."""
+        self._log(self.test_metrics)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Class probabilities of a batch, (B, classes)."""
+        return self(batch[0]).float().softmax(1)
+
+    def _log(self, metrics: MetricCollection) -> None:
+        self.log_dict({name: value.float() for name, value in metrics.compute().items()}, prog_bar=True)
+        metrics.reset()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Make the optimizer and the scheduler."""
+        try:
+            optimizer = self.make_optimizer(self.parameters())
+            if self.make_scheduler is None:
+                return optimizer
+            scheduler = self.make_scheduler(optimizer)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--model.optimizer or --model.scheduler: {error}") from error
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": scheduler,
+                "interval": self.scheduler_interval,
+                "monitor": "val_loss",
+            },
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the sums of the unfinished epoch, over all ranks: a resumed epoch reports its true mean.
+
+        Collective, as `Trainer.save_checkpoint` is.
+        """
+        sums = {}
+        for name, metric in self.train_metrics.items(keep_base=True):
+            with metric.sync_context():
+                sums[name] = {key: value.clone() for key, value in metric.metric_state.items()}
+        checkpoint["train_metrics"] = sums
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Give the sums of the unfinished epoch to rank zero; the others start from nothing."""
+        if not self.trainer.is_global_zero:
+            return
+        for name, sums in checkpoint.get("train_metrics", {}).items():
+            for key, value in sums.items():
+                setattr(self.train_metrics[name], key, value)
+
+
+class CIFARCNN(ImageClassifier):
+    """A CNN for CIFAR-10: LeNet by default, or a ResNet-18.
+
+    Args:
+        network: `lenet`: the CNN of PyTorch's CIFAR-10 tutorial, 62,006 parameters. `resnet18`: torchvision's,
+            as it comes. `resnet18_cifar`: with the usual stem for small images.
+        num_classes: Number of classes; the CLI takes it from the data.
+        loss: Cross-entropy, or smooth L1 between softmax and one-hot target.
+        optimizer: Optimizer class with its arguments.
+        scheduler: Learning-rate scheduler class with its arguments.
+        scheduler_interval: Whether the scheduler advances after each epoch or each step.
+    """
+
+    def __init__(
+        self,
+        network: Literal["lenet", "resnet18", "resnet18_cifar"] = "lenet",
+        num_classes: int = 10,
+        loss: Loss = "cross_entropy",
+        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9),
+        scheduler: LRSchedulerCallable | None = None,
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
+    ) -> None:
+        networks = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifar": resnet18_cifar}
+        super().__init__(
+            networks[network](num_classes), num_classes, loss, optimizer, scheduler, scheduler_interval
+        )
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+
+
+class FashionMLP(ImageClassifier):
+    """A multilayer perceptron for FashionMNIST whose size is scaled by repeating the image.
+
+    Args:
+        repeats: How often each image is repeated: the input layer is 28·28·repeats wide.
+        hidden: Widths of the hidden layers.
+        num_classes: Number of classes; the CLI takes it from the data.
+        loss: Smooth L1 between softmax and one-hot target, or cross-entropy.
+        optimizer: Optimizer class with its arguments.
+        scheduler: Learning-rate scheduler class with its arguments.
+        scheduler_interval: Whether the scheduler advances after each epoch or each step.
+
+    Raises:
+        UserError: When `repeats` is below 1.
+    """
+
+    def __init__(
+        self,
+        repeats: int = 24,
+        hidden: Sequence[int] = (256, 256, 256),
+        num_classes: int = 10,
+        loss: Loss = "smooth_l1",
+        optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=1e-3),
+        scheduler: LRSchedulerCallable | None = None,
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
+    ) -> None:
+        if repeats < 1:
+            raise UserError(f"--model.repeats {repeats}: an image is repeated at least once")
+        super().__init__(
+            MLP(repeats, hidden, num_classes), num_classes, loss, optimizer, scheduler, scheduler_interval
+        )
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])

@@ -1,0 +1,25 @@
+"""Strategies: which devices and processes share the work. Importing this registers their names."""
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+from app.errors import UserError
+from app.parallel.data_parallel import DataParallelStrategy
+
+if DataParallelStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(DataParallelStrategy.strategy_name, DataParallelStrategy, description="one process, N devices")
+
+
+def refuse_impossible(trainer: Trainer) -> None:
+    """Refuse a way of running that its launcher cannot serve.
+
+    Raises:
+        UserError: When torchrun started this process and the strategy wants to start processes itself.
+    """
+    if TorchElasticEnvironment.detect() and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        raise UserError(
+            "ddp_spawn, ddp_fork and ddp_notebook start their own processes, which torchrun has done already: "
+            "use --trainer.strategy ddp, or start without torchrun"
+        )

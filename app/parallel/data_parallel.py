@@ -1,0 +1,216 @@
+"""`dp`: one process whose devices each take a part of every batch.
+
+Lightning removed this strategy in 2.0. As in `net = nn.DataParallel(net)`, only the forward runs on the
+replicas; loss, metrics and logging run once, on the main device, on the gathered output.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import gather, parallel_apply, replicate
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from app.errors import UserError
+
+
+class Replica(nn.Module):
+    """Calls the forward of a LightningModule on one part of the batch, in the autocast state of the caller.
+
+    Threads begin with default autocast state, and `parallel_apply` hands on only whether it is enabled, so
+    that bf16 would quietly become fp16.
+
+    Attributes:
+        index: Number of this replica.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self.index = 0
+        self.autocast: dict[str, Any] = {}
+
+    def capture(self, device_type: str) -> None:
+        """Remember the calling thread's autocast state."""
+        self.autocast = {
+            "device_type": device_type,
+            "enabled": torch.is_autocast_enabled(device_type),
+            "dtype": torch.get_autocast_dtype(device_type),
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute on this replica; the class's own forward, for the root's is patched to come here."""
+        with torch.autocast(**self.autocast):
+            return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class DataParallelStrategy(SingleDeviceStrategy):
+    """Splits every batch over the devices of one process.
+
+    On CUDA this is `torch.nn.DataParallel`: the replicas are made anew for each forward. On CPU, `devices: N`
+    runs N replicas as threads that share the parameters: the same meaning, testable anywhere. As in
+    `DataParallel`, only the running statistics of replica 0's BatchNorm persist.
+
+    Args:
+        parallel_devices: The devices; the first one holds the model and the loss.
+
+    Raises:
+        UserError: When it is asked for what data parallelism in one process cannot do.
+    """
+
+    strategy_name = "dp"
+
+    def __init__(self, parallel_devices: list[torch.device] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.parallel_devices = parallel_devices or []
+        self.num_nodes = 1  # set by Lightning, as are the next two
+        self._layer_sync: object | None = None
+        self.replica: Replica | None = None
+        self._forwards = 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that holds the model and computes the loss."""
+        return self.parallel_devices[0]
+
+    def _configure_launcher(self) -> None:
+        """Refuse what cannot work: here Lightning has set all that was asked for."""
+        if self.num_nodes > 1:
+            raise UserError(
+                f"--trainer.strategy dp works inside one node, not on {self.num_nodes}: use --trainer.strategy ddp"
+            )
+        if self._layer_sync is not None:
+            raise UserError(
+                "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use "
+                "--trainer.strategy ddp"
+            )
+        environment = _launched_with_several_tasks()
+        if environment:
+            raise UserError(
+                f"--trainer.strategy dp is one process, but {environment} started several, which would train as "
+                "many models: start it without, or use --trainer.strategy ddp"
+            )
+
+    def setup(self, trainer: Any) -> None:
+        """Move the model to the main device and prepare its replicas."""
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        self.replica = Replica(self.lightning_module)
+        rank_zero_info(
+            f"dp splits each batch over {len(self.parallel_devices)} replicas in one process. ddp is usually faster: "
+            "dp copies the model and gathers the outputs on every step, its threads share Python's lock, and "
+            "the main device does the rest alone."
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step with its forward spread over the replicas."""
+        with self._parallel_forward():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step with its forward spread over the replicas."""
+        with self._parallel_forward():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step with its forward spread over the replicas."""
+        with self._parallel_forward():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step with its forward spread over the replicas."""
+        with self._parallel_forward():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _parallel_forward(self) -> Iterator[None]:
+        module = self.lightning_module
+        assert module is not None
+        before = self._forwards
+        module.__dict__["forward"] = self._forward
+        try:
+            yield
+        finally:
+            del module.__dict__["forward"]
+        if self._forwards == before:
+            raise UserError(
+                f"dp spreads {type(module).__name__}.forward over the devices, but its step never calls self(batch), "
+                "so that only one device would work: call self(...) in the step, or use --trainer.strategy ddp"
+            )
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.replica is not None
+        self._forwards += 1
+        devices = self.parallel_devices
+        self.replica.capture(devices[0].type)
+        if devices[0].type != "cuda":
+            return _forward_in_threads(self.replica, len(devices), args, kwargs)
+        parts, kwargs_parts = scatter_kwargs(args, kwargs, devices)
+        devices = devices[: len(parts)]
+        replicas = replicate(self.replica, devices, detach=not torch.is_grad_enabled())
+        for index, replica in enumerate(replicas):
+            replica.index = index
+        return gather(parallel_apply(replicas, parts, kwargs_parts, devices), devices[0])
+
+
+def _launched_with_several_tasks() -> str | None:
+    if TorchElasticEnvironment.detect() and TorchElasticEnvironment().world_size() > 1:
+        return "torchrun"
+    if SLURMEnvironment.detect() and SLURMEnvironment().world_size() > 1:
+        return "srun"
+    return None
+
+
+def _forward_in_threads(replica: Replica, count: int, args: Any, kwargs: Any) -> Any:
+    """What `nn.DataParallel` does, for replicas on one CPU: scatter, apply in threads, gather."""
+    leaves, structure = tree_flatten((args, kwargs))
+    chunks = [leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
+    used = max((len(chunk) for chunk in chunks if chunk is not None), default=1)
+    parts = [
+        tree_unflatten([leaf if c is None else c[i] for leaf, c in zip(leaves, chunks, strict=True)], structure)
+        for i in range(used)
+    ]
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def apply(part: tuple[Replica, tuple[Any, dict[str, Any]]]) -> Any:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            copy, (part_args, part_kwargs) = part
+            return copy(*part_args, **part_kwargs)
+
+    with ThreadPoolExecutor(used) as pool:
+        outputs = list(pool.map(apply, zip(_replicas(replica, used), parts, strict=True)))
+    return tree_map(_gather, *outputs)
+
+
+def _gather(*outputs: Any) -> Any:
+    """One result of all replicas: a batch dimension is concatenated, a scalar becomes a vector."""
+    if not isinstance(outputs[0], Tensor):
+        return outputs[0]
+    return torch.cat([output if output.ndim else output[None] for output in outputs])
+
+
+def _replicas(replica: Replica, count: int) -> Sequence[Replica]:
+    """Shallow copies, as `torch.nn.parallel.replicate` makes them, that share the parameters themselves.
+
+    Buffers are shared by replica 0 only, so that the threads do not write to the same running statistics.
+    """
+    modules = list(replica.modules())
+    copies = []
+    for index in range(count):
+        copy_of: dict[nn.Module, Any] = {module: module._replicate_for_data_parallel() for module in modules}  # type: ignore[operator]
+        for module, copy in copy_of.items():
+            copy._parameters = module._parameters
+            copy._modules = {name: child and copy_of[child] for name, child in module._modules.items()}
+            clone: Callable[[Tensor | None], Tensor | None] = lambda b: b if b is None or index == 0 else b.clone()  # noqa: B023, E731
+            copy._buffers = {name: clone(buffer) for name, buffer in module._buffers.items()}
+        copy_of[replica].index = index
+        copies.append(copy_of[replica])
+    return copies
