@@ -1,5 +1,84 @@
 """What a user did wrong: reported in one line, with exit code 2."""
 
+import difflib
+import re
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Names the thing that is wrong, where it is, and the remedy, in one line."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Phrase `: did you mean …?` for the nearest known word; nothing when none is near."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f": did you mean {found[0]}?" if found else ""
+
+
+def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Iterable[str] = ()) -> str:
+    """Say in one line what jsonargparse or Lightning says in many.
+
+    Args:
+        message: Their message.
+        known_flags: Flags as typed, with `--`, among which to look for the one that was meant.
+        known_classes: Names of classes, among which to look for the one that was meant.
+
+    Returns:
+        The flag, its value, what is wrong with it and the nearest right one; a message of a form that is not
+        known here comes back with its white space folded.
+    """
+    text = " ".join(message.split())
+    flags = list(known_flags)
+    if match := re.match(r"unrecognized arguments: (\S+)", text):
+        word = match[1].split("=")[0]
+        return f"{word}: there is no such flag{nearest(word, flags)}"
+    if match := re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text):
+        return f"{match[2]} in the config: {match[1]} has no such setting{nearest('--' + match[2], flags)}"
+    if match := re.search(r"invalid choice: '([^']*)' \(choose from (.+)\)", text):
+        choices = re.findall(r"[\w-]+", match[2])
+        return f"{match[1]}: there is no such command{nearest(match[1], choices)} ({', '.join(choices)})"
+    if match := re.search(r'Parser key "(?:config|cfg)": (.+)', text):
+        return f"--config: {match[1]}"
+    key = re.search(r'Parser key "([^"]+)"', text)
+    if match := re.search(r"- --(.+?) - Expected a <class 'NoneType'>", text):  # one that came through here
+        owner = f"{key[1]}." if key and not match[1].startswith(key[1]) else ""
+        return f"--{owner}{match[1]}"
+    if key is None:
+        return text
+    nested = re.search(r"NestedArg\(key='([^']+)', val='([^']*)'\)", text)
+    inner = re.findall(r'Parser key "([^"]+)"', text)[-1]
+    if nested:
+        flag = f"--{key[1]}.{nested[1]}"
+    else:
+        flag = f"--{key[1]}" if inner == key[1] else f"--{key[1]}.{inner}"
+    if match := re.search(r"Option '([^']+)' is not accepted", text):
+        flag = flag if nested else f"--{key[1]}.{match[1]}"
+        elsewhere = ", though another class has" if flag in flags else nearest(flag, flags)
+        return f"{flag}: the chosen class has no such setting{elsewhere}"
+    got = re.search(r"Got value: (.+?)(?: - |$)", text) or re.search(r"Given value: (.+)$", text)
+    value = nested[2] if nested else got[1] if got else ""
+    if match := re.search(r"(No module named '[^']+'|module '[^']+' has no attribute '[^']+')", text):
+        return f"{flag} {value}: {match[1]}"
+    if match := re.search(r"Expected a dot import path string: (\S+)", text):
+        near = nearest(match[1], known_classes)
+        return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"
+    expected, choices = _expected(text)
+    if expected:
+        return f"{flag} {value}: expected {' or '.join(expected)}{nearest(value, choices)}"
+    return text
+
+
+def _expected(text: str) -> tuple[list[str], list[str]]:
+    """Types and choices that a message says it wanted."""
+    names: list[str] = []
+    choices: list[str] = []
+    for wanted in re.findall(r"Expected an? (<class '[^']+'>|typing\.Literal\[[^\]]*\])", text):
+        if wanted.startswith("<class"):
+            name = wanted.split("'")[1].rsplit(".", 1)[-1].replace("NoneType", "null")
+            if name not in ("null", "LightningModule", "LightningDataModule"):
+                names.append(name)
+        else:
+            choices += [choice.strip("' ") for choice in wanted[len("typing.Literal[") : -1].split(",")]
+    if choices:
+        names.append(f"one of {', '.join(dict.fromkeys(choices))}")
+    return list(dict.fromkeys(names)), choices

@@ -85,13 +85,14 @@ class ImageClassifier(LightningModule):
         """Check the data's image shape; sum losses in float64, so that no order of ranks shows."""
         shape = getattr(getattr(self.trainer, "datamodule", None), "image_shape", None)
         if shape is not None:
-            self._check_image_shape(shape)
+            self.check_image_shape(shape)
         if self.trainer.strategy.root_device.type != "mps":  # which has no float64
             for metric in (self.train_metrics, self.val_metrics, self.test_metrics):
                 metric["loss"].set_dtype(torch.float64)
             self.window_loss.set_dtype(torch.float64)
 
-    def _check_image_shape(self, shape: Sequence[int]) -> None:
+    def check_image_shape(self, shape: Sequence[int]) -> None:
+        """Refuse images (C, H, W) that the network does not take."""
         wanted = self.network.image_shape
         assert isinstance(wanted, tuple)
         if len(shape) != 3 or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
@@ -104,7 +105,7 @@ class ImageClassifier(LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Score images: (B, C, H, W) -> logits (B, classes)."""
-        self._check_image_shape(images.shape[1:])
+        self.check_image_shape(images.shape[1:])
         return self.network(images)
 
     def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> tuple[Tensor, Tensor]:

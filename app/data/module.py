@@ -99,7 +99,8 @@ class ImageData(LightningDataModule):
             assert stage in ("test", "predict")
             self._load(stage)  # type: ignore[arg-type]
         if stage == "fit":
-            self._check_batch_size()
+            assert self.trainer is not None
+            self._check_shares(self.global_batch_size, self.trainer.world_size)
 
     def has_test(self) -> bool:
         """Whether the source has labelled test images."""
@@ -136,12 +137,16 @@ class ImageData(LightningDataModule):
         self._load_training()
         return math.ceil(self.batch_size * len(self._splits["train"][1]))
 
-    def _check_batch_size(self) -> None:
-        assert self.trainer is not None
-        size, world = self.global_batch_size, self.trainer.world_size
+    def check_world_size(self, world: int) -> None:
+        """Refuse ranks that cannot share the global batch, as far as its size is known without reading the data."""
+        if isinstance(self.batch_size, int):
+            self._check_shares(self.batch_size, world)
+
+    @staticmethod
+    def _check_shares(size: int, world: int) -> None:
         if size % world:
             below = size - size % world
-            near = f"{below + world}" if below == 0 else f"{below} or {below + world}"
+            near = f"{below} or {below + world}" if below else f"{world}"
             raise UserError(
                 f"a global batch of {size} cannot be shared equally by {world} ranks: "
                 f"use --data.batch_size {near}, or another --trainer.devices"

@@ -1,0 +1,233 @@
+"""What watches one run and shows it: batch shapes, predictions, test figures."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from app.data.batches import GlobalBatches
+from app.data.module import ImageData
+from app.modules import ImageClassifier
+from app.parallel import DataParallelStrategy
+from app.tracking import Tracker
+
+
+def gather_objects(mine: Any) -> list[Any]:
+    """One picklable object of each rank, in order of rank, on every rank. Collective."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return everyone
+
+
+class BatchShapes(Callback):
+    """Prints what every replica got and what came out, once per distinct shape.
+
+    Under `dp` also what was gathered from the replicas. Shows how a global batch is split, and that the last
+    one of an epoch is smaller.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[Any, ...]] = set()
+        self._replicas: dict[int, tuple[list[int], list[int]]] = {}
+        self._handles: list[Any] = []
+
+    def _watch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def on_replica(replica: Any, args: Any, kwargs: Any, output: Any) -> None:
+            self._replicas[replica.index] = _shapes(args, kwargs, output)
+
+        def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            gathered = bool(self._replicas)
+            shapes = _shapes(args, kwargs, output)
+            replicas = self._replicas or {0: shapes}
+            lines = [
+                f"rank {trainer.global_rank}, replica {index}: input {given} -> output {made}"
+                for index, (given, made) in sorted(replicas.items())
+            ]
+            if gathered:
+                lines.append(f"gathered: {shapes[1]}")
+            if tuple(lines) not in self._seen:
+                self._seen.add(tuple(lines))
+                print("\n".join(lines), flush=True)
+            self._replicas = {}
+
+        self._handles = [pl_module.register_forward_hook(on_module, with_kwargs=True)]
+        if isinstance(trainer.strategy, DataParallelStrategy):
+            assert trainer.strategy.replica is not None
+            self._handles.append(trainer.strategy.replica.register_forward_hook(on_replica, with_kwargs=True))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch."""
+        self._watch(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch, unless fit has."""
+        if not self._handles:
+            self._watch(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch."""
+        self._watch(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch."""
+        self._watch(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop watching."""
+        if not self._seen:
+            rank_zero_warn(f"BatchShapes saw nothing: {type(pl_module).__name__} never calls self(batch) in its step")
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _shapes(args: Any, kwargs: Any, output: Any) -> tuple[list[int], list[int]]:
+    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return list(given.shape), list(output.shape) if isinstance(output, Tensor) else []
+
+
+class PredictionWriter(Callback):
+    """Writes `predictions.csv` into the run's directory: each image once, in order, under every world size."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, float]] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep index, label and probability of this rank's images."""
+        loader = trainer.predict_dataloaders
+        if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
+            probability, label = outputs.max(1)
+            self._rows += zip(
+                loader.samples(batch_idx).tolist(), label.tolist(), probability.tolist(), strict=True
+            )
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collect the rows of every rank and write them."""
+        rows = sorted(row for part in gather_objects(self._rows) for row in part)
+        self._rows = []
+        directory = trainer.log_dir
+        if not trainer.is_global_zero or not rows or directory is None:
+            return
+        data, loader = trainer.datamodule, trainer.predict_dataloaders  # type: ignore[attr-defined]
+        assert isinstance(data, ImageData)
+        path = Path(directory, "predictions.csv")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files = loader.split.names
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["file" if files else "index", "label", "name", "probability"])
+            for index, label, probability in rows:
+                writer.writerow([files[index] if files else index, label, data.class_names[label], f"{probability:.6f}"])
+        rank_zero_info(f"{len(rows):,} predictions: {path}")
+
+
+class TestFigures(Callback):
+    """Draws the confusion matrix and the most confidently wrong test images, for the directory and the tracker.
+
+    Args:
+        wrong: How many of the wrong images to show.
+    """
+
+    __test__ = False  # not for pytest
+
+    def __init__(self, wrong: int = 25) -> None:
+        self.wrong = wrong
+        self._worst: list[tuple[float, int, int, int]] = []  # confidence, row, predicted, label
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the most confidently wrong images of this rank."""
+        loader = trainer.test_dataloaders
+        if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
+            return
+        confidence, predicted = outputs.max(1)
+        at = (predicted != batch[1]).nonzero().flatten()
+        rows = loader.samples(batch_idx).to(at.device)
+        found = zip(*(t[at].tolist() for t in (confidence, rows, predicted, batch[1])), strict=True)
+        self._worst = sorted([*self._worst, *found], reverse=True)[: self.wrong]
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collect the figures of every rank, draw them and hand them to the tracker."""
+        data, loader = trainer.datamodule, trainer.test_dataloaders  # type: ignore[attr-defined]
+        if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
+            return
+        assert isinstance(data, ImageData)
+        matrix = pl_module.confusion.compute()
+        worst = sorted((row for part in gather_objects(self._worst) for row in part), reverse=True)[: self.wrong]
+        self._worst = []
+        directory = trainer.log_dir
+        if trainer.is_global_zero and directory is not None:
+            names = list(data.class_names)
+            rows = [
+                (loader.split[row], names[label], names[predicted], confidence)
+                for confidence, row, predicted, label in worst
+            ]
+            matrix_file, wrong_file = Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")
+            draw_confusion_matrix(matrix, names, matrix_file)
+            draw_most_wrong(rows, wrong_file)
+            for logger in trainer.loggers:
+                if isinstance(logger, Tracker):
+                    logger.log_test_figures(matrix.tolist(), names, rows, [matrix_file, wrong_file])
+        pl_module.confusion.reset()
+
+
+def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
+    """Draw counts of label (rows) against prediction (columns), (classes, classes), into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    side = max(5.0, 0.55 * len(names))
+    figure, axes = plt.subplots(figsize=(side, side), layout="constrained")
+    axes.imshow(matrix.cpu(), cmap="Blues")
+    axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="predicted", ylabel="label")
+    axes.set_xticklabels(names, rotation=45, ha="right")
+    axes.set_yticklabels(names)
+    if len(names) <= 20:
+        half = matrix.max().item() / 2
+        for i, row in enumerate(matrix.tolist()):
+            for j, count in enumerate(row):
+                axes.text(j, i, str(count), ha="center", va="center", color="white" if count > half else "black", fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> None:
+    """Draw images (C, H, W) with label, prediction and its probability, most confident first, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = 5
+    lines = max(-(-len(rows) // columns), 1)
+    figure, grid = plt.subplots(lines, columns, figsize=(9, 2.1 * lines), layout="constrained", squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, (image, label, predicted, confidence) in zip(grid.flat, rows, strict=False):
+        axes.imshow(image.permute(1, 2, 0).squeeze(-1), cmap="gray" if len(image) == 1 else None)
+        axes.set_title(f"{label}\npredicted {predicted}, {confidence:.0%}", fontsize=7)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

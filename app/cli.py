@@ -1,0 +1,63 @@
+"""Flags: what can be typed, what happens then, and what is said when it was wrong.
+
+    python -m app fit                                                      one device
+    python -m app fit --trainer.strategy ddp --trainer.devices 4           four processes of one machine
+    python -m app fit --config configs/fashion_mlp.yaml --trainer.strategy dp --trainer.devices 2
+
+Heavy imports stay inside functions: `python -m app --help` answers at once.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from app.errors import UserError
+
+HELP = """\
+usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
+
+Train image classifiers with data parallelism, from one device to many nodes, by changing flags.
+
+commands:
+  fit        train a model, validate it each epoch, and test the best checkpoint at the end
+  validate   measure a checkpoint on the validation split
+  test       measure a checkpoint on the test split
+  predict    write predictions.csv for the test split or a folder of images
+
+  python -m app fit --config configs/quickstart.yaml     try it: no download, no account, no GPU
+  python -m app COMMAND --help                           all flags of a command
+  python -m app fit --print_config                       all settings and their defaults
+
+--verbose (or APP_DEBUG=1) shows the traceback of an error."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        args: The arguments; by default those of the process.
+
+    Returns:
+        Exit code: 0 for success, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
+    """
+    if args is not None:  # one source for LightningCLI and for the processes that ddp starts
+        sys.argv = [sys.argv[0], *args]
+    if "--verbose" in sys.argv:
+        sys.argv.remove("--verbose")
+        os.environ["APP_DEBUG"] = "1"  # the processes that ddp starts inherit it
+    if len(sys.argv) == 1 or sys.argv[1] in ("-h", "--help"):
+        print(HELP)
+        return 0
+    try:
+        from app.commands import run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+    except UserError as error:
+        if os.environ.get("APP_DEBUG"):
+            traceback.print_exc()
+        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+        print(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,326 @@
+"""`fit`, `validate`, `test` and `predict`: Lightning's command line, with this application's defaults."""
+
+import inspect
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+import app.data
+import app.modules  # noqa: F401
+from app.callbacks import PredictionWriter, TestFigures
+from app.checkpoints import BestCheckpoint, check_checkpoint, find_checkpoint
+from app.errors import UserError, nearest, one_line
+from app.parallel import refuse_impossible
+from app.record import RunRecord
+from app.tracking import Tracker, make_loggers, next_version
+
+
+@dataclass
+class Run:
+    """Where a run is kept and tracked.
+
+    Args:
+        name: Name of the experiment.
+        root: Directory of all runs: each gets `root/name/version_N`.
+        test: Whether fit ends with a test of the best checkpoint.
+        wandb: Whether to track in Weights & Biases; offline without a key.
+        project: Project in Weights & Biases.
+        group: Group of the run in Weights & Biases.
+        tags: Tags of the run in Weights & Biases.
+    """
+
+    name: str = "cifar_cnn"
+    root: str = "runs"
+    test: bool = True
+    wandb: bool = True
+    project: str = "data-parallel-lab"
+    group: str | None = None
+    tags: list[str] | None = None
+
+
+class Parser(LightningArgumentParser):
+    """Reports what a user did wrong in one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Raise the message, without usage."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        classes = {"model": _subclasses(LightningModule), "data": _subclasses(LightningDataModule)}
+        for group, members in classes.items():
+            flags += [f"--{group}.{name}" for cls in members for name in _parameters(cls)]
+        names = [cls.__name__ for members in classes.values() for cls in members]
+        names += [cls.__name__ for cls in _subclasses(torch.optim.Optimizer)]
+        names += [cls.__name__ for cls in _subclasses(torch.optim.lr_scheduler.LRScheduler)]
+        raise UserError(one_line(message, flags, names)) from ex
+
+
+def _subclasses(cls: type) -> list[type]:
+    direct = cls.__subclasses__()
+    return [*direct, *(below for child in direct for below in _subclasses(child))]
+
+
+def _parameters(cls: type) -> set[str]:
+    return {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the whole config beside the run, and in the tracker. No collective call: rank zero only."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the config to the tracker."""
+        config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+        for logger in trainer.loggers:
+            if isinstance(logger, Tracker):
+                logger.log_hyperparams(config)
+
+
+def _num_classes(data: LightningDataModule) -> int:
+    return getattr(data, "num_classes", 10)
+
+
+class CLI(LightningCLI):
+    """Lightning's command line with this application's models, data, record and tracking."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=Parser,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=42,
+            trainer_defaults={"max_epochs": 50},
+            auto_configure_optimizers=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run's name and tracking, and the callbacks that are on by default."""
+        parser.set_defaults(
+            {"model": {"class_path": "app.modules.CIFARCNN"}, "data": {"class_path": "app.data.CIFAR10"}}
+        )
+        parser.link_arguments(
+            "data", "model.init_args.num_classes", compute_fn=_num_classes, apply_on="instantiate"
+        )
+        parser.add_class_arguments(Run, "run")
+        parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
+        parser.add_lightning_class_args(ModelCheckpoint, "last_checkpoint")
+        parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
+        parser.set_defaults(
+            {
+                "best_checkpoint.monitor": "val_acc",
+                "best_checkpoint.mode": "max",
+                "best_checkpoint.filename": "best",
+                "best_checkpoint.enable_version_counter": False,
+                "last_checkpoint.filename": "last",
+                "last_checkpoint.save_on_train_epoch_end": True,
+                "last_checkpoint.enable_version_counter": False,
+                "lr_monitor.logging_interval": "epoch",
+            }
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, less what is set here."""
+        common = {"model", "datamodule", "weights_only"}
+        return {
+            "fit": {*common, "train_dataloaders", "val_dataloaders"},
+            "validate": {*common, "dataloaders", "verbose"},
+            "test": {*common, "dataloaders", "verbose"},
+            "predict": {*common, "dataloaders", "return_predictions"},
+        }
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
+
+    def before_instantiate_classes(self) -> None:
+        """Settle what depends on other settings."""
+        config = self.config[self.subcommand]
+        trainer = config.trainer
+        if isinstance(trainer.strategy, str):
+            names = ["auto", *StrategyRegistry.available_strategies()]
+            if trainer.strategy not in names:
+                raise UserError(f"--trainer.strategy {trainer.strategy}: unknown{nearest(trainer.strategy, names)}")
+        if (trainer.strategy, trainer.devices, trainer.num_nodes) == ("auto", "auto", 1):
+            trainer.devices = 1  # several only when they are asked for
+        if config.ckpt_path is not None:
+            config.ckpt_path = find_checkpoint(config.ckpt_path, config.run.root, config.run.name)
+
+    def instantiate_classes(self) -> None:
+        """Build data, model and trainer; check data and checkpoint before any process is started."""
+        try:
+            super().instantiate_classes()
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            raise UserError(one_line(str(error))) from error
+        refuse_impossible(self.trainer)
+        config = self.config[self.subcommand]
+        if config.ckpt_path is not None:
+            check_checkpoint(config.ckpt_path, self.model)
+        if isinstance(self.datamodule, app.data.ImageData):
+            if isinstance(self.model, app.modules.ImageClassifier):
+                self.model.check_image_shape(self.datamodule.image_shape)
+            if self.subcommand == "fit":
+                self.datamodule.check_world_size(self.trainer.world_size)
+            if self.trainer.is_global_zero:
+                self.datamodule.prepare_data()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Add the loggers and callbacks that belong to every run."""
+        config = self.config_init[self.subcommand]
+        run, trainer = config.run, config.trainer
+        parser = self._parser(self.subcommand)
+        if trainer.enable_checkpointing is False or trainer.fast_dev_run:
+            parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
+        if trainer.fast_dev_run:
+            return super().instantiate_trainer(**kwargs)
+        own = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
+        version = next_version(run.root, run.name)
+        loggers = make_loggers(run.root, run.name, version, run.wandb, run.project, run.group, run.tags)
+        kwargs["logger"] = loggers + [logger for logger in own if not isinstance(logger, bool | None)]
+        callbacks = trainer.callbacks or []
+        record = RunRecord(shlex.join(["python", "-m", "app", *sys.argv[1:]]), config.ckpt_path)
+        kwargs["callbacks"] = [
+            *(callbacks if isinstance(callbacks, list) else [callbacks]),
+            record,
+            TestFigures(),
+            PredictionWriter(),
+        ]
+        return super().instantiate_trainer(**kwargs)
+
+    def predict(self, **kwargs: Any) -> None:
+        """Predict without keeping what PredictionWriter has written."""
+        self.trainer.predict(return_predictions=False, **kwargs)
+
+    def after_fit(self) -> None:
+        """Test the best checkpoint, where there are test images."""
+        data = self.datamodule
+        config = self.config[self.subcommand]
+        if not config.run.test or config.trainer.fast_dev_run or not isinstance(data, app.data.ImageData):
+            return
+        if data.has_test():
+            best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, BestCheckpoint)), None)
+            path = best.best_model_path if best else None
+            self.trainer.test(self.model, datamodule=data, ckpt_path=path or None, verbose=False)
+
+
+def check_configs(arguments: list[str]) -> None:
+    """Read every `--config` file, to name the one that cannot be read.
+
+    Raises:
+        UserError: When one is missing, not text, or not a YAML mapping.
+    """
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag.startswith("--config="):
+            value = flag.removeprefix("--config=")
+        elif flag not in ("--config", "-c"):
+            continue
+        if not value or value.startswith("-"):
+            continue  # the parser says what is missing
+        try:
+            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            near = nearest(value, map(str, Path(value).parent.glob("*.yaml")))
+            raise UserError(f"--config {value}: there is no such file{near}") from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UserError(f"--config {value} cannot be read: {one_line(str(error))}") from error
+        if not isinstance(content, dict):
+            raise UserError(f"--config {value}: not a config: expected `key: value` lines")
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Leave out Lightning's advertisements, and that there is no TPU."""
+    return not record.getMessage().startswith(("💡", "TPU available"))
+
+
+def run() -> int:
+    """Run the command line of this process.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        UserError: For what a user did wrong.
+    """
+    check_configs(sys.argv[1:])
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_quiet)
+    try:
+        cli = CLI()
+    except SIGTERMException:
+        return 143
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
+            return 130
+        return end.code if isinstance(end.code, int) else 0
+    except torch.multiprocessing.ProcessRaisedException as error:
+        _reraise_user_error(str(error), error)
+        raise
+    except (MisconfigurationException, UserError) as error:
+        raise UserError(one_line(str(error))) from error
+    _summary(cli)
+    return 0
+
+
+def _reraise_user_error(text: str, error: Exception) -> None:
+    """A spawned process hands on its error as the text of a traceback."""
+    last = text.strip().splitlines()[-1]
+    if "UserError: " in last:
+        raise UserError(last.split("UserError: ", 1)[1]) from error
+
+
+@rank_zero_only
+def _summary(cli: CLI) -> None:
+    """Say where the run's files are and what to try next."""
+    for logger in cli.trainer.loggers:
+        if isinstance(logger, Tracker):
+            logger.finish()
+    directory = getattr(cli.trainer.logger, "log_dir", None)
+    path = Path(directory or "", "run.json")
+    if directory is None or not path.exists():
+        return
+    record = json.loads(path.read_text())
+    print("\n".join(["", *_report(cli, record)]))
+
+
+def _report(cli: CLI, record: dict[str, Any]) -> Iterator[str]:
+    directory = record["run_dir"]
+    losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]
+    accuracies = [row["val_acc"] for row in record["epochs"] if row["val_acc"] is not None]
+    if losses:
+        steps = " -> ".join(f"{loss:.4f}" for loss in losses.values())
+        yield f"training loss   {steps}  (first, middle, last of {len(record['epochs'])} epochs)"
+    if accuracies:
+        yield f"validation      best accuracy {max(accuracies):.2%}"
+    if test:
+        yield f"test            accuracy {test['acc']:.2%}, loss {test['loss']:.4f}  (best checkpoint)"
+    if losses:
+        rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
+        yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"
+    kept = sorted(path.name for path in Path(directory).iterdir() if path.name != "wandb")
+    yield f"files           {directory}: {', '.join(kept)}"
+    for logger in cli.trainer.loggers:
+        if isinstance(logger, Tracker):
+            yield f"tracked         {logger.where()}"
+    if cli.subcommand == "fit" and record["checkpoint"] and record["checkpoint"]["last"]:
+        config = f"python -m app {{}} --config {directory}/config.yaml"
+        yield "next            " + config.format("predict") + f" --ckpt_path {record['checkpoint']['best']}"
+        yield "                " + config.format("fit") + " --ckpt_path last --trainer.max_epochs " + str(
+            2 * len(record["epochs"])
+        )
+        yield "                " + config.format("fit") + " --trainer.strategy dp --trainer.devices 2"

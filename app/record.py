@@ -1,0 +1,315 @@
+"""The run record: `run.json`, which says what a run was, how it went and on what."""
+
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import psutil
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+import app
+from app.callbacks import gather_objects
+from app.data.batches import GlobalBatches
+from app.data.module import ImageData
+from app.tracking import Tracker
+
+GIB = 2**30
+
+
+class RunRecord(Callback):
+    """Writes `run.json` into the run's directory, also when the run fails or is interrupted.
+
+    Throughput is measured over windows of `log_every_n_steps` steps (of an epoch, where that is shorter):
+    global samples over seconds, from the end of one window to the end of the next, with the device
+    synchronised; the first window of the run is left out. Validation does not count.
+
+    Args:
+        command: What was typed.
+        resumed_from: The checkpoint that the run continues.
+    """
+
+    def __init__(self, command: str, resumed_from: str | None = None) -> None:
+        # set where the run was typed: a spawned process would begin the count at its own start
+        self._started = psutil.Process().create_time()
+        self.path: Path | None = None
+        self.record: dict[str, Any] = {
+            "status": "running",
+            "error": None,
+            "command": command,
+            "resumed_from": resumed_from,
+        }
+        self._first_step: float | None = None
+        self._last_step = 0.0
+        self._epoch_start = 0.0
+        self._open_epoch: dict[str, Any] | None = None
+        self._validated = False
+        self._rates: list[float] = []
+        self._window_start = 0.0
+        self._window_samples = self._window_steps = 0
+
+    # -- the run as a whole ---------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin the record, or go on with it: the test after fit belongs to the same run."""
+        directory = trainer.log_dir
+        if not trainer.is_global_zero or directory is None:
+            return
+        self.path = Path(directory, "run.json")
+        if self.path.exists():
+            self.record = json.loads(self.path.read_text())
+        self.record["status"] = "running"
+        self.record.update(_way_of_running(trainer), versions=_versions(), hardware=_hardware())
+        self.record["run_dir"] = directory
+        self.record["config"] = str(Path(directory, "config.yaml"))
+        for key in ("epochs", "peak_memory"):
+            self.record.setdefault(key, [])
+        for key in ("checkpoint", "test", "setup_s", "train_s", "throughput"):
+            self.record.setdefault(key, None)
+        self._write()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Complete the record and give its figures to the tracker."""
+        if self.path is None:
+            return
+        self.record["status"] = "completed"
+        self._write()
+        for logger in trainer.loggers:
+            if isinstance(logger, Tracker):
+                logger.log_record(self.record)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Say why the run ended. No collective call: the other ranks may be gone."""
+        if not trainer.is_global_zero:
+            return
+        if self.path is None:  # spawned processes had it, or nothing had begun yet
+            directory = getattr(trainer.logger, "log_dir", None)
+            if directory is None:
+                return
+            self.path = Path(directory, "run.json")
+            if self.path.exists():
+                self.record = json.loads(self.path.read_text())
+        interrupted = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        self.record["status"] = "interrupted" if interrupted else "failed"
+        lines = str(exception).strip().splitlines() or ["by Ctrl-C" if interrupted else ""]
+        self.record["error"] = f"{type(exception).__name__}: {lines[-1]}"
+        self._close_epoch(trainer)
+        self._measured(trainer)
+        self._write()
+
+    def _write(self) -> None:
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(self.record, indent=2) + "\n")
+        os.replace(temporary, self.path)
+
+    # -- training -------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the accelerator's peak memory from here."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            for device in _devices(trainer):
+                torch.cuda.reset_peak_memory_stats(device)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the last epoch's row and start the clocks."""
+        self._close_epoch(trainer)
+        self._epoch_start = self._window_start = time.perf_counter()
+        self._window_samples = self._window_steps = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note when the first step begins."""
+        if self._first_step is None:
+            self._first_step = time.perf_counter()
+            self.record["setup_s"] = round(time.time() - self._started, 3)
+            if self._epoch_start == 0.0:  # resumed in the middle of an epoch
+                self._epoch_start = self._window_start = self._first_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Close the window if it is full."""
+        loader = trainer.train_dataloader
+        own = isinstance(loader, GlobalBatches)
+        self._window_samples += loader.global_count(batch_idx) if own else _count(batch) * trainer.world_size
+        self._window_steps += 1
+        if self._window_steps < min(trainer.log_every_n_steps or 50, trainer.num_training_batches):
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+        now = time.perf_counter()
+        self._rates.append(self._window_samples / (now - self._window_start))
+        self._window_start, self._last_step = now, now
+        self._window_samples = self._window_steps = 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep validation out of the window that it interrupts."""
+        self._validated = not trainer.sanity_checking
+        self._window_start = time.perf_counter()
+        self._window_samples = self._window_steps = 0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the epoch's row: its metrics are logged after this."""
+        self._last_step = max(self._last_step, time.perf_counter() if not self._validated else 0.0)
+        seconds = round(time.perf_counter() - self._epoch_start, 3)
+        self._open_epoch = {"epoch": trainer.current_epoch, "seconds": seconds, "validated": self._validated}
+        self._validated = False
+
+    def _close_epoch(self, trainer: Trainer) -> None:
+        if self._open_epoch is None:
+            return
+        metrics, row = trainer.callback_metrics, self._open_epoch
+        self._open_epoch = None
+
+        def value(name: str) -> float | None:
+            return metrics[name].item() if name in metrics else None
+
+        validated = row.pop("validated")
+        row["train_loss"] = value("train_loss")
+        row["val_loss"], row["val_acc"] = (value("val_loss"), value("val_acc")) if validated else (None, None)
+        self.record.setdefault("epochs", []).append(row)
+        if self.path is not None:
+            self._measured(trainer)
+            self._write()
+
+    def _measured(self, trainer: Trainer) -> None:
+        """Bring times, throughput, losses and checkpoints up to date."""
+        if self._first_step is not None:
+            self.record["train_s"] = round(max(self._last_step - self._first_step, 0.0), 3)
+        rates = self._rates[1:]
+        self.record["throughput"] = {
+            "median": round(statistics.median(rates), 1) if rates else None,
+            "min": round(min(rates), 1) if rates else None,
+            "max": round(max(rates), 1) if rates else None,
+            "n": len(rates),
+            "unit": "samples/s",
+        }
+        losses = [row["train_loss"] for row in self.record.get("epochs", [])]
+        if losses:
+            first, middle, last = losses[0], losses[len(losses) // 2], losses[-1]
+            self.record["train_loss"] = {"first": first, "middle": middle, "last": last}
+        best, last = (
+            next((c.best_model_path for c in trainer.checkpoint_callbacks if _saves(c, name)), "") or None
+            for name in ("best", "last")
+        )
+        self.record["checkpoint"] = {"best": best, "last": last}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the last epoch and collect every rank's memory."""
+        memory = [row for rows in gather_objects(_peak_memory(trainer)) for row in rows]
+        self._close_epoch(trainer)
+        self.record["peak_memory"] = memory
+        self._measured(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the epochs so far, so that a resumed run's record holds them all."""
+        if "train_loss" in trainer.callback_metrics:
+            self._close_epoch(trainer)
+        checkpoint["epochs"] = self.record.get("epochs", [])
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on with the epochs of the run that is resumed."""
+        if trainer.state.fn == "fit":
+            self.record["epochs"] = list(checkpoint.get("epochs", []))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the test figures."""
+        metrics = trainer.callback_metrics
+        names = {"loss": "test_loss", "acc": "test_acc"}
+        self.record["test"] = {key: metrics[name].item() for key, name in names.items() if name in metrics} or None
+
+
+def _saves(callback: Any, name: str) -> bool:
+    return (callback.filename or "").startswith(name)
+
+
+def _count(batch: Any) -> int:
+    while not isinstance(batch, torch.Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return len(batch)
+
+
+def _devices(trainer: Trainer) -> list[torch.device]:
+    """The devices of this process: several only under dp."""
+    strategy = trainer.strategy
+    if strategy.strategy_name == "dp":
+        return list(strategy.parallel_devices)  # type: ignore[attr-defined]
+    return [strategy.root_device]
+
+
+def _peak_memory(trainer: Trainer) -> list[dict[str, Any]]:
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux, bytes on macOS
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    rows = []
+    for device in _devices(trainer):
+        cuda = device.type == "cuda"
+        rows.append(
+            {
+                "rank": trainer.global_rank,
+                "device": str(device),
+                "allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 4) if cuda else None,
+                "reserved_gib": round(torch.cuda.max_memory_reserved(device) / GIB, 4) if cuda else None,
+                "host_rss_gib": round(rss, 4),
+            }
+        )
+    return rows
+
+
+def _way_of_running(trainer: Trainer) -> dict[str, Any]:
+    flag = trainer._accelerator_connector._strategy_flag
+    data = getattr(trainer, "datamodule", None)
+    own = data if isinstance(data, ImageData) else None
+    return {
+        "strategy": flag if isinstance(flag, str) else flag.strategy_name,
+        "devices": len(getattr(trainer.strategy, "parallel_devices", None) or [0]),
+        "num_nodes": trainer.num_nodes,
+        "world_size": trainer.world_size,
+        "precision": trainer.precision,
+        "placement": own and own.placement,
+        "global_batch_size": own and own.global_batch_size,
+        "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "app": app.__version__,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of this package's checkout, with `-dirty` where it was changed; None outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": names}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

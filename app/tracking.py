@@ -1,0 +1,151 @@
+"""Where metrics go: a CSV file always, Weights & Biases on top."""
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor
+
+
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """A failure of the tracker never stops training: say it once, and go on without."""
+
+    @wraps(method)
+    def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
+        if rank_zero_only.rank != 0 or self.failed:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            rank_zero_warn(f"Weights & Biases failed, training goes on without it: {type(error).__name__}: {error}")
+
+    return call
+
+
+class Tracker(WandbLogger):
+    """Weights & Biases: one run per training, whatever the world size.
+
+    Online with a key, offline without one; the environment variable WANDB_MODE decides where it is set. A
+    server that does not answer within 20 s makes the run offline.
+
+    Args:
+        run_dir: Directory of the run; the tracker's files go into its `wandb` folder.
+        name: Name of the run.
+        project: Project of the run.
+        group: Group of the run.
+        tags: Tags of the run.
+    """
+
+    def __init__(
+        self, run_dir: str, name: str, project: str, group: str | None = None, tags: Sequence[str] | None = None
+    ) -> None:
+        import wandb
+
+        self.failed = False
+        self.mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+        settings = wandb.Settings(init_timeout=20, silent=True, console="off")
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            name=name, project=project, save_dir=run_dir, group=group, tags=tags, mode=self.mode, settings=settings
+        )
+        del self._wandb_init["anonymous"]  # only a warning by now
+
+    @property
+    def experiment(self) -> Any:
+        """The wandb run; offline, or a disabled one, where the tracker fails to start."""
+        for fallback in ("offline", "disabled", None):
+            try:
+                return super().experiment
+            except Exception as error:
+                if fallback is None:
+                    raise
+                rank_zero_warn(f"Weights & Biases does not start ({error}): {fallback} from here on")
+                self.mode = self._wandb_init["mode"] = fallback
+        raise AssertionError
+
+    def where(self) -> str:
+        """Say where the run can be seen, or the command that uploads it."""
+        folders = [str(path) for path in sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))]
+        if folders:
+            return f"offline; upload with  wandb sync {' '.join(folders)}"
+        return getattr(self._experiment, "url", None) or self.mode
+
+    @_guarded
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Log metrics of a step."""
+        super().log_metrics(metrics, step)
+
+    @_guarded
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Add to the run's config."""
+        super().log_hyperparams(params)
+
+    @_guarded
+    def log_record(self, record: dict[str, Any]) -> None:
+        """Put the figures of the run record into the run's summary."""
+        self.experiment.summary.update({"run": record})
+
+    @_guarded
+    def log_test_figures(
+        self,
+        matrix: list[list[int]],
+        names: list[str],
+        wrong: list[tuple[Tensor, str, str, float]],
+        pictures: list[Path],
+    ) -> None:
+        """Log the confusion matrix, the table of the most confidently wrong images, and their pictures."""
+        import wandb
+
+        cells = [[names[i], names[j], count] for i, row in enumerate(matrix) for j, count in enumerate(row)]
+        table = [
+            [wandb.Image(image.permute(1, 2, 0).squeeze(-1).numpy()), label, predicted, confidence]
+            for image, label, predicted, confidence in wrong
+        ]
+        self.experiment.log(
+            {
+                "confusion_matrix": wandb.Table(columns=["label", "predicted", "count"], data=cells),
+                "most_wrong": wandb.Table(columns=["image", "label", "predicted", "probability"], data=table),
+                **{f"{picture.stem}_picture": wandb.Image(str(picture)) for picture in pictures},
+            }
+        )
+
+    @_guarded
+    def finalize(self, status: str) -> None:
+        """Close what Lightning closes after each stage."""
+        super().finalize(status)
+
+    @_guarded
+    def finish(self) -> None:
+        """End the run: everything has been logged."""
+        if self._experiment is not None:
+            self._experiment.finish()
+
+
+def next_version(root: str, name: str) -> str:
+    """The first free `version_N` under `root/name`."""
+    taken = [re.fullmatch(r"version_(\d+)", path.name) for path in Path(root, name).glob("version_*")]
+    return f"version_{max((int(match[1]) for match in taken if match), default=-1) + 1}"
+
+
+def make_loggers(
+    root: str,
+    name: str,
+    version: str,
+    wandb: bool,
+    project: str,
+    group: str | None,
+    tags: Sequence[str] | None,
+) -> list[Logger]:
+    """The CSV logger, first because run directories follow it, and the tracker."""
+    csv = CSVLogger(root, name=name, version=version)
+    warnings.filterwarnings("ignore", "Experiment logs directory")  # the tracker's folder is there first
+    if not wandb or os.environ.get("WANDB_MODE") == "disabled":
+        return [csv]
+    return [csv, Tracker(csv.log_dir, f"{name}/{version}", project, group, tags)]
