@@ -42,6 +42,8 @@ class BatchShapes(Callback):
             self._replicas[replica.index] = _shapes(args, kwargs, output)
 
         def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if not isinstance(output, Tensor) or not output.ndim:
+                return  # DDP sends the whole training step through here, too
             gathered = bool(self._replicas)
             shapes = _shapes(args, kwargs, output)
             replicas = self._replicas or {0: shapes}
@@ -53,7 +55,7 @@ class BatchShapes(Callback):
                 lines.append(f"gathered: {shapes[1]}")
             if tuple(lines) not in self._seen:
                 self._seen.add(tuple(lines))
-                print("\n".join(lines), flush=True)
+                print("\n".join(lines) + "\n", end="", flush=True)  # in one write: other ranks print, too
             self._replicas = {}
 
         self._handles = [pl_module.register_forward_hook(on_module, with_kwargs=True)]
@@ -88,8 +90,8 @@ class BatchShapes(Callback):
 
 
 def _shapes(args: Any, kwargs: Any, output: Any) -> tuple[list[int], list[int]]:
-    given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return list(given.shape), list(output.shape) if isinstance(output, Tensor) else []
+    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), output)
+    return list(given.shape), list(output.shape)
 
 
 class PredictionWriter(Callback):

@@ -107,7 +107,7 @@ class CLI(LightningCLI):
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=42,
-            trainer_defaults={"max_epochs": 50},
+            trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},  # SaveConfig logs them all
             auto_configure_optimizers=False,
         )
 

@@ -21,6 +21,7 @@ import app
 from app.callbacks import gather_objects
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
+from app.parallel import DataParallelStrategy
 from app.tracking import Tracker
 
 GIB = 2**30
@@ -242,8 +243,8 @@ def _count(batch: Any) -> int:
 def _devices(trainer: Trainer) -> list[torch.device]:
     """The devices of this process: several only under dp."""
     strategy = trainer.strategy
-    if strategy.strategy_name == "dp":
-        return list(strategy.parallel_devices)  # type: ignore[attr-defined]
+    if isinstance(strategy, DataParallelStrategy):
+        return strategy.parallel_devices
     return [strategy.root_device]
 
 

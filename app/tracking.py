@@ -2,13 +2,13 @@
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
@@ -128,6 +128,23 @@ class Tracker(WandbLogger):
             self._experiment.finish()
 
 
+class MetricsFile(CSVLogger):
+    """Lightning's CSV logger, which goes on with the file where a spawned fit is followed by a spawned test."""
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The writer; Lightning's begins by deleting the file."""
+        if self._experiment is None:
+            path = Path(self.log_dir, "metrics.csv")
+            written = path.read_text() if path.exists() else ""
+            writer = super().experiment
+            if written:
+                path.write_text(written)
+                writer.metrics_keys = written.partition("\n")[0].strip().split(",")
+        return self._experiment
+
+
 def next_version(root: str, name: str) -> str:
     """The first free `version_N` under `root/name`."""
     taken = [re.fullmatch(r"version_(\d+)", path.name) for path in Path(root, name).glob("version_*")]
@@ -144,8 +161,7 @@ def make_loggers(
     tags: Sequence[str] | None,
 ) -> list[Logger]:
     """The CSV logger, first because run directories follow it, and the tracker."""
-    csv = CSVLogger(root, name=name, version=version)
-    warnings.filterwarnings("ignore", "Experiment logs directory")  # the tracker's folder is there first
+    csv = MetricsFile(root, name=name, version=version)
     if not wandb or os.environ.get("WANDB_MODE") == "disabled":
         return [csv]
     return [csv, Tracker(csv.log_dir, f"{name}/{version}", project, group, tags)]

@@ -103,12 +103,13 @@ class DataParallelStrategy(SingleDeviceStrategy):
         """Move the model to the main device and prepare its replicas."""
         super().setup(trainer)
         assert self.lightning_module is not None
+        if self.replica is None:
+            rank_zero_info(
+                f"dp splits each batch over {len(self.parallel_devices)} replicas in one process. ddp is usually "
+                "faster: dp copies the model and gathers the outputs on every step, its threads share Python's "
+                "lock, and the main device does the rest alone."
+            )
         self.replica = Replica(self.lightning_module)
-        rank_zero_info(
-            f"dp splits each batch over {len(self.parallel_devices)} replicas in one process. ddp is usually faster: "
-            "dp copies the model and gathers the outputs on every step, its threads share Python's lock, and "
-            "the main device does the rest alone."
-        )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step with its forward spread over the replicas."""
