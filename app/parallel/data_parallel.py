@@ -5,7 +5,7 @@ replicas; loss, metrics and logging run once, on the main device, on the gathere
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +75,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._layer_sync: object | None = None
         self.replica: Replica | None = None
         self._forwards = 0
+        # One thread for each replica: autograd orders its work by counters of the threads that recorded it, so
+        # that in a pool, where any thread takes any replica, the order of summation would change by chance.
+        self._threads: list[ThreadPoolExecutor] = []
 
     @property
     def root_device(self) -> torch.device:
@@ -110,6 +113,14 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 "lock, and the main device does the rest alone."
             )
         self.replica = Replica(self.lightning_module)
+        if self.root_device.type != "cuda":
+            self._threads = [ThreadPoolExecutor(1) for _ in self.parallel_devices]
+
+    def teardown(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown()
+        super().teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step with its forward spread over the replicas."""
@@ -153,7 +164,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         devices = self.parallel_devices
         self.replica.capture(devices[0].type)
         if devices[0].type != "cuda":
-            return _forward_in_threads(self.replica, len(devices), args, kwargs)
+            return _forward_in_threads(self.replica, self._threads, args, kwargs)
         parts, kwargs_parts = scatter_kwargs(args, kwargs, devices)
         devices = devices[: len(parts)]
         replicas = replicate(self.replica, devices, detach=not torch.is_grad_enabled())
@@ -170,10 +181,10 @@ def _launched_with_several_tasks() -> str | None:
     return None
 
 
-def _forward_in_threads(replica: Replica, count: int, args: Any, kwargs: Any) -> Any:
+def _forward_in_threads(replica: Replica, threads: list[ThreadPoolExecutor], args: Any, kwargs: Any) -> Any:
     """What `nn.DataParallel` does, for replicas on one CPU: scatter, apply in threads, gather."""
     leaves, structure = tree_flatten((args, kwargs))
-    chunks = [leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
+    chunks = [leaf.chunk(len(threads)) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
     used = max((len(chunk) for chunk in chunks if chunk is not None), default=1)
     parts = [
         tree_unflatten([leaf if c is None else c[i] for leaf, c in zip(leaves, chunks, strict=True)], structure)
@@ -181,14 +192,16 @@ def _forward_in_threads(replica: Replica, count: int, args: Any, kwargs: Any) ->
     ]
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-    def apply(part: tuple[Replica, tuple[Any, dict[str, Any]]]) -> Any:
+    def apply(copy: Replica, part: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            copy, (part_args, part_kwargs) = part
-            return copy(*part_args, **part_kwargs)
+            return copy(*part[0], **part[1])
 
-    with ThreadPoolExecutor(used) as pool:
-        outputs = list(pool.map(apply, zip(_replicas(replica, used), parts, strict=True)))
-    return tree_map(_gather, *outputs)
+    started = [
+        thread.submit(apply, copy, part)
+        for thread, copy, part in zip(threads, _replicas(replica, used), parts, strict=False)
+    ]
+    wait(started)
+    return tree_map(_gather, *(future.result() for future in started))
 
 
 def _gather(*outputs: Any) -> Any:
