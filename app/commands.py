@@ -95,9 +95,16 @@ def _num_classes(data: LightningDataModule) -> int:
 
 
 class CLI(LightningCLI):
-    """Lightning's command line with this application's models, data, record and tracking."""
+    """Lightning's command line with this application's models, data, record and tracking.
 
-    def __init__(self) -> None:
+    Args:
+        chosen: Sections of which the user has chosen the class; the others get a default one. A default that
+            is set regardless would leave its `init_args` behind: `--model FashionMLP` would train with
+            CIFARCNN's loss and optimizer, since jsonargparse keeps what the new class accepts.
+    """
+
+    def __init__(self, chosen: set[str]) -> None:
+        self.chosen = chosen
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -113,9 +120,8 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run's name and tracking, and the callbacks that are on by default."""
-        parser.set_defaults(
-            {"model": {"class_path": "app.modules.CIFARCNN"}, "data": {"class_path": "app.data.CIFAR10"}}
-        )
+        classes = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
+        parser.set_defaults({key: {"class_path": path} for key, path in classes.items() if key not in self.chosen})
         parser.link_arguments(
             "data", "model.init_args.num_classes", compute_fn=_num_classes, apply_on="instantiate"
         )
@@ -220,28 +226,35 @@ class CLI(LightningCLI):
             self.trainer.test(self.model, datamodule=data, ckpt_path=path or None, verbose=False)
 
 
-def check_configs(arguments: list[str]) -> None:
-    """Read every `--config` file, to name the one that cannot be read.
+def chosen_classes(arguments: list[str]) -> set[str]:
+    """Find out of which sections the user has chosen the class, by flag or in a config.
 
     Raises:
-        UserError: When one is missing, not text, or not a YAML mapping.
+        UserError: When a config file is missing, not text, or not a YAML mapping.
     """
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag.startswith("--config="):
-            value = flag.removeprefix("--config=")
-        elif flag not in ("--config", "-c"):
-            continue
-        if not value or value.startswith("-"):
-            continue  # the parser says what is missing
-        try:
-            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            near = nearest(value, map(str, Path(value).parent.glob("*.yaml")))
-            raise UserError(f"--config {value}: there is no such file{near}") from None
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"--config {value} cannot be read: {one_line(str(error))}") from error
-        if not isinstance(content, dict):
-            raise UserError(f"--config {value}: not a config: expected `key: value` lines")
+    chosen = set()
+    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        flag, given, value = word.partition("=")
+        if flag.removesuffix(".class_path") in ("--model", "--data"):
+            chosen.add(flag.removesuffix(".class_path").removeprefix("--"))
+        if flag in ("--config", "-c") and (given or not following.startswith("-")):
+            for section, content in _read_config(value if given else following).items():
+                if isinstance(content, str) or (isinstance(content, dict) and "class_path" in content):
+                    chosen.add(section)
+    return chosen
+
+
+def _read_config(name: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
+        raise UserError(f"--config {name}: there is no such file{near}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {name} cannot be read: {one_line(str(error))}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--config {name}: not a config: expected `key: value` lines")
+    return content
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -258,10 +271,10 @@ def run() -> int:
     Raises:
         UserError: For what a user did wrong.
     """
-    check_configs(sys.argv[1:])
+    chosen = chosen_classes(sys.argv[1:])
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_quiet)
     try:
-        cli = CLI()
+        cli = CLI(chosen)
     except SIGTERMException:
         return 143
     except SystemExit as end:

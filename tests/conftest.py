@@ -1,0 +1,146 @@
+"""Tiny data in the real formats, and the real command."""
+
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from app.cli import main
+
+ROOT = Path(__file__).parent.parent
+QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread for each process, no tracker, and nothing left over from another test."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("APP_DEBUG", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["app"])
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def app(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run `python -m app …` in this process, with runs under tmp_path: exit code and what it printed."""
+
+    def run(*args: str | Path) -> tuple[int, str]:
+        capfd.readouterr()
+        words = [str(word) for word in args]
+        if len(words) > 1 and "--run.root" not in words:
+            words[1:1] = ["--run.root", str(tmp_path / "runs")]
+        try:
+            code = main(words)
+        except SystemExit as end:  # argparse ends --help and --print_config this way
+            code = int(end.code or 0)
+        out, err = capfd.readouterr()
+        return code, out + err
+
+    return run
+
+
+def start_app(*args: str | Path, timeout: int = 120, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run `python -m app …` as a process of its own; its whole group is ended when time is up.
+
+    Returns:
+        Exit code, and what it printed.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        raise
+    return process.returncode, out
+
+
+def losses(run_dir: Path) -> np.ndarray:
+    """Training loss of each window, from metrics.csv."""
+    return pd.read_csv(run_dir / "metrics.csv")["train_loss_step"].dropna().to_numpy()
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Weights of a checkpoint."""
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest difference between the weights of two models."""
+    assert a.keys() == b.keys()
+    return max((a[key] - b[key]).abs().max().item() for key in a)
+
+
+@pytest.fixture
+def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """CIFAR-10's own files, with 10 images in each batch; torchvision is told their checksums."""
+    cls = torchvision.datasets.CIFAR10
+    folder = tmp_path / "data" / cls.base_folder
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+
+    def write(name: str, content: dict[str, object]) -> list[str]:
+        (folder / name).write_bytes(pickle.dumps(content))
+        return [name, torchvision.datasets.utils.calculate_md5(str(folder / name))]
+
+    def batch(name: str) -> list[str]:
+        labels = list(range(10))
+        return write(name, {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": labels})
+
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    monkeypatch.setattr(cls, "train_list", [batch(f"data_batch_{i}") for i in range(1, 6)])
+    monkeypatch.setattr(cls, "test_list", [batch("test_batch")])
+    filename, md5 = write("batches.meta", {"label_names": names})
+    monkeypatch.setattr(cls, "meta", {"filename": filename, "key": "label_names", "md5": md5})
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def fashion_root(tmp_path: Path) -> Path:
+    """FashionMNIST's own IDX files, with 60 training and 20 test images."""
+    folder = tmp_path / "data" / "FashionMNIST" / "raw"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 60), ("t10k", 20)):
+        images = rng.integers(256, size=(count, 28, 28), dtype=np.uint8)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes()
+        )
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def image_root(tmp_path: Path) -> Path:
+    """Class folders of JPEG and PNG files of different sizes, with a test split."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 4)):
+        for label in ("cat", "dog", "eel"):
+            folder = tmp_path / "images" / split / label
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(256, size=(20 + i, 30, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i:02}.{'png' if i % 2 else 'jpg'}")
+    return tmp_path / "images"

@@ -1,0 +1,110 @@
+"""Every way of running takes the same steps: per-step global loss and final weights, over 60 steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import QUIET, largest_difference, losses, start_app, weights
+
+from app.data.batches import stream
+from app.data.sources import SyntheticSource
+from app.modules import CIFARCNN, FashionMLP
+
+# 1,003 images less 100 for validation: 15 steps of 64, the last one of 7, which neither 2 nor 4 divides
+STEPS = ["--trainer.max_epochs", "4", "--trainer.log_every_n_steps", "1", "--run.test", "false", *QUIET]
+MODELS = {
+    "cnn": ["--model", "CIFARCNN", "--data", "Synthetic"],
+    "mlp": ["--model", "FashionMLP", "--model.repeats", "2", "--data", "Synthetic", "--data.like", "FashionMNIST"],
+}
+for flags in MODELS.values():
+    flags += ["--data.size", "1003", "--data.batch_size", "64", "--data.flip", "true", "--data.crop_padding", "2"]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run on one device: the name of its model, and its directory."""
+    root = tmp_path_factory.mktemp(request.param)
+    code, out = start_app("fit", *MODELS[request.param], *STEPS, "--run.root", root, "--run.name", "single")
+    assert code == 0, out
+    return request.param, root / "single" / "version_0"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("dp", 2), ("dp", 4), ("ddp", 2), ("ddp", 4), ("ddp_spawn", 2), ("ddp_fork", 2)]
+)
+def test_parity(
+    single: tuple[str, Path], strategy: str, devices: int, app: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    model, expected = single
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+    run_app = app if strategy == "dp" else start_app
+    code, out = run_app("fit", *MODELS[model], *STEPS, *way, "--run.root", tmp_path, "--run.name", "x")
+    assert code == 0, out
+    run = tmp_path / "x" / "version_0"
+    assert len(losses(run)) == len(losses(expected)) == 60
+    np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=TOLERANCE)
+    trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, expected))
+    assert largest_difference(trained, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("model", ["cnn", "mlp"])
+def test_a_loop_by_hand(model: str, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """The app on one device against plain torch over the same batches."""
+    flags = ["--data.flip", "false", "--data.crop_padding", "0", "--seed_everything", "7"]
+    code, out = app("fit", *MODELS[model], *STEPS, *flags)
+    assert code == 0, out
+    run = tmp_path / "runs" / "cifar_cnn" / "version_0"
+
+    torch.manual_seed(7)
+    if model == "cnn":
+        module, source = CIFARCNN(), SyntheticSource("CIFAR10", 1003, 0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9)
+    else:
+        module, source = FashionMLP(repeats=2), SyntheticSource("FashionMNIST", 1003, 0)
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+    train = source.load("train")
+    assert train is not None
+    pixels, labels = train.tensor(0).float(), train.labels
+    images = (pixels / 255 - 0.5) / 0.5 if model == "cnn" else pixels / 256
+    rows = torch.randperm(1003, generator=stream(7, 0))[100:].sort().values  # the first 100 validate
+    steps = []
+    for epoch in range(4):
+        for batch in rows[torch.randperm(903, generator=stream(7, 1, epoch))].split(64):
+            scores = module.network(images[batch])
+            if model == "cnn":
+                loss = torch.nn.functional.cross_entropy(scores, labels[batch])
+            else:
+                target = torch.nn.functional.one_hot(labels[batch], 10).float()
+                loss = torch.nn.functional.smooth_l1_loss(scores.softmax(1), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            steps.append(loss.item())
+    np.testing.assert_allclose(losses(run), steps, rtol=0, atol=TOLERANCE)
+    assert largest_difference(weights(run / "checkpoints" / "last.ckpt"), module.state_dict()) < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp_spawn"])
+def test_another_optimizer_and_scheduler(
+    strategy: str, app: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    """An optimizer and a scheduler given by flags act under a strategy that pickles the model."""
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
+    choice = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.01"]
+    choice += ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "1", "--model.scheduler.gamma", "0.5"]
+    flags = [*MODELS["cnn"], *STEPS, "--trainer.max_epochs", "2", *choice]
+    code, out = start_app("fit", *flags, *way, "--run.root", tmp_path, "--run.name", strategy)
+    assert code == 0, out
+    code, out = app("fit", *flags)
+    assert code == 0, out
+    ours, single = tmp_path / strategy / "version_0", tmp_path / "runs" / "cifar_cnn" / "version_0"
+    np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-4)
+    state = torch.load(ours / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
+    assert state["param_groups"][0]["initial_lr"] == 0.01
+    assert "weight_decay" in state["param_groups"][0]
+    config = (ours / "config.yaml").read_text()
+    assert "torch.optim.AdamW" in config
+    assert "StepLR" in config
