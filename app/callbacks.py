@@ -187,6 +187,9 @@ class TestFigures(Callback):
             ]
             matrix_file, wrong_file = Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")
             draw_confusion_matrix(matrix, names, matrix_file)
+            with matrix_file.with_suffix(".csv").open("w", newline="") as file:
+                table = [["label \\ predicted", *names], *([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))]
+                csv.writer(file).writerows(table)
             draw_most_wrong(rows, wrong_file)
             for logger in trainer.loggers:
                 if isinstance(logger, Tracker):

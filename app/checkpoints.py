@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -11,11 +12,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from app.errors import UserError
 
 
-class BestCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint`, which keeps the newest where the monitored metric is not logged.
+class RunCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint` for one run directory after another, and for anybody's model.
 
-    Somebody's own model need not log `val_acc`.
+    A resumed run has a directory of its own and still knows the best checkpoint so far, wherever it lies.
+    A model that does not log the monitored metric gets its newest checkpoint kept instead of its best.
     """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the scores; Lightning forgets them when the directory is another one."""
+        super().load_state_dict({**state_dict, "dirpath": self.dirpath})
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give up monitoring a metric that validation did not log, then save."""

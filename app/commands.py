@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 import app.data
 import app.modules  # noqa: F401
 from app.callbacks import PredictionWriter, TestFigures
-from app.checkpoints import BestCheckpoint, check_checkpoint, find_checkpoint
+from app.checkpoints import RunCheckpoint, check_checkpoint, find_checkpoint
 from app.errors import UserError, nearest, one_line
 from app.parallel import refuse_impossible
 from app.record import RunRecord
@@ -126,8 +126,8 @@ class CLI(LightningCLI):
             "data", "model.init_args.num_classes", compute_fn=_num_classes, apply_on="instantiate"
         )
         parser.add_class_arguments(Run, "run")
-        parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
-        parser.add_lightning_class_args(ModelCheckpoint, "last_checkpoint")
+        parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
+        parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
         parser.set_defaults(
             {
@@ -221,9 +221,8 @@ class CLI(LightningCLI):
         if not config.run.test or config.trainer.fast_dev_run or not isinstance(data, app.data.ImageData):
             return
         if data.has_test():
-            best = next((c for c in self.trainer.checkpoint_callbacks if isinstance(c, BestCheckpoint)), None)
-            path = best.best_model_path if best else None
-            self.trainer.test(self.model, datamodule=data, ckpt_path=path or None, verbose=False)
+            best = self.config_init[self.subcommand].best_checkpoint.best_model_path
+            self.trainer.test(self.model, datamodule=data, ckpt_path=best or None, verbose=False)
 
 
 def chosen_classes(arguments: list[str]) -> set[str]:

@@ -82,7 +82,10 @@ class ImageClassifier(LightningModule):
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
 
     def setup(self, stage: str) -> None:
-        """Check the data's image shape; sum losses in float64, so that no order of ranks shows."""
+        """Check the data's image shape; begin metrics anew, losses in float64, so that no order of ranks shows.
+
+        Anew because spawned processes get the states in shared memory, and would count into each other's.
+        """
         shape = getattr(getattr(self.trainer, "datamodule", None), "image_shape", None)
         if shape is not None:
             self.check_image_shape(shape)
@@ -90,6 +93,8 @@ class ImageClassifier(LightningModule):
             for metric in (self.train_metrics, self.val_metrics, self.test_metrics):
                 metric["loss"].set_dtype(torch.float64)
             self.window_loss.set_dtype(torch.float64)
+        for metric in (self.train_metrics, self.val_metrics, self.test_metrics, self.window_loss, self.confusion):
+            metric.reset()
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Refuse images (C, H, W) that the network does not take."""

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import app
 from app.callbacks import gather_objects
+from app.checkpoints import RunCheckpoint
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.parallel import DataParallelStrategy
@@ -199,11 +200,8 @@ class RunRecord(Callback):
         if losses:
             first, middle, last = losses[0], losses[len(losses) // 2], losses[-1]
             self.record["train_loss"] = {"first": first, "middle": middle, "last": last}
-        best, last = (
-            next((c.best_model_path for c in trainer.checkpoint_callbacks if _saves(c, name)), "") or None
-            for name in ("best", "last")
-        )
-        self.record["checkpoint"] = {"best": best, "last": last}
+        paths = [c.best_model_path or None for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
+        self.record["checkpoint"] = dict(zip(("best", "last"), [*paths, None, None], strict=False))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch and collect every rank's memory."""
@@ -228,10 +226,6 @@ class RunRecord(Callback):
         metrics = trainer.callback_metrics
         names = {"loss": "test_loss", "acc": "test_acc"}
         self.record["test"] = {key: metrics[name].item() for key, name in names.items() if name in metrics} or None
-
-
-def _saves(callback: Any, name: str) -> bool:
-    return (callback.filename or "").startswith(name)
 
 
 def _count(batch: Any) -> int:

@@ -1,0 +1,85 @@
+"""Validation, test and predict see every sample exactly once, whatever the world size."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import QUIET, start_app
+
+App = Callable[..., tuple[int, str]]
+# 1,003 test images in batches of 64: 15 whole ones and one of 43, which neither 2 nor 4 divides
+DATA = ["--data", "Synthetic", "--data.size", "5015", "--data.batch_size", "64", "--data.val_size", "1003", *QUIET]
+WAYS = [("dp", 2), ("dp", 4), ("ddp", 2), ("ddp", 4), ("ddp_spawn", 2)]
+
+
+def flags(strategy: str, devices: int) -> list[str]:
+    return ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+
+
+def result(run: Path) -> dict[str, float]:
+    return json.loads((run / "run.json").read_text())["test"]
+
+
+def confusion(run: Path) -> list[list[str]]:
+    return list(csv.reader((run / "confusion_matrix.csv").open()))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("trained")
+    learn = ["--model.optimizer.lr", "0.02", "--trainer.max_epochs", "1"]
+    code, out = start_app("fit", *DATA, *learn, "--run.root", root, "--run.name", "x")
+    assert code == 0, out
+    return root / "x" / "version_0"
+
+
+@pytest.mark.parametrize(("strategy", "devices"), WAYS)
+def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
+    run_app = app if strategy == "dp" else start_app
+    checkpoint = trained / "checkpoints" / "best.ckpt"
+    code, out = run_app(
+        *("test", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
+        *("--run.root", tmp_path, "--run.name", "t"),
+    )
+    assert code == 0, out
+    ours, single = result(tmp_path / "t" / "version_0"), result(trained)
+    assert ours["acc"] == single["acc"]
+    assert ours["acc"] > 0.2, "a comparison of models that have learnt nothing says little"
+    assert ours["loss"] == pytest.approx(single["loss"], abs=1e-6)
+    assert confusion(tmp_path / "t" / "version_0") == confusion(trained)
+    assert sum(int(n) for row in confusion(trained)[1:] for n in row[1:]) == 1003
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), ("ddp", 4)])
+def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
+    run_app = start_app if strategy == "ddp" else app
+    checkpoint = trained / "checkpoints" / "best.ckpt"
+    code, out = run_app(
+        *("predict", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
+        *("--run.root", tmp_path, "--run.name", "p"),
+    )
+    assert code == 0, out
+    rows = list(csv.DictReader((tmp_path / "p" / "version_0" / "predictions.csv").open()))
+    assert list(rows[0]) == ["index", "label", "name", "probability"]
+    assert [int(row["index"]) for row in rows] == list(range(1003))
+    predicted = [0] * 10
+    for row in rows:
+        predicted[int(row["label"])] += 1
+        assert row["name"] == f"pattern {row['label']}"
+        assert 0.1 <= float(row["probability"]) <= 1
+    columns = [[int(n) for n in row[1:]] for row in confusion(trained)[1:]]
+    assert predicted == [sum(column) for column in zip(*columns, strict=True)]
+
+
+def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path: Path) -> None:
+    code, out = app(
+        *("validate", "--config", trained / "config.yaml", *flags("dp", 3)),
+        *("--ckpt_path", trained / "checkpoints" / "best.ckpt", "--run.root", tmp_path, "--run.name", "v"),
+    )
+    assert code == 0, out
+    metrics = list(csv.DictReader((tmp_path / "v" / "version_0" / "metrics.csv").open()))[-1]
+    epoch = json.loads((trained / "run.json").read_text())["epochs"][-1]
+    assert float(metrics["val_acc"]) == epoch["val_acc"]
+    assert float(metrics["val_loss"]) == pytest.approx(epoch["val_loss"], abs=1e-6)

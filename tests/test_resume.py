@@ -1,0 +1,109 @@
+"""A run that was stopped and resumed ends with the weights of one that never stopped, bit for bit on CPU.
+
+The checkpoint to resume from is the one that an undisturbed run wrote on its way.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import QUIET, largest_difference, start_app, weights
+
+from app.networks import LeNet
+
+App = Callable[..., tuple[int, str]]
+# 453 images after validation: 15 steps of an epoch, the last one of 5 images
+DATA = ["--data", "Synthetic", "--data.size", "503", "--data.batch_size", "32", "--data.flip", "true"]
+EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
+STEPS = ["--run.test", "false", "--trainer.max_epochs", "3", *EVERY, *QUIET]
+CNN = [*DATA, "--model", "CIFARCNN", "--model.optimizer.lr", "0.05", "--last_checkpoint.every_n_train_steps", "7"]
+ONE_CYCLE = ["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.01", "--model.scheduler.total_steps", "45"]
+MODELS = {
+    "sgd": CNN,
+    "adam-onecycle": [*CNN, "--model.optimizer", "Adam", *ONE_CYCLE, "--model.scheduler_interval", "step"],
+    "steps-read-early": [*DATA, "--model", "user_code.OneCycle", "--last_checkpoint.every_n_train_steps", "7"],
+    "mixed-precision": [*CNN, "--trainer.precision", "bf16-mixed"],
+}
+
+
+def checkpoints(run: Path) -> dict[int, Path]:
+    """Checkpoints of a run by step."""
+    return {int(path.stem.removeprefix("step=")): path for path in (run / "checkpoints").glob("step=*.ckpt")}
+
+
+def epochs(run: Path) -> list[tuple[int, float, float, float]]:
+    """What the record says of each epoch."""
+    rows = json.loads((run / "run.json").read_text())["epochs"]
+    return [(row["epoch"], row["train_loss"], row["val_loss"], row["val_acc"]) for row in rows]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None:
+    whole, resumed = (tmp_path / "runs" / name / "version_0" for name in ("whole", "resumed"))
+    code, out = app("fit", *MODELS[model], *STEPS, "--run.name", "whole")
+    assert code == 0, out
+    saved = checkpoints(whole)
+    assert sorted(saved) == [7, 14, 21, 28, 35, 42]
+    code, out = app("fit", *MODELS[model], *STEPS, "--run.name", "resumed", "--ckpt_path", saved[21])
+    assert code == 0, out
+    assert sorted(checkpoints(resumed)) == [28, 35, 42]
+    assert largest_difference(weights(saved[42]), weights(checkpoints(resumed)[42])) == 0
+    assert epochs(resumed) == epochs(whole)
+    assert len(epochs(whole)) == 3
+
+
+def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
+    """`--ckpt_path last`, for a longer training; the best checkpoint so far is not forgotten."""
+    flags = [*CNN[:-2], "--run.test", "false", *QUIET, "--run.name", "x"]
+    runs = tmp_path / "runs" / "x"
+    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):
+        code, out = app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume)
+        assert code == 0, out
+    whole, resumed = (weights(runs / version / "checkpoints" / "last.ckpt") for version in ("version_0", "version_2"))
+    assert largest_difference(whole, resumed) == 0
+    assert epochs(runs / "version_2") == epochs(runs / "version_0")
+    code, out = app("fit", *flags, "--trainer.max_epochs", "4", "--ckpt_path", "last", "--model.optimizer.lr", "0")
+    record = json.loads((runs / "version_3" / "run.json").read_text())
+    best = max(epochs(runs / "version_3"), key=lambda row: row[3])
+    assert best[0] < 3, "an epoch at learning rate 0 is not the best"
+    assert Path(record["checkpoint"]["best"]).parts[-3] == "version_2"
+
+
+def test_across_strategies(app: App, tmp_path: Path) -> None:
+    """A checkpoint written under ddp resumes under ddp to the bit, and under others within rounding."""
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    for name in ("whole", "resumed"):
+        resume = ["--ckpt_path", str(checkpoints(tmp_path / "whole" / "version_0")[21])] if name == "resumed" else []
+        code, out = start_app("fit", *CNN, *STEPS, *way, "--run.root", tmp_path, "--run.name", name, *resume)
+        assert code == 0, out
+    saved = checkpoints(tmp_path / "whole" / "version_0")
+    final = weights(saved[42])
+    assert largest_difference(final, weights(checkpoints(tmp_path / "resumed" / "version_0")[42])) == 0
+    for strategy, devices in (("auto", "1"), ("dp", "2")):
+        flags = ["--trainer.strategy", strategy, "--trainer.devices", devices, "--trainer.accelerator", "cpu"]
+        code, out = app("fit", *CNN, *STEPS, *flags, "--run.name", strategy, "--ckpt_path", saved[21])
+        assert code == 0, out
+        run = tmp_path / "runs" / strategy / "version_0"
+        assert largest_difference(final, weights(checkpoints(run)[42])) < 1e-5
+    plain = {key.removeprefix("network."): value for key, value in final.items()}
+    LeNet().load_state_dict(plain)
+
+
+def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_path: Path) -> None:
+    code, out = app("fit", *CNN, *STEPS, "--run.name", "x", "--trainer.max_steps", "10")
+    assert code == 0, out
+    saved = checkpoints(tmp_path / "runs" / "x" / "version_0")[7]
+    code, out = app("fit", *CNN, *STEPS, "--data.batch_size", "16", "--ckpt_path", saved)
+    assert code == 2
+    assert "batch_size 32" in out
+    assert "Traceback" not in out
+
+
+def test_the_scaler_is_in_the_checkpoint() -> None:
+    """Lightning keeps the state of its precision plugin; the plugin for 16-mixed has the scaler's."""
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    assert plugin.state_dict()["scale"] == 8.0

@@ -1,0 +1,67 @@
+"""What a user of the application may bring along: a model and data that know nothing of it."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from app.modules import CIFARCNN
+
+
+class TheirModel(LightningModule):
+    """A plain module, with names of its own."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.log("their_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("their_val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SkipsForward(TheirModel):
+    """Calls its network, not itself: dp has nothing to split."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class TheirData(LightningDataModule):
+    """Images of 3×2×2 in an ordinary DataLoader."""
+
+    def __init__(self, count: int = 40) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn((count, 3, 2, 2), generator=generator)
+        self.dataset = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=8, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=8)
+
+
+class OneCycle(CIFARCNN):
+    """Reads the number of steps before the checkpoint's loop state is there: Lightning's issue 20550."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
