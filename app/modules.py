@@ -118,7 +118,8 @@ class ImageClassifier(LightningModule):
         images, labels = batch
         logits = self(images)
         losses = self.criterion(logits, labels)
-        metrics.update(value=losses.detach(), preds=logits.detach(), target=labels)
+        if len(labels):  # a rank may have none of the last batch
+            metrics.update(value=losses.detach(), preds=logits.detach(), target=labels)
         return losses, logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -160,7 +161,8 @@ class ImageClassifier(LightningModule):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Count a test batch; class probabilities (B, classes)."""
         _, logits = self._step(batch, self.test_metrics)
-        self.confusion.update(logits, batch[1])
+        if len(logits):
+            self.confusion.update(logits, batch[1])
         return logits.float().softmax(1)
 
     def on_test_epoch_end(self) -> None:

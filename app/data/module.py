@@ -96,8 +96,7 @@ class ImageData(LightningDataModule):
         if stage in ("fit", "validate"):
             self._load_training()
         else:
-            assert stage in ("test", "predict")
-            self._load(stage)  # type: ignore[arg-type]
+            self._load("test" if stage == "test" else "predict")
         if stage == "fit":
             assert self.trainer is not None
             self._check_shares(self.global_batch_size, self.trainer.world_size)

@@ -1,0 +1,251 @@
+"""Sources in their real formats, placements, and how ranks share the batches."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import QUIET, losses, start_app
+
+from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
+from app.data.batches import GlobalBatches
+from app.data.module import ImageData
+from app.data.sources import Split, SyntheticSource
+from app.data.transforms import Transform
+from app.errors import UserError
+
+App = Callable[..., tuple[int, str]]
+TWO_STEPS = ["--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET]
+
+
+def split(count: int) -> Split:
+    """Images that are told apart by their first pixel."""
+    images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4).contiguous()
+    return Split(images, torch.arange(count))
+
+
+def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
+    """Set up as a trainer of one CPU process would."""
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    loop = SimpleNamespace(batch_idx=-1)
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        world_size=1, num_nodes=1, global_rank=0, strategy=strategy, fit_loop=loop, overfit_batches=overfit
+    )
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
+# -- sharing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["disk", "memory", "device"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool) -> None:
+    rows = torch.arange(3, 40)  # 37 samples: batches of 8, the last one of 5
+    loaders = [
+        GlobalBatches(
+            split(50),
+            rows,
+            batch_size=8,
+            rank=rank,
+            world_size=world_size,
+            placement=placement,  # type: ignore[arg-type]
+            shuffle=shuffle,
+            seed=5,
+            draws=2,
+        )
+        for rank in range(world_size)
+    ]
+    reference = GlobalBatches(split(50), rows, batch_size=8, shuffle=shuffle, seed=5, draws=2)
+    for epoch in (0, 1):
+        for loader in (*loaders, reference):
+            loader.set_epoch(epoch)
+        shares = list(zip(*loaders, strict=True))
+        assert len(shares) == len(reference) == 5
+        for step, (parts, whole) in enumerate(zip(shares, reference, strict=True)):
+            for ours, expected in zip(zip(*parts, strict=True), whole, strict=True):
+                assert torch.equal(torch.cat(list(ours)), expected)
+            sizes = [len(part.labels) for part in parts]
+            assert max(sizes) - min(sizes) <= 1
+            assert sum(sizes) == reference.global_count(step)
+            assert torch.equal(whole.images[:, 0, 0, 0].long(), whole.labels)
+        assert sorted(torch.cat([batch.labels for batch in reference]).tolist()) == rows.tolist()
+
+
+def test_epochs_have_permutations_of_their_own() -> None:
+    loader = GlobalBatches(split(50), torch.arange(50), batch_size=50, shuffle=True)
+    first = next(iter(loader)).labels
+    loader.set_epoch(1)
+    assert not torch.equal(first, next(iter(loader)).labels)
+    loader.set_epoch(0)
+    assert torch.equal(first, next(iter(loader)).labels)
+
+
+def test_a_rank_holds_only_its_share_of_what_is_not_shuffled() -> None:
+    shared = {"batch_size": 8, "world_size": 4, "placement": "device"}
+    evaluated = GlobalBatches(split(37), torch.arange(37), rank=1, **shared)  # type: ignore[arg-type]
+    assert len(evaluated._images) == 4 * 2 + 1  # of the last 5 it has one
+    trained = GlobalBatches(split(37), torch.arange(30), rank=1, shuffle=True, **shared)  # type: ignore[arg-type]
+    assert len(trained._images) == 30  # the permutation of an epoch may give it any
+
+
+@pytest.mark.parametrize("placement", ["disk", "memory"])
+def test_reading_goes_on_at_the_trainers_position(placement: str) -> None:
+    whole = GlobalBatches(split(50), torch.arange(50), batch_size=8, shuffle=True, placement=placement)  # type: ignore[arg-type]
+    rest = GlobalBatches(
+        split(50),
+        torch.arange(50),
+        batch_size=8,
+        shuffle=True,
+        placement=placement,  # type: ignore[arg-type]
+        position=lambda: 4,
+    )
+    expected = [batch.labels.tolist() for batch in whole][4:]
+    assert [batch.labels.tolist() for batch in rest] == expected
+
+
+def test_drop_last() -> None:
+    assert [len(b.labels) for b in GlobalBatches(split(20), torch.arange(20), batch_size=8, drop_last=True)] == [8, 8]
+
+
+# -- pixels -----------------------------------------------------------------------------------------------------
+
+
+def test_normalisation() -> None:
+    images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)
+    assert Transform((0.5,), (0.5,))(images).flatten().tolist() == pytest.approx([-1, -0.6, 1])
+    assert Transform((0.0,), (256 / 255,))(images).flatten().tolist() == [0, 51 / 256, 255 / 256]
+
+
+def test_flip_crop_and_cutout_do_what_they_say() -> None:
+    images = torch.randint(256, (64, 3, 8, 6), dtype=torch.uint8)
+    draws = torch.rand(64, 5)
+    plain = Transform((0.0,) * 3, (1.0,) * 3)(images)
+    flipped = Transform((0.0,) * 3, (1.0,) * 3, flip=True)(images, draws)
+    mirrored = draws[:, 2] < 0.5
+    assert torch.equal(flipped[mirrored], plain[mirrored].flip(3))
+    assert torch.equal(flipped[~mirrored], plain[~mirrored])
+
+    cropped = Transform((0.0,) * 3, (1.0,) * 3, crop_padding=2)(images, draws)
+    padded = torch.nn.functional.pad(plain, (2, 2, 2, 2))
+    for i in range(64):
+        top, left = (int(draw * 5) for draw in draws[i, :2])
+        assert torch.equal(cropped[i], padded[i, :, top : top + 8, left : left + 6])
+    assert {int(draw * 5) for draw in draws[:, 0]} == set(range(5)), "every offset occurs"
+
+    bright = torch.full((64, 3, 8, 6), 255, dtype=torch.uint8)
+    holes = Transform((0.0,) * 3, (1.0,) * 3, cutout=3)(bright, draws)[:, 0] == 0
+    assert holes.any((1, 2)).all()
+    assert holes.sum((1, 2)).max() == 9
+    without_draws = Transform((0.5,) * 3, (0.5,) * 3, flip=True, cutout=3)(images)
+    torch.testing.assert_close(without_draws, (plain - 0.5) / 0.5)
+
+
+# -- sources ----------------------------------------------------------------------------------------------------
+
+
+def test_cifar10(cifar_root: Path, app: App) -> None:
+    data = attach(CIFAR10(str(cifar_root), val_size=10, batch_size=8))
+    images, labels, _ = next(iter(data.train_dataloader()))
+    assert images.shape == (8, 3, 32, 32)
+    assert images.dtype == torch.uint8
+    assert len(data.train_dataloader().rows) == 40
+    assert labels.max() < 10
+    code, out = app("fit", "--data", "CIFAR10", "--data.root", cifar_root, *TWO_STEPS)
+    assert code == 0, out
+
+
+def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
+    """Of any size: a quarter of 54 training images is 14."""
+    data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))
+    assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
+    assert len(data.train_dataloader()) == 4
+    code, out = app("fit", "--config", "configs/fashion_mlp.yaml", "--data.root", fashion_root, *TWO_STEPS)
+    assert code == 0, out
+    assert (tmp_path / "runs" / "fashion_mlp" / "version_0" / "most_wrong.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("placement", ["disk", "memory"])
+def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path) -> None:
+    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.placement", placement, "--data.num_workers", "2"]
+    code, out = app("fit", *flags, *TWO_STEPS)
+    assert code == 0, out
+    checkpoint = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
+    code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET)
+    assert code == 0, out
+    lines = (tmp_path / "runs" / "cifar_cnn" / "version_1" / "predictions.csv").read_text().splitlines()
+    assert lines[0] == "file,label,name,probability"
+    assert lines[1].startswith(str(image_root / "test" / "cat" / "00.jpg"))
+    assert len(lines) == 13
+    code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET, "--data.predict_dir", image_root / "test" / "eel")
+    assert code == 0, out
+    assert len((tmp_path / "runs" / "cifar_cnn" / "version_2" / "predictions.csv").read_text().splitlines()) == 5
+
+
+def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Path) -> None:
+    (image_root / "test").rename(image_root / "val")
+    data = attach(ImageFolder(str(image_root), size=(10, 12), channels=1))
+    assert isinstance(data.val_dataloader(), GlobalBatches)
+    assert next(iter(data.val_dataloader())).images.shape == (12, 1, 10, 12)
+    assert len(data.train_dataloader().rows) == 36
+    assert not data.has_test()
+
+
+@pytest.mark.parametrize(("like", "shape"), [("CIFAR10", (3, 32, 32)), ("FashionMNIST", (1, 28, 28))])
+def test_synthetic(like: str, shape: tuple[int, ...]) -> None:
+    source = SyntheticSource(like, 300, seed=1)  # type: ignore[arg-type]
+    first, again = source.load("train"), source.load("train")
+    assert first is not None
+    assert again is not None
+    assert torch.equal(first.tensor(0), again.tensor(0))
+    assert first.tensor(0).shape == (300, *shape)
+    test = source.load("test")
+    assert test is not None
+    assert len(test) == 60
+    assert not torch.equal(test.tensor(0), first.tensor(0)[:60])
+    other = SyntheticSource(like, 300, seed=2).load("train")  # type: ignore[arg-type]
+    assert other is not None
+    assert not torch.equal(other.tensor(0), first.tensor(0))
+
+
+def test_placements_train_alike(app: App, tmp_path: Path) -> None:
+    flags = ["--data", "Synthetic", "--data.size", "300", "--trainer.max_epochs", "2", "--run.test", "false", *QUIET]
+    found = []
+    for placement in ("memory", "disk", "device"):
+        code, out = app(
+            *("fit", *flags, "--run.name", placement, "--data.placement", placement),
+            *("--data.num_workers", "1", "--trainer.log_every_n_steps", "1"),
+        )
+        assert code == 0, out
+        found.append(losses(tmp_path / "runs" / placement / "version_0").tolist())
+    assert len(found[0]) == 10
+    assert found[0] == found[1] == found[2]
+
+
+def test_overfitting_repeats_the_same_batches() -> None:
+    data = attach(Synthetic(size=100, batch_size=10), overfit=2)
+    loader = data.train_dataloader()
+    assert torch.equal(next(iter(loader)).labels, next(iter(loader)).labels)
+    assert not loader.shuffle
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, -0.1])
+def test_sizes_that_make_no_sense(size: float) -> None:
+    with pytest.raises(UserError, match="batch_size"):
+        Synthetic(batch_size=size)
+
+
+def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
+    """1 image for 2 ranks: the second one takes part with none, and the BatchNorm-free network does not mind."""
+    flags = ["--data", "Synthetic", "--data.size", "73", "--data.val_size", "8", "--data.batch_size", "32", *QUIET]
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    steps = ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1", "--run.root", str(tmp_path)]
+    for name, strategy in (("ddp", way), ("single", [])):
+        code, out = start_app("fit", *flags, *steps, *strategy, "--run.name", name)
+        assert code == 0, out
+    ours, single = (losses(tmp_path / name / "version_0") for name in ("ddp", "single"))
+    assert len(single) == 6
+    assert ours == pytest.approx(single, abs=1e-5)
