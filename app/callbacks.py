@@ -113,9 +113,7 @@ class PredictionWriter(Callback):
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
             probability, label = outputs.max(1)
-            self._rows += zip(
-                loader.samples(batch_idx).tolist(), label.tolist(), probability.tolist(), strict=True
-            )
+            self._rows += zip(loader.samples(batch_idx).tolist(), label.tolist(), probability.tolist(), strict=True)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collect the rows of every rank and write them."""
@@ -126,6 +124,7 @@ class PredictionWriter(Callback):
             return
         data, loader = trainer.datamodule, trainer.predict_dataloaders  # type: ignore[attr-defined]
         assert isinstance(data, ImageData)
+        assert isinstance(loader, GlobalBatches)
         path = Path(directory, "predictions.csv")
         path.parent.mkdir(parents=True, exist_ok=True)
         files = loader.split.names
@@ -133,7 +132,9 @@ class PredictionWriter(Callback):
             writer = csv.writer(file)
             writer.writerow(["file" if files else "index", "label", "name", "probability"])
             for index, label, probability in rows:
-                writer.writerow([files[index] if files else index, label, data.class_names[label], f"{probability:.6f}"])
+                writer.writerow(
+                    [files[index] if files else index, label, data.class_names[label], f"{probability:.6f}"]
+                )
         rank_zero_info(f"{len(rows):,} predictions: {path}")
 
 
@@ -185,10 +186,16 @@ class TestFigures(Callback):
                 (loader.split[row], names[label], names[predicted], confidence)
                 for confidence, row, predicted, label in worst
             ]
-            matrix_file, wrong_file = Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")
+            matrix_file, wrong_file = (
+                Path(directory, "confusion_matrix.png"),
+                Path(directory, "most_wrong.png"),
+            )
             draw_confusion_matrix(matrix, names, matrix_file)
             with matrix_file.with_suffix(".csv").open("w", newline="") as file:
-                table = [["label \\ predicted", *names], *([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))]
+                table = [
+                    ["label \\ predicted", *names],
+                    *([n, *r] for n, r in zip(names, matrix.tolist(), strict=True)),
+                ]
                 csv.writer(file).writerows(table)
             draw_most_wrong(rows, wrong_file)
             for logger in trainer.loggers:
@@ -214,7 +221,15 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
         half = matrix.max().item() / 2
         for i, row in enumerate(matrix.tolist()):
             for j, count in enumerate(row):
-                axes.text(j, i, str(count), ha="center", va="center", color="white" if count > half else "black", fontsize=8)
+                axes.text(
+                    j,
+                    i,
+                    str(count),
+                    ha="center",
+                    va="center",
+                    color="white" if count > half else "black",
+                    fontsize=8,
+                )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

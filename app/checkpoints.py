@@ -1,6 +1,5 @@
 """Checkpoints: finding one by name, telling what is wrong with one, and keeping the best."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +62,9 @@ def check_checkpoint(path: str, model: LightningModule) -> None:
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         saved = checkpoint["state_dict"]
-    except (RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        raise UserError(
-            f"--ckpt_path {path}: not a checkpoint, or truncated ({str(error).splitlines()[0][:80]}): "
-            "resume from another one"
-        ) from error
+    except Exception as error:  # unpickling what is no pickle can raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+        raise UserError(f"--ckpt_path {path}: not a checkpoint, or truncated ({reason}): give another one") from error
     own = model.state_dict()
     for key in [*own, *saved]:
         here, there = (tuple(d[key].shape) if key in d else None for d in (own, saved))

@@ -1,11 +1,9 @@
 """`fit`, `validate`, `test` and `predict`: Lightning's command line, with this application's defaults."""
 
-import inspect
 import json
 import logging
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import app.data
-import app.modules  # noqa: F401
+import app.modules
 from app.callbacks import PredictionWriter, TestFigures
 from app.checkpoints import RunCheckpoint, check_checkpoint, find_checkpoint
 from app.errors import UserError, nearest, one_line
 from app.parallel import refuse_impossible
+from app.parsing import Parser, chosen_classes
 from app.record import RunRecord
+from app.report import report
 from app.tracking import Tracker, make_loggers, next_version
 
 
@@ -52,33 +52,6 @@ class Run:
     tags: list[str] | None = None
 
 
-class Parser(LightningArgumentParser):
-    """Reports what a user did wrong in one line."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Raise the message, without usage."""
-        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        classes = {"model": _subclasses(LightningModule), "data": _subclasses(LightningDataModule)}
-        for group, members in classes.items():
-            flags += [f"--{group}.{name}" for cls in members for name in _parameters(cls)]
-        names = [cls.__name__ for members in classes.values() for cls in members]
-        names += [cls.__name__ for cls in _subclasses(torch.optim.Optimizer)]
-        names += [cls.__name__ for cls in _subclasses(torch.optim.lr_scheduler.LRScheduler)]
-        raise UserError(one_line(message, flags, names)) from ex
-
-
-def _subclasses(cls: type) -> list[type]:
-    direct = cls.__subclasses__()
-    return [*direct, *(below for child in direct for below in _subclasses(child))]
-
-
-def _parameters(cls: type) -> set[str]:
-    return {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
-
-
 class SaveConfig(SaveConfigCallback):
     """Saves the whole config beside the run, and in the tracker. No collective call: rank zero only."""
 
@@ -103,7 +76,7 @@ class CLI(LightningCLI):
             CIFARCNN's loss and optimizer, since jsonargparse keeps what the new class accepts.
     """
 
-    def __init__(self, chosen: set[str]) -> None:
+    def __init__(self, chosen: dict[str, str]) -> None:
         self.chosen = chosen
         super().__init__(
             LightningModule,
@@ -122,9 +95,8 @@ class CLI(LightningCLI):
         """Add the run's name and tracking, and the callbacks that are on by default."""
         classes = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
         parser.set_defaults({key: {"class_path": path} for key, path in classes.items() if key not in self.chosen})
-        parser.link_arguments(
-            "data", "model.init_args.num_classes", compute_fn=_num_classes, apply_on="instantiate"
-        )
+        parser.chosen = classes | self.chosen  # type: ignore[attr-defined]
+        parser.link_arguments("data", "model.init_args.num_classes", compute_fn=_num_classes, apply_on="instantiate")
         parser.add_class_arguments(Run, "run")
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
@@ -225,37 +197,6 @@ class CLI(LightningCLI):
             self.trainer.test(self.model, datamodule=data, ckpt_path=best or None, verbose=False)
 
 
-def chosen_classes(arguments: list[str]) -> set[str]:
-    """Find out of which sections the user has chosen the class, by flag or in a config.
-
-    Raises:
-        UserError: When a config file is missing, not text, or not a YAML mapping.
-    """
-    chosen = set()
-    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
-        flag, given, value = word.partition("=")
-        if flag.removesuffix(".class_path") in ("--model", "--data"):
-            chosen.add(flag.removesuffix(".class_path").removeprefix("--"))
-        if flag in ("--config", "-c") and (given or not following.startswith("-")):
-            for section, content in _read_config(value if given else following).items():
-                if isinstance(content, str) or (isinstance(content, dict) and "class_path" in content):
-                    chosen.add(section)
-    return chosen
-
-
-def _read_config(name: str) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
-        raise UserError(f"--config {name}: there is no such file{near}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {name} cannot be read: {one_line(str(error))}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"--config {name}: not a config: expected `key: value` lines")
-    return content
-
-
 def _quiet(record: logging.LogRecord) -> bool:
     """Leave out Lightning's advertisements, and that there is no TPU."""
     return not record.getMessage().startswith(("💡", "TPU available"))
@@ -280,20 +221,14 @@ def run() -> int:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
             return 130
         return end.code if isinstance(end.code, int) else 0
-    except torch.multiprocessing.ProcessRaisedException as error:
-        _reraise_user_error(str(error), error)
-        raise
-    except (MisconfigurationException, UserError) as error:
-        raise UserError(one_line(str(error))) from error
+    except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
+        # a worker or a spawned process hands on its error as the text of a traceback
+        *_, last = str(error).rsplit("UserError: ", 1)
+        if last == str(error) and isinstance(error, torch.multiprocessing.ProcessRaisedException):
+            raise
+        raise UserError(one_line(last)) from error
     _summary(cli)
     return 0
-
-
-def _reraise_user_error(text: str, error: Exception) -> None:
-    """A spawned process hands on its error as the text of a traceback."""
-    last = text.strip().splitlines()[-1]
-    if "UserError: " in last:
-        raise UserError(last.split("UserError: ", 1)[1]) from error
 
 
 @rank_zero_only
@@ -307,32 +242,4 @@ def _summary(cli: CLI) -> None:
     if directory is None or not path.exists():
         return
     record = json.loads(path.read_text())
-    print("\n".join(["", *_report(cli, record)]))
-
-
-def _report(cli: CLI, record: dict[str, Any]) -> Iterator[str]:
-    directory = record["run_dir"]
-    losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]
-    accuracies = [row["val_acc"] for row in record["epochs"] if row["val_acc"] is not None]
-    if losses:
-        steps = " -> ".join(f"{loss:.4f}" for loss in losses.values())
-        yield f"training loss   {steps}  (first, middle, last of {len(record['epochs'])} epochs)"
-    if accuracies:
-        yield f"validation      best accuracy {max(accuracies):.2%}"
-    if test:
-        yield f"test            accuracy {test['acc']:.2%}, loss {test['loss']:.4f}  (best checkpoint)"
-    if losses:
-        rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
-        yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"
-    kept = sorted(path.name for path in Path(directory).iterdir() if path.name != "wandb")
-    yield f"files           {directory}: {', '.join(kept)}"
-    for logger in cli.trainer.loggers:
-        if isinstance(logger, Tracker):
-            yield f"tracked         {logger.where()}"
-    if cli.subcommand == "fit" and record["checkpoint"] and record["checkpoint"]["last"]:
-        config = f"python -m app {{}} --config {directory}/config.yaml"
-        yield "next            " + config.format("predict") + f" --ckpt_path {record['checkpoint']['best']}"
-        yield "                " + config.format("fit") + " --ckpt_path last --trainer.max_epochs " + str(
-            2 * len(record["epochs"])
-        )
-        yield "                " + config.format("fit") + " --trainer.strategy dp --trainer.devices 2"
+    print("\n".join(["", *report(record, cli.trainer.loggers, fitted=cli.subcommand == "fit")]))

@@ -47,10 +47,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
         return text
     nested = re.search(r"NestedArg\(key='([^']+)', val='([^']*)'\)", text)
     inner = re.findall(r'Parser key "([^"]+)"', text)[-1]
-    if nested:
-        flag = f"--{key[1]}.{nested[1]}"
-    else:
-        flag = f"--{key[1]}" if inner == key[1] else f"--{key[1]}.{inner}"
+    within = nested[1] if nested else inner if inner != key[1] else ""
+    flag = f"--{key[1]}.{within}" if within else f"--{key[1]}"
     if match := re.search(r"Option '([^']+)' is not accepted", text):
         flag = flag if nested else f"--{key[1]}.{match[1]}"
         elsewhere = ", though another class has" if flag in flags else nearest(flag, flags)

@@ -1,15 +1,16 @@
 """The LightningModules: loss, metrics, optimizer and predictions around a network of `app.networks`."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from app.data.batches import GlobalBatches
@@ -30,7 +31,15 @@ def smooth_l1(logits: Tensor, labels: Tensor) -> Tensor:
     return F.smooth_l1_loss(logits.softmax(1), target, reduction="none").mean(1)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy, "smooth_l1": smooth_l1}
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "smooth_l1": smooth_l1,
+}
+
+
+def log_window(trainer: Trainer) -> int:
+    """Steps of a logging window."""
+    return max(getattr(trainer, "log_every_n_steps", 50), 1)
 
 
 class ImageClassifier(LightningModule):
@@ -89,12 +98,11 @@ class ImageClassifier(LightningModule):
         shape = getattr(getattr(self.trainer, "datamodule", None), "image_shape", None)
         if shape is not None:
             self.check_image_shape(shape)
-        if self.trainer.strategy.root_device.type != "mps":  # which has no float64
-            for metric in (self.train_metrics, self.val_metrics, self.test_metrics):
-                metric["loss"].set_dtype(torch.float64)
-            self.window_loss.set_dtype(torch.float64)
-        for metric in (self.train_metrics, self.val_metrics, self.test_metrics, self.window_loss, self.confusion):
-            metric.reset()
+        for metric in self.modules():
+            if isinstance(metric, MeanMetric) and self.trainer.strategy.root_device.type != "mps":  # it has none
+                metric.set_dtype(torch.float64)
+            if isinstance(metric, Metric):
+                metric.reset()
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Refuse images (C, H, W) that the network does not take."""
@@ -141,7 +149,7 @@ class ImageClassifier(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the loss of the window that this step ends."""
-        if (self.trainer.global_step + 1) % max(self.trainer.log_every_n_steps, 1) == 0:
+        if (self.trainer.global_step + 1) % log_window(self.trainer) == 0:
             loss = self.window_loss.compute()
             self.log("train_loss_step", loss.float(), on_step=True, on_epoch=False, prog_bar=True)
             self.window_loss.reset()
@@ -203,7 +211,7 @@ class ImageClassifier(LightningModule):
         sums = {}
         for name, metric in self.train_metrics.items(keep_base=True):
             with metric.sync_context():
-                sums[name] = {key: value.clone() for key, value in metric.metric_state.items()}
+                sums[name] = copy.deepcopy(metric.metric_state)
         checkpoint["train_metrics"] = sums
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -238,9 +246,7 @@ class CIFARCNN(ImageClassifier):
         scheduler_interval: Literal["epoch", "step"] = "epoch",
     ) -> None:
         networks = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifar": resnet18_cifar}
-        super().__init__(
-            networks[network](num_classes), num_classes, loss, optimizer, scheduler, scheduler_interval
-        )
+        super().__init__(networks[network](num_classes), num_classes, loss, optimizer, scheduler, scheduler_interval)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
 
@@ -272,7 +278,5 @@ class FashionMLP(ImageClassifier):
     ) -> None:
         if repeats < 1:
             raise UserError(f"--model.repeats {repeats}: an image is repeated at least once")
-        super().__init__(
-            MLP(repeats, hidden, num_classes), num_classes, loss, optimizer, scheduler, scheduler_interval
-        )
+        super().__init__(MLP(repeats, hidden, num_classes), num_classes, loss, optimizer, scheduler, scheduler_interval)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

@@ -1,6 +1,7 @@
 """The networks: torch only, no training. Every forward maps images to class scores (logits)."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torchvision
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class MLP(nn.Module):
         self.repeats = repeats
         widths = [28 * 28 * repeats, *hidden]
         layers: list[nn.Module] = []
-        for width, next_width in zip(widths, widths[1:], strict=False):
+        for width, next_width in pairwise(widths):
             layers += [nn.Linear(width, next_width), nn.ReLU()]
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
 

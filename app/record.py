@@ -2,26 +2,24 @@
 
 import json
 import os
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import lightning
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-import app
 from app.callbacks import gather_objects
 from app.checkpoints import RunCheckpoint
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
+from app.machine import hardware, versions
+from app.modules import log_window
 from app.parallel import DataParallelStrategy
 from app.tracking import Tracker
 
@@ -70,7 +68,7 @@ class RunRecord(Callback):
         if self.path.exists():
             self.record = json.loads(self.path.read_text())
         self.record["status"] = "running"
-        self.record.update(_way_of_running(trainer), versions=_versions(), hardware=_hardware())
+        self.record.update(_way_of_running(trainer), versions=versions(), hardware=hardware())
         self.record["run_dir"] = directory
         self.record["config"] = str(Path(directory, "config.yaml"))
         for key in ("epochs", "peak_memory"):
@@ -142,10 +140,12 @@ class RunRecord(Callback):
     ) -> None:
         """Close the window if it is full."""
         loader = trainer.train_dataloader
-        own = isinstance(loader, GlobalBatches)
-        self._window_samples += loader.global_count(batch_idx) if own else _count(batch) * trainer.world_size
+        if isinstance(loader, GlobalBatches):
+            self._window_samples += loader.global_count(batch_idx)
+        else:
+            self._window_samples += _count(batch) * trainer.world_size
         self._window_steps += 1
-        if self._window_steps < min(trainer.log_every_n_steps or 50, trainer.num_training_batches):
+        if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
@@ -265,7 +265,7 @@ def _way_of_running(trainer: Trainer) -> dict[str, Any]:
     data = getattr(trainer, "datamodule", None)
     own = data if isinstance(data, ImageData) else None
     return {
-        "strategy": flag if isinstance(flag, str) else flag.strategy_name,
+        "strategy": flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__),
         "devices": len(getattr(trainer.strategy, "parallel_devices", None) or [0]),
         "num_nodes": trainer.num_nodes,
         "world_size": trainer.world_size,
@@ -274,37 +274,3 @@ def _way_of_running(trainer: Trainer) -> dict[str, Any]:
         "global_batch_size": own and own.global_batch_size,
         "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
     }
-
-
-def _versions() -> dict[str, str | None]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "app": app.__version__,
-        "commit": _commit(),
-    }
-
-
-def _commit() -> str | None:
-    """Commit of this package's checkout, with `-dirty` where it was changed; None outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _hardware() -> dict[str, Any]:
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": names}
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -18,7 +18,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
-        if rank_zero_only.rank != 0 or self.failed:
+        if getattr(rank_zero_only, "rank", 0) != 0 or self.failed:
             return
         try:
             method(self, *args, **kwargs)
@@ -44,7 +44,12 @@ class Tracker(WandbLogger):
     """
 
     def __init__(
-        self, run_dir: str, name: str, project: str, group: str | None = None, tags: Sequence[str] | None = None
+        self,
+        run_dir: str,
+        name: str,
+        project: str,
+        group: str | None = None,
+        tags: Sequence[str] | None = None,
     ) -> None:
         import wandb
 
@@ -53,7 +58,13 @@ class Tracker(WandbLogger):
         settings = wandb.Settings(init_timeout=20, silent=True, console="off")
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         super().__init__(
-            name=name, project=project, save_dir=run_dir, group=group, tags=tags, mode=self.mode, settings=settings
+            name=name,
+            project=project,
+            save_dir=run_dir,
+            group=group,
+            tags=tags,
+            mode=self.mode,
+            settings=settings,
         )
         del self._wandb_init["anonymous"]  # only a warning by now
 
@@ -103,8 +114,8 @@ class Tracker(WandbLogger):
         """Log the confusion matrix, the table of the most confidently wrong images, and their pictures."""
         import wandb
 
-        cells = [[names[i], names[j], count] for i, row in enumerate(matrix) for j, count in enumerate(row)]
-        table = [
+        cells: list[Any] = [[names[i], names[j], count] for i, row in enumerate(matrix) for j, count in enumerate(row)]
+        table: list[Any] = [
             [wandb.Image(image.permute(1, 2, 0).squeeze(-1).numpy()), label, predicted, confidence]
             for image, label, predicted, confidence in wrong
         ]

@@ -11,7 +11,8 @@ from conftest import QUIET, losses, start_app
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.data.sources import Split, SyntheticSource
+from app.data.sources import Split
+from app.data.synthetic import SyntheticSource
 from app.data.transforms import Transform
 from app.errors import UserError
 
@@ -170,7 +171,16 @@ def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
 def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path) -> None:
-    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.placement", placement, "--data.num_workers", "2"]
+    flags = [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        image_root,
+        "--data.placement",
+        placement,
+        "--data.num_workers",
+        "2",
+    ]
     code, out = app("fit", *flags, *TWO_STEPS)
     assert code == 0, out
     checkpoint = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
@@ -180,7 +190,15 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     assert lines[0] == "file,label,name,probability"
     assert lines[1].startswith(str(image_root / "test" / "cat" / "00.jpg"))
     assert len(lines) == 13
-    code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET, "--data.predict_dir", image_root / "test" / "eel")
+    code, out = app(
+        "predict",
+        *flags,
+        "--ckpt_path",
+        checkpoint,
+        *QUIET,
+        "--data.predict_dir",
+        image_root / "test" / "eel",
+    )
     assert code == 0, out
     assert len((tmp_path / "runs" / "cifar_cnn" / "version_2" / "predictions.csv").read_text().splitlines()) == 5
 
@@ -212,7 +230,17 @@ def test_synthetic(like: str, shape: tuple[int, ...]) -> None:
 
 
 def test_placements_train_alike(app: App, tmp_path: Path) -> None:
-    flags = ["--data", "Synthetic", "--data.size", "300", "--trainer.max_epochs", "2", "--run.test", "false", *QUIET]
+    flags = [
+        "--data",
+        "Synthetic",
+        "--data.size",
+        "300",
+        "--trainer.max_epochs",
+        "2",
+        "--run.test",
+        "false",
+        *QUIET,
+    ]
     found = []
     for placement in ("memory", "disk", "device"):
         code, out = app(
@@ -240,7 +268,17 @@ def test_sizes_that_make_no_sense(size: float) -> None:
 
 def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
     """1 image for 2 ranks: the second one takes part with none, and the BatchNorm-free network does not mind."""
-    flags = ["--data", "Synthetic", "--data.size", "73", "--data.val_size", "8", "--data.batch_size", "32", *QUIET]
+    flags = [
+        "--data",
+        "Synthetic",
+        "--data.size",
+        "73",
+        "--data.val_size",
+        "8",
+        "--data.batch_size",
+        "32",
+        *QUIET,
+    ]
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
     steps = ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1", "--run.root", str(tmp_path)]
     for name, strategy in (("ddp", way), ("single", [])):

@@ -9,17 +9,35 @@ import torch
 from conftest import QUIET, largest_difference, losses, start_app, weights
 
 from app.data.batches import stream
-from app.data.sources import SyntheticSource
+from app.data.synthetic import SyntheticSource
 from app.modules import CIFARCNN, FashionMLP
 
 # 1,003 images less 100 for validation: 15 steps of 64, the last one of 7, which neither 2 nor 4 divides
 STEPS = ["--trainer.max_epochs", "4", "--trainer.log_every_n_steps", "1", "--run.test", "false", *QUIET]
 MODELS = {
     "cnn": ["--model", "CIFARCNN", "--data", "Synthetic"],
-    "mlp": ["--model", "FashionMLP", "--model.repeats", "2", "--data", "Synthetic", "--data.like", "FashionMNIST"],
+    "mlp": [
+        "--model",
+        "FashionMLP",
+        "--model.repeats",
+        "2",
+        "--data",
+        "Synthetic",
+        "--data.like",
+        "FashionMNIST",
+    ],
 }
 for flags in MODELS.values():
-    flags += ["--data.size", "1003", "--data.batch_size", "64", "--data.flip", "true", "--data.crop_padding", "2"]
+    flags += [
+        "--data.size",
+        "1003",
+        "--data.batch_size",
+        "64",
+        "--data.flip",
+        "true",
+        "--data.crop_padding",
+        "2",
+    ]
 TOLERANCE = 1e-5
 
 
@@ -88,13 +106,18 @@ def test_a_loop_by_hand(model: str, app: Callable[..., tuple[int, str]], tmp_pat
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp_spawn"])
-def test_another_optimizer_and_scheduler(
-    strategy: str, app: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
+def test_another_optimizer_and_scheduler(strategy: str, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     """An optimizer and a scheduler given by flags act under a strategy that pickles the model."""
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     choice = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.01"]
-    choice += ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "1", "--model.scheduler.gamma", "0.5"]
+    choice += [
+        "--model.scheduler",
+        "StepLR",
+        "--model.scheduler.step_size",
+        "1",
+        "--model.scheduler.gamma",
+        "0.5",
+    ]
     flags = [*MODELS["cnn"], *STEPS, "--trainer.max_epochs", "2", *choice]
     code, out = start_app("fit", *flags, *way, "--run.root", tmp_path, "--run.name", strategy)
     assert code == 0, out

@@ -18,12 +18,33 @@ App = Callable[..., tuple[int, str]]
 DATA = ["--data", "Synthetic", "--data.size", "503", "--data.batch_size", "32", "--data.flip", "true"]
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
 STEPS = ["--run.test", "false", "--trainer.max_epochs", "3", *EVERY, *QUIET]
-CNN = [*DATA, "--model", "CIFARCNN", "--model.optimizer.lr", "0.05", "--last_checkpoint.every_n_train_steps", "7"]
-ONE_CYCLE = ["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.01", "--model.scheduler.total_steps", "45"]
+CNN = [
+    *DATA,
+    "--model",
+    "CIFARCNN",
+    "--model.optimizer.lr",
+    "0.05",
+    "--last_checkpoint.every_n_train_steps",
+    "7",
+]
+ONE_CYCLE = [
+    "--model.scheduler",
+    "OneCycleLR",
+    "--model.scheduler.max_lr",
+    "0.01",
+    "--model.scheduler.total_steps",
+    "45",
+]
 MODELS = {
     "sgd": CNN,
     "adam-onecycle": [*CNN, "--model.optimizer", "Adam", *ONE_CYCLE, "--model.scheduler_interval", "step"],
-    "steps-read-early": [*DATA, "--model", "user_code.OneCycle", "--last_checkpoint.every_n_train_steps", "7"],
+    "steps-read-early": [
+        *DATA,
+        "--model",
+        "user_code.OneCycle",
+        "--last_checkpoint.every_n_train_steps",
+        "7",
+    ],
     "mixed-precision": [*CNN, "--trainer.precision", "bf16-mixed"],
 }
 

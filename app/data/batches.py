@@ -88,9 +88,10 @@ class GlobalBatches:
         self.seed, self.shuffle, self.draws = seed, shuffle, draws
         self.position = position
         self.epoch = 0
-        self.sampler = self if shuffle else SequentialSampler(range(len(rows)))  # type: ignore[arg-type]
+        self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
         self._pin = device.type == "cuda" and placement != "device"
         self._labels = split.labels[rows]
+        self._workers: DataLoader[Tensor] | None = None
         if placement == "disk":
             self._shares: list[list[int]] = []
             self._workers = DataLoader(
@@ -102,7 +103,6 @@ class GlobalBatches:
                 persistent_workers=num_workers > 0,
             )
             return
-        self._workers = None
         self._images, self._where = split.tensor(num_workers), rows
         if placement == "device":
             order = torch.arange(len(rows))

@@ -11,15 +11,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from app.data.batches import GlobalBatches, Placement, RawBatch, stream
-from app.data.sources import (
-    CIFAR10Source,
-    FashionMNISTSource,
-    FolderSource,
-    Source,
-    Split,
-    SplitName,
-    SyntheticSource,
-)
+from app.data.sources import CIFAR10Source, FashionMNISTSource, FolderSource, Source, Split, SplitName
+from app.data.synthetic import SyntheticSource
 from app.data.transforms import Transform
 from app.errors import UserError
 
@@ -190,7 +183,7 @@ class ImageData(LightningDataModule):
             device=trainer.strategy.root_device,
             num_workers=self.num_workers,
             seed=self.seed,
-            shuffle=train and not trainer.overfit_batches,
+            shuffle=train and not getattr(trainer, "overfit_batches", 0),
             drop_last=train and self.drop_last,
             draws=self.transform.draws if train else 0,
             position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),

@@ -1,13 +1,14 @@
 """Where images come from: what a data set is, where its files lie, and how they become uint8 tensors."""
 
+import math
 import socket
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torchvision
 from PIL import Image, UnidentifiedImageError
@@ -69,9 +70,7 @@ class FileSplit(Split):
                 image = file.convert("L" if channels == 1 else "RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
-            raise UserError(
-                f"{self.names[index]} cannot be read ({reason}): replace or remove this file"
-            ) from error
+            raise UserError(f"{self.names[index]} cannot be read ({reason}): replace or remove this file") from error
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         return pil_to_tensor(image)
@@ -190,11 +189,11 @@ class FashionMNISTSource(Source):
         """Number of items of an IDX file: magic number, sizes (big-endian), then a byte per value."""
         with file.open("rb") as stream:
             dimensions = 3 if "idx3" in file.name else 1
-            header = np.frombuffer(stream.read(4 + 4 * dimensions), dtype=">u4")
-        whole = len(header) == 1 + dimensions and int(header[0]) == 0x800 + dimensions
-        if not whole or file.stat().st_size != header.nbytes + int(np.prod(header[1:], dtype=np.int64)):
+            header = stream.read(4 + 4 * dimensions).ljust(4 + 4 * dimensions, b"\0")
+        magic, *sizes = struct.unpack(f">{1 + dimensions}I", header)
+        if magic != 0x800 + dimensions or file.stat().st_size != len(header) + math.prod(sizes):
             raise UserError(f"{file} is truncated or corrupted: delete it to have it downloaded again")
-        return int(header[1])
+        return sizes[0]
 
     def load(self, split: SplitName) -> Split | None:  # noqa: D102
         if split == "val":
@@ -250,59 +249,3 @@ class FolderSource(Source):
             return FileSplit([(str(path), -1) for path in paths], self.image_shape)
         folder = Path(self.root, "test" if split == "predict" else split)
         return FileSplit(self._samples(folder), self.image_shape) if folder.is_dir() else None
-
-
-class SyntheticSource(Source):
-    """Images made from a seed, in the exact shape of CIFAR-10 or FashionMNIST: no files, no download.
-
-    Each class has four smooth patterns. An image is one of them, shifted at random, mixed with a weaker
-    pattern of another class, at random contrast, under noise: learnable, but not at once, and some images
-    are ambiguous.
-
-    Args:
-        like: The data set whose shape, normalisation and class count to take.
-        size: Number of training images; a fifth as many are made for test.
-        seed: Of the images.
-    """
-
-    def __init__(self, like: Literal["CIFAR10", "FashionMNIST"], size: int, seed: int) -> None:
-        self.like, self.size, self.seed = like, size, seed
-        model = CIFAR10Source if like == "CIFAR10" else FashionMNISTSource
-        self.image_shape, self.mean, self.std = model.image_shape, model.mean, model.std
-        self.class_names = [f"pattern {i}" for i in range(10)]
-
-    def prepare(self) -> None:
-        """Nothing to do: images are made where they are needed."""
-
-    def load(self, split: SplitName) -> Split | None:  # noqa: D102
-        if split == "val":
-            return None
-        channels, height, width = self.image_shape
-        shift, kinds, classes = 4, 4, len(self.class_names)
-        rng = np.random.default_rng((self.seed, 0))
-        coarse = torch.from_numpy(rng.standard_normal((classes * kinds, channels, 5, 5), dtype=np.float32))
-        patterns = torch.nn.functional.interpolate(
-            coarse, (height + 2 * shift, width + 2 * shift), mode="bicubic", align_corners=False
-        )
-        windows = patterns.unfold(2, height, 1).unfold(3, width, 1)  # (40, C, 9, 9, H, W), a view
-
-        rng = np.random.default_rng((self.seed, 1 if split == "train" else 2))
-        count = self.size if split == "train" else max(self.size // 5, 1)
-        labels = rng.integers(classes, size=count)
-        other = (labels + rng.integers(1, classes, size=count)) % classes
-        images = torch.empty((count, channels, height, width), dtype=torch.uint8)
-        for start in range(0, count, 2048):
-            part = slice(start, min(start + 2048, count))
-            n = part.stop - part.start
-
-            def pick(label: np.ndarray, n: int = n) -> Tensor:
-                dy, dx = rng.integers(2 * shift + 1, size=(2, n))
-                return windows[label * kinds + rng.integers(kinds, size=n), :, dy, dx]
-
-            strength = torch.from_numpy(rng.uniform((25, 0), (60, 30), size=(n, 2)).astype(np.float32))
-            strength = strength[:, :, None, None, None]
-            image = strength[:, 0] * pick(labels[part]) + strength[:, 1] * pick(other[part])
-            noise = rng.integers(256, size=image.shape, dtype=np.uint8)
-            image += torch.from_numpy(noise).float().mul_(0.6).add_(128 - 0.6 * 127.5)
-            images[part] = image.clamp_(0, 255)
-        return Split(images, torch.from_numpy(labels))

@@ -9,7 +9,9 @@ from app.errors import UserError
 from app.parallel.data_parallel import DataParallelStrategy
 
 if DataParallelStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(DataParallelStrategy.strategy_name, DataParallelStrategy, description="one process, N devices")
+    StrategyRegistry.register(
+        DataParallelStrategy.strategy_name, DataParallelStrategy, description="one process, N devices"
+    )
 
 
 def refuse_impossible(trainer: Trainer) -> None:

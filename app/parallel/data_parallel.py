@@ -4,7 +4,7 @@ Lightning removed this strategy in 2.0. As in `net = nn.DataParallel(net)`, only
 replicas; loss, metrics and logging run once, on the main device, on the gathered output.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -219,12 +219,14 @@ def _replicas(replica: Replica, count: int) -> Sequence[Replica]:
     modules = list(replica.modules())
     copies = []
     for index in range(count):
-        copy_of: dict[nn.Module, Any] = {module: module._replicate_for_data_parallel() for module in modules}  # type: ignore[operator]
+        copy_of: dict[nn.Module, Any] = {module: module._replicate_for_data_parallel() for module in modules}
         for module, copy in copy_of.items():
             copy._parameters = module._parameters
             copy._modules = {name: child and copy_of[child] for name, child in module._modules.items()}
-            clone: Callable[[Tensor | None], Tensor | None] = lambda b: b if b is None or index == 0 else b.clone()  # noqa: B023, E731
-            copy._buffers = {name: clone(buffer) for name, buffer in module._buffers.items()}
+            copy._buffers = {
+                name: buffer if buffer is None or index == 0 else buffer.clone()
+                for name, buffer in module._buffers.items()
+            }
         copy_of[replica].index = index
         copies.append(copy_of[replica])
     return copies

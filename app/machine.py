@@ -1,0 +1,48 @@
+"""What this machine and this installation are."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+import app
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, of what the app builds on, and of the app itself with its commit."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "app": app.__version__,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of this package's checkout, with `-dirty` where it was changed; None outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def hardware() -> dict[str, Any]:
+    """Names of processor and accelerators, and the number of cores."""
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": names}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,89 @@
+"""How a command line is read: which classes it chooses, and what is said when it cannot be read."""
+
+import argparse
+import contextlib
+import inspect
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser
+
+from app.errors import UserError, nearest, one_line
+
+
+class Parser(LightningArgumentParser):
+    """Reports what a user did wrong in one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.chosen: dict[str, str] = {}
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Add the settings of the chosen model and data, which jsonargparse leaves to `--model.help`."""
+        settings = LightningArgumentParser(usage=argparse.SUPPRESS, description="", add_help=False)
+        for section, name in self.chosen.items():
+            base = {"model": LightningModule, "data": LightningDataModule}[section]
+            named = {cls.__name__: cls for cls in _subclasses(base)}
+            with contextlib.suppress(ImportError, AttributeError, ValueError):  # a name that parsing will refuse
+                cls = named.get(name) or pkgutil.resolve_name(name)
+                settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
+        return f"{super().format_help(*args, **kwargs)}\n{settings.format_help()}"
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Raise the message, without usage."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        classes = {"model": _subclasses(LightningModule), "data": _subclasses(LightningDataModule)}
+        for group, members in classes.items():
+            flags += [f"--{group}.{name}" for cls in members for name in _parameters(cls)]
+        names = [cls.__name__ for members in classes.values() for cls in members]
+        names += [cls.__name__ for cls in _subclasses(torch.optim.Optimizer)]
+        names += [cls.__name__ for cls in _subclasses(torch.optim.lr_scheduler.LRScheduler)]
+        raise UserError(one_line(message, flags, names)) from ex
+
+
+def _subclasses(cls: type) -> list[type]:
+    direct: list[type] = cls.__subclasses__()
+    return [*direct, *(below for child in direct for below in _subclasses(child))]
+
+
+def _parameters(cls: type) -> set[str]:
+    return {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
+
+
+def chosen_classes(arguments: list[str]) -> dict[str, str]:
+    """Find out which classes of model and data the user has chosen, by flag or in a config.
+
+    Raises:
+        UserError: When a config file is missing, not text, or not a YAML mapping.
+    """
+    chosen = {}
+    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        flag, given, value = word.partition("=")
+        value = value if given else following
+        if flag.removesuffix(".class_path") in ("--model", "--data"):
+            chosen[flag.removesuffix(".class_path").removeprefix("--")] = value
+        if flag in ("--config", "-c") and not value.startswith("-"):
+            config = _read_config(value)
+            for section in {"model", "data"} & config.keys():
+                content = config[section]
+                name = content.get("class_path") if isinstance(content, dict) else content
+                if isinstance(name, str):
+                    chosen[section] = name
+    return chosen
+
+
+def _read_config(name: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
+        raise UserError(f"--config {name}: there is no such file{near}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {name} cannot be read: {one_line(str(error))}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--config {name}: not a config: expected `key: value` lines")
+    return content
