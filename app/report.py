@@ -20,14 +20,14 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
     directory = record["run_dir"]
     losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]
     accuracies = [row["val_acc"] for row in record["epochs"] if row["val_acc"] is not None]
-    if losses:
+    if losses and None not in losses.values():
         steps = " -> ".join(f"{loss:.4f}" for loss in losses.values())
         yield f"training loss   {steps}  (first, middle, last of {len(record['epochs'])} epochs)"
     if accuracies:
         yield f"validation      best accuracy {max(accuracies):.2%}"
     if test:
         yield f"test            accuracy {test['acc']:.2%}, loss {test['loss']:.4f}  (best checkpoint)"
-    if losses:
+    if fitted and record["train_s"] is not None:
         rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
         yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"
     kept = sorted(path.name for path in Path(directory).iterdir() if path.name != "wandb")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
@@ -75,11 +75,11 @@ class Tracker(WandbLogger):
             try:
                 return super().experiment
             except Exception as error:
-                if fallback is None:
-                    raise
-                rank_zero_warn(f"Weights & Biases does not start ({error}): {fallback} from here on")
-                self.mode = self._wandb_init["mode"] = fallback
-        raise AssertionError
+                rank_zero_warn(f"Weights & Biases does not start ({error}): {fallback or 'without it'} from here on")
+                self.mode = self._wandb_init["mode"] = fallback or "disabled"
+        self.failed = True
+        self._experiment = DummyExperiment()
+        return self._experiment
 
     def where(self) -> str:
         """Say where the run can be seen, or the command that uploads it."""

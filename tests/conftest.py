@@ -60,18 +60,19 @@ def app(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tupl
     return run
 
 
-def start_app(*args: str | Path, timeout: int = 120, env: dict[str, str] | None = None) -> tuple[int, str]:
+def start_app(*args: str | Path, timeout: int = 120, env: dict[str, str | None] | None = None) -> tuple[int, str]:
     """Run `python -m app …` as a process of its own; its whole group is ended when time is up.
 
     Returns:
         Exit code, and what it printed.
     """
+    variables: dict[str, str | None] = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})}
     process = subprocess.Popen(
         [sys.executable, "-m", "app", *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})},
+        env={key: value for key, value in variables.items() if value is not None},
         cwd=ROOT,
         start_new_session=True,
     )

@@ -65,3 +65,34 @@ class OneCycle(CIFARCNN):
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class NotesPrecision(TheirModel):
+    """Says in which precision its forward computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.net(x)
+        print(f"computed in {scores.dtype} from {x.dtype}", flush=True)
+        return scores
+
+
+class Normalises(TheirModel):
+    """Keeps running statistics, and counts its forwards on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), self.net)  # momentum 1: those of the last batch
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.net(x)
+
+
+class Fails(TheirModel):
+    """Breaks in its third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            raise RuntimeError("the third step is broken")
+        return super().training_step(batch, batch_idx)

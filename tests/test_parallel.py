@@ -1,0 +1,152 @@
+"""The `dp` strategy, what every strategy does with a user's own code, and precisions."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import QUIET, start_app, weights
+from lightning.pytorch import Trainer
+from user_code import Normalises, TheirData
+
+import app.parallel  # noqa: F401  (registers dp)
+
+App = Callable[..., tuple[int, str]]
+THEIRS = ["--model", "user_code.TheirModel", "--data", "user_code.TheirData", "--trainer.max_epochs", "2", *QUIET]
+SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "12", *QUIET]
+
+
+def way(strategy: str, devices: int) -> list[str]:
+    return ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("auto", 1), ("dp", 2), ("ddp", 2), ("ddp_spawn", 2), ("ddp_fork", 2)]
+)
+def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp_path: Path) -> None:
+    run_app = start_app if "ddp" in strategy else app
+    code, out = run_app("fit", *THEIRS, *way(strategy, devices), "--run.root", tmp_path, "--run.name", "x")
+    assert code == 0, out
+    assert "does not log val_acc" in out
+    run = tmp_path / "x" / "version_0"
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert (run / "config.yaml").read_text().count("user_code.") == 2
+
+
+def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
+    code, out = app("fit", *THEIRS, "--model", "user_code.SkipsForward", *way("dp", 2))
+    assert code == 2
+    assert "its step never calls self(batch)" in out
+    code, out = app("fit", *THEIRS, "--model", "user_code.SkipsForward")
+    assert code == 0, out
+
+
+def test_dp_says_once_that_ddp_is_faster(app: App) -> None:
+    code, out = app("fit", *SMALL, *way("dp", 2), "--trainer.max_epochs", "2")
+    assert code == 0, out
+    assert out.count("ddp is usually faster") == 1
+
+
+def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
+    """As `nn.DataParallel`: the buffers and attributes of the other replicas are lost."""
+    model = Normalises()
+    trainer = Trainer(
+        accelerator="cpu", strategy="dp", devices=2, max_steps=1, limit_val_batches=0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    seen: list[torch.Tensor] = []
+    handle = model.register_forward_hook(lambda module, args, output: seen.append(args[0].clone()))
+    trainer.fit(model, datamodule=TheirData())
+    handle.remove()
+    half = next(images for images in seen if len(images) == 8)[:4]
+    norm = model.net[0]
+    torch.testing.assert_close(norm.running_mean, half.mean((0, 2, 3)))
+    assert norm.num_batches_tracked == 1
+    assert model.forwards == 0
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dp"])
+def test_replicas_compute_in_the_precision_that_was_asked_for(strategy: str, app: App) -> None:
+    flags = [*THEIRS, "--model", "user_code.NotesPrecision", *way(strategy, 2 if strategy == "dp" else 1)]
+    for precision, scores, images in (
+        ("32-true", "float32", "float32"),
+        ("bf16-mixed", "bfloat16", "float32"),
+        ("bf16-true", "bfloat16", "bfloat16"),
+        ("64-true", "float64", "float64"),
+    ):
+        code, out = app("fit", *flags, "--trainer.precision", precision, "--trainer.max_steps", "2")
+        assert code == 0, out
+        said = {line for line in out.splitlines() if line.startswith("computed in")}
+        assert said == {f"computed in torch.{scores} from torch.{images}"}
+
+
+@pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
+@pytest.mark.parametrize("strategy", ["auto", "dp"])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "16-true", "64-true"])
+def test_every_precision_trains_both_models(
+    model: str, strategy: str, precision: str, app: App, tmp_path: Path
+) -> None:
+    like = "CIFAR10" if model == "CIFARCNN" else "FashionMNIST"
+    flags = ["--model", model, *SMALL, "--data.like", like, *way(strategy, 2 if strategy == "dp" else 1)]
+    code, out = app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1")
+    assert code == 0, out
+    run = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    saved = {value.dtype for value in weights(run / "checkpoints" / "last.ckpt").values()}
+    true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+    assert saved == {true.get(precision, torch.float32)}
+
+
+def test_precision_under_ddp(tmp_path: Path) -> None:
+    flags = [*SMALL, *way("ddp_fork", 2), "--trainer.precision", "bf16-mixed", "--trainer.max_epochs", "1"]
+    code, out = start_app("fit", *flags, "--run.root", tmp_path)
+    assert code == 0, out
+
+
+SHAPES = ["--trainer.callbacks+=app.callbacks.BatchShapes", "--trainer.max_epochs", "1", "--run.test", "false"]
+
+
+def test_batch_shapes_under_dp(app: App) -> None:
+    code, out = app("fit", *SMALL, "--data.batch_size", "30", *way("dp", 2), *SHAPES)
+    assert code == 0, out
+    said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
+    assert said == [
+        "rank 0, replica 0: input [4, 3, 32, 32] -> output [4, 10]",  # the sanity check of validation
+        "rank 0, replica 1: input [4, 3, 32, 32] -> output [4, 10]",
+        "gathered: [8, 10]",
+        "rank 0, replica 0: input [15, 3, 32, 32] -> output [15, 10]",
+        "rank 0, replica 1: input [15, 3, 32, 32] -> output [15, 10]",
+        "gathered: [30, 10]",
+        "rank 0, replica 0: input [2, 3, 32, 32] -> output [2, 10]",  # the last batch of 64 - 2 · 30
+        "rank 0, replica 1: input [2, 3, 32, 32] -> output [2, 10]",
+        "gathered: [4, 10]",
+    ]
+
+
+def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
+    code, out = start_app("fit", *SMALL, "--data.batch_size", "30", *way("ddp", 2), *SHAPES, "--run.root", tmp_path)
+    assert code == 0, out
+    for rank in (0, 1):
+        said = [line for line in out.splitlines() if line.startswith(f"rank {rank}, ")]
+        assert said == [
+            f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for n in (4, 15, 2)
+        ]
+    assert "gathered" not in out
+
+
+def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:
+    flags = ["--model.network", "resnet18", "--data.batch_size", "21", "--trainer.max_epochs", "1"]
+    code, out = app("fit", *SMALL, *flags)
+    assert code == 2, out
+    assert "--data.drop_last true" in out
+    code, out = app("fit", *SMALL, *flags, "--data.drop_last", "true")
+    assert code == 0, out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@pytest.mark.parametrize(("strategy", "precision"), [("auto", "16-mixed"), ("dp", "bf16-mixed"), ("ddp", "32-true")])
+def test_on_cuda(strategy: str, precision: str, tmp_path: Path) -> None:
+    flags = ["--trainer.accelerator", "cuda", "--trainer.strategy", strategy, "--trainer.precision", precision]
+    for placement in ("memory", "device"):
+        code, out = start_app("fit", *SMALL, *flags, "--data.placement", placement, "--run.root", tmp_path)
+        assert code == 0, out

@@ -1,0 +1,182 @@
+"""The run's directory and its record, also of runs that fail or are interrupted; the tracker."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import QUIET, ROOT, start_app
+
+App = Callable[..., tuple[int, str]]
+SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
+
+
+def record(run: Path) -> dict[str, Any]:
+    return json.loads((run / "run.json").read_text())
+
+
+def test_a_run_directory(app: App, tmp_path: Path) -> None:
+    flags = ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "2", "--run.name", "x"]
+    code, out = app("fit", *SMALL, *flags)
+    assert code == 0, out
+    run = tmp_path / "runs" / "x" / "version_0"
+    files = {path.name for path in run.iterdir()}
+    assert files >= {"config.yaml", "metrics.csv", "run.json", "checkpoints", "confusion_matrix.png", "most_wrong.png"}
+    assert str(run) in out
+    assert "--ckpt_path last" in out
+
+    found = record(run)
+    assert (found["status"], found["error"]) == ("completed", None)
+    assert found["command"].startswith("python -m app fit --run.root")
+    assert Path(found["checkpoint"]["best"]).exists()
+    assert Path(found["checkpoint"]["last"]).exists()
+    assert yaml.safe_load(Path(found["config"]).read_text())["run"]["name"] == "x"
+    way = {key: found[key] for key in ("strategy", "devices", "num_nodes", "world_size", "precision", "placement")}
+    assert way == {
+        "strategy": "single_device",
+        "devices": 1,
+        "num_nodes": 1,
+        "world_size": 1,
+        "precision": "32-true",
+        "placement": "memory",
+    }
+    assert (found["global_batch_size"], found["seed"]) == (20, 42)
+    assert [row["epoch"] for row in found["epochs"]] == [0, 1, 2]
+    assert all(row["train_loss"] > 0 and row["val_loss"] > 0 and row["seconds"] > 0 for row in found["epochs"])
+    losses = [row["train_loss"] for row in found["epochs"]]
+    assert found["train_loss"] == {"first": losses[0], "middle": losses[1], "last": losses[2]}
+    assert 0 <= found["test"]["acc"] <= 1
+    assert found["setup_s"] > 0
+    assert found["train_s"] > 0
+    # 9 steps of an epoch are 4 windows of 2; the first of the 12 is left out
+    speed = found["throughput"]
+    assert (speed["n"], speed["unit"]) == (11, "samples/s")
+    assert speed["min"] <= speed["median"] <= speed["max"]
+    assert found["peak_memory"][0]["rank"] == 0
+    assert found["peak_memory"][0]["host_rss_gib"] > 0.1
+    assert set(found["versions"]) == {"python", "torch", "lightning", "cuda", "app", "commit"}
+    assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
+    assert app("fit", *SMALL, *flags, "--trainer.max_epochs", "1")[0] == 0
+    assert (run.parent / "version_1").is_dir()
+
+
+def test_every_rank_and_every_replica_has_its_memory(app: App, tmp_path: Path) -> None:
+    for strategy, rows in (("dp", [0, 0, 0]), ("ddp_fork", [0, 1, 2])):
+        flags = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "3"]
+        run_app = app if strategy == "dp" else start_app
+        code, out = run_app(
+            *("fit", *SMALL, *flags, "--data.batch_size", "18", "--trainer.max_epochs", "1"),
+            *("--run.root", tmp_path, "--run.name", strategy),
+        )
+        assert code == 0, out
+        found = record(tmp_path / strategy / "version_0")
+        assert [row["rank"] for row in found["peak_memory"]] == rows
+        assert (found["strategy"], found["devices"]) == (strategy, 3)
+        assert found["world_size"] == len(set(rows))
+        assert found["test"] is not None
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp_spawn"])
+def test_a_failed_run_says_why(strategy: str, tmp_path: Path) -> None:
+    flags = ["--model", "user_code.Fails", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "1"]
+    code, out = start_app("fit", *flags, *way)
+    assert code == 1, out
+    assert "the third step is broken" in out
+    found = record(tmp_path / "cifar_cnn" / "version_0")
+    assert found["status"] == "failed"
+    assert "the third step is broken" in found["error"]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupted_run_says_so(name: str, expected: int, tmp_path: Path) -> None:
+    run = tmp_path / "cifar_cnn" / "version_0"
+    command = [sys.executable, "-m", "app", "fit", *SMALL, "--trainer.max_epochs", "100000", "--run.root", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        limit = time.monotonic() + 60
+        while not ((run / "run.json").exists() and len(record(run)["epochs"]) > 2):
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        process.send_signal(getattr(signal, name))
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == expected, out
+    found = record(run)
+    assert found["status"] == "interrupted", found["error"]
+    assert found["throughput"]["n"] > 0
+    assert len(found["epochs"]) > 0
+
+
+def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
+    """Read an offline run with the tracker's own tool: its file, and its summary."""
+    (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(file)]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return file, json.loads(read.stdout)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_spawn"])
+def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
+    devices = "1" if strategy == "auto" else "2"
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
+    env = {"WANDB_MODE": "offline", "WANDB_API_KEY": None}
+    code, out = start_app("fit", *SMALL, *way, "--trainer.max_epochs", "2", "--run.root", tmp_path, env=env)
+    assert code == 0, out
+    run = tmp_path / "cifar_cnn" / "version_0"
+    file, summary = inspect(run)
+    assert f"wandb sync {file.parent}" in out
+    print(json.dumps(summary)[:3000])
+    text = json.dumps(summary)
+    for part in ("train_loss", "val_acc", "test_acc", "confusion_matrix", "most_wrong", "throughput", "peak_memory"):
+        assert part in text
+    assert "CIFARCNN" in text
+    assert "batch_size" in text
+
+
+def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None}
+    flags = [*SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path]
+    code, out = start_app("fit", *flags, env=home)
+    assert code == 0, out
+    assert "wandb sync" in out
+    code, out = start_app("fit", *flags, env={"WANDB_MODE": "disabled"})
+    assert code == 0, out
+    assert not (tmp_path / "cifar_cnn" / "version_1" / "wandb").exists()
+    assert (tmp_path / "cifar_cnn" / "version_1" / "metrics.csv").exists()
+
+
+def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    calls = []
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        raise wandb.errors.CommError("the tracker is down")
+
+    init = wandb.init
+    monkeypatch.setattr(wandb, "init", broken)
+    with pytest.warns(UserWarning, match="the tracker is down"):
+        code, out = app("fit", *SMALL, "--trainer.max_epochs", "1")
+    assert code == 0, out
+    assert calls
+    run = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    assert record(run)["status"] == "completed"
+    assert (run / "metrics.csv").exists()
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb.Run, "log", broken)
+    with pytest.warns(UserWarning, match="goes on without it"):
+        code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path / "again")
+    assert code == 0, out
