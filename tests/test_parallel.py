@@ -127,9 +127,7 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     assert code == 0, out
     for rank in (0, 1):
         said = [line for line in out.splitlines() if line.startswith(f"rank {rank}, ")]
-        assert said == [
-            f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for n in (4, 15, 2)
-        ]
+        assert said == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for n in (4, 15, 2)]
     assert "gathered" not in out
 
 

@@ -97,7 +97,17 @@ def test_a_failed_run_says_why(strategy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "expected"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_an_interrupted_run_says_so(name: str, expected: int, tmp_path: Path) -> None:
     run = tmp_path / "cifar_cnn" / "version_0"
-    command = [sys.executable, "-m", "app", "fit", *SMALL, "--trainer.max_epochs", "100000", "--run.root", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "app",
+        "fit",
+        *SMALL,
+        "--trainer.max_epochs",
+        "100000",
+        "--run.root",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         limit = time.monotonic() + 60

@@ -1,5 +1,8 @@
 """Strategies: which devices and processes share the work. Importing this registers their names."""
 
+import atexit
+
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
@@ -12,6 +15,17 @@ if DataParallelStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(
         DataParallelStrategy.strategy_name, DataParallelStrategy, description="one process, N devices"
     )
+
+
+@atexit.register
+def _end_gloo() -> None:
+    """End gloo's threads while Python still runs: a process that exits with them now and then aborts.
+
+    Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does so for NCCL only.
+    """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 def refuse_impossible(trainer: Trainer) -> None:

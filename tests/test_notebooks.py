@@ -1,0 +1,53 @@
+"""Every notebook runs from top to bottom with small parameters, and is kept without outputs."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from conftest import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SMALL = {"LAB_DATA": "synthetic", "LAB_SIZE": "400", "LAB_EPOCHS": "1"}
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+def test_runs(notebook: Path, tmp_path: Path) -> None:
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *plugins, "--nbmake", "--nbmake-timeout=60", str(notebook)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=120)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert process.returncode == 0, out
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+def test_is_stripped(notebook: Path) -> None:
+    content = nbformat.read(notebook, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(content)
+    assert (content.nbformat, content.nbformat_minor) == (4, 5)
+    assert content.metadata.kernelspec.name == "python3"
+    left = [cell.id for cell in content.cells if cell.get("outputs") or cell.get("execution_count")]
+    assert not left, f"strip it: nbstripout {notebook.relative_to(ROOT)}"
