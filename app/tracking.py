@@ -78,8 +78,7 @@ class Tracker(WandbLogger):
                 rank_zero_warn(f"Weights & Biases does not start ({error}): {fallback or 'without it'} from here on")
                 self.mode = self._wandb_init["mode"] = fallback or "disabled"
         self.failed = True
-        self._experiment = DummyExperiment()
-        return self._experiment
+        return DummyExperiment()
 
     def where(self) -> str:
         """Say where the run can be seen, or the command that uploads it."""

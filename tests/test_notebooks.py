@@ -26,7 +26,7 @@ def test_there_are_notebooks() -> None:
 def test_runs(notebook: Path, tmp_path: Path) -> None:
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *plugins, "--nbmake", "--nbmake-timeout=60", str(notebook)],
+        [sys.executable, "-m", "pytest", *plugins, "--nbmake", "--nbmake-timeout=120", str(notebook)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -35,7 +35,7 @@ def test_runs(notebook: Path, tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=240)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -21,7 +21,14 @@ def way(strategy: str, devices: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("auto", 1), ("dp", 2), ("ddp", 2), ("ddp_spawn", 2), ("ddp_fork", 2)]
+    ("strategy", "devices"),
+    [
+        ("auto", 1),
+        ("dp", 2),
+        ("ddp_fork", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("ddp_spawn", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     run_app = start_app if "ddp" in strategy else app

@@ -39,6 +39,7 @@ for flags in MODELS.values():
         "2",
     ]
 TOLERANCE = 1e-5
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -51,7 +52,8 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("dp", 2), ("dp", 4), ("ddp", 2), ("ddp", 4), ("ddp_spawn", 2), ("ddp_fork", 2)]
+    ("strategy", "devices"),
+    [("dp", 2), ("dp", 4), ("ddp", 2), ("ddp", 4), ("ddp_spawn", 2), pytest.param("ddp_fork", 2, marks=SLOW)],
 )
 def test_parity(
     single: tuple[str, Path], strategy: str, devices: int, app: Callable[..., tuple[int, str]], tmp_path: Path

@@ -82,7 +82,7 @@ def test_every_rank_and_every_replica_has_its_memory(app: App, tmp_path: Path) -
         assert found["test"] is not None
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_a_failed_run_says_why(strategy: str, tmp_path: Path) -> None:
     flags = ["--model", "user_code.Fails", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "1"]
@@ -135,7 +135,7 @@ def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
     return file, json.loads(read.stdout)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp_spawn", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
     devices = "1" if strategy == "auto" else "2"
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
