@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
 from torch import Tensor
 
 from app.data.batches import GlobalBatches
@@ -206,13 +207,9 @@ class TestFigures(Callback):
 
 def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
     """Draw counts of label (rows) against prediction (columns), (classes, classes), into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     side = max(5.0, 0.55 * len(names))
-    figure, axes = plt.subplots(figsize=(side, side), layout="constrained")
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
     axes.imshow(matrix.cpu(), cmap="Blues")
     axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="predicted", ylabel="label")
     axes.set_xticklabels(names, rotation=45, ha="right")
@@ -231,23 +228,17 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
                     fontsize=8,
                 )
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> None:
     """Draw images (C, H, W) with label, prediction and its probability, most confident first, into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     columns = 5
     lines = max(-(-len(rows) // columns), 1)
-    figure, grid = plt.subplots(lines, columns, figsize=(9, 2.1 * lines), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(9, 2.1 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
     for axes, (image, label, predicted, confidence) in zip(grid.flat, rows, strict=False):
         axes.imshow(image.permute(1, 2, 0).squeeze(-1), cmap="gray" if len(image) == 1 else None)
         axes.set_title(f"{label}\npredicted {predicted}, {confidence:.0%}", fontsize=7)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

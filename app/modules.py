@@ -216,7 +216,7 @@ class ImageClassifier(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Give the sums of the unfinished epoch to rank zero; the others start from nothing."""
-        if not self.trainer.is_global_zero:
+        if self._trainer is None or not self.trainer.is_global_zero:
             return
         for name, sums in checkpoint.get("train_metrics", {}).items():
             for key, value in sums.items():

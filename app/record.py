@@ -70,10 +70,9 @@ class RunRecord(Callback):
         self.record["status"] = "running"
         self.record.update(_way_of_running(trainer), versions=versions(), hardware=hardware())
         self.record["run_dir"] = directory
-        self.record["config"] = str(Path(directory, "config.yaml"))
         for key in ("epochs", "peak_memory"):
             self.record.setdefault(key, [])
-        for key in ("checkpoint", "test", "setup_s", "train_s", "throughput"):
+        for key in ("config", "checkpoint", "test", "setup_s", "train_s", "throughput"):
             self.record.setdefault(key, None)
         self._write()
 
@@ -82,6 +81,8 @@ class RunRecord(Callback):
         if self.path is None:
             return
         self.record["status"] = "completed"
+        config = self.path.with_name("config.yaml")  # a notebook has none
+        self.record["config"] = str(config) if config.exists() else None
         self._write()
         for logger in trainer.loggers:
             if isinstance(logger, Tracker):

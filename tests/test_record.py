@@ -66,6 +66,21 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert (run.parent / "version_1").is_dir()
 
 
+def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
+    """As in a notebook: a checkpoint loads without a trainer, and drawing leaves the notebook's pyplot alone."""
+    import matplotlib
+    import torch
+
+    from app.modules import CIFARCNN
+
+    matplotlib.use("pdf")
+    code, out = app("fit", *SMALL, "--trainer.max_epochs", "1")
+    assert code == 0, out
+    assert matplotlib.get_backend() == "pdf"
+    model = CIFARCNN.load_from_checkpoint(tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "best.ckpt")
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
 def test_every_rank_and_every_replica_has_its_memory(app: App, tmp_path: Path) -> None:
     for strategy, rows in (("dp", [0, 0, 0]), ("ddp_fork", [0, 1, 2])):
         flags = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "3"]
