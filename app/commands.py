@@ -192,7 +192,7 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         if not config.run.test or config.trainer.fast_dev_run or not isinstance(data, app.data.ImageData):
             return
-        if data.has_test():
+        if "test" in data.source.splits:
             best = self.config_init[self.subcommand].best_checkpoint.best_model_path
             self.trainer.test(self.model, datamodule=data, ckpt_path=best or None, verbose=False)
 

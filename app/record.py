@@ -101,8 +101,9 @@ class RunRecord(Callback):
                 self.record = json.loads(self.path.read_text())
         interrupted = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         self.record["status"] = "interrupted" if interrupted else "failed"
-        lines = str(exception).strip().splitlines() or ["by Ctrl-C" if interrupted else ""]
-        self.record["error"] = f"{type(exception).__name__}: {lines[-1]}"
+        cause = "SIGTERM" if isinstance(exception, SIGTERMException) else "Ctrl-C"
+        lines = str(exception).strip().splitlines() or [""]
+        self.record["error"] = f"by {cause}" if interrupted else f"{type(exception).__name__}: {lines[-1]}"
         self._close_epoch(trainer)
         self._measured(trainer)
         self._write()
@@ -146,13 +147,14 @@ class RunRecord(Callback):
         else:
             self._window_samples += _count(batch) * trainer.world_size
         self._window_steps += 1
+        self._last_step = time.perf_counter()
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
         now = time.perf_counter()
         self._rates.append(self._window_samples / (now - self._window_start))
-        self._window_start, self._last_step = now, now
+        self._window_start = self._last_step = now
         self._window_samples = self._window_steps = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,7 +165,6 @@ class RunRecord(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row: its metrics are logged after this."""
-        self._last_step = max(self._last_step, time.perf_counter() if not self._validated else 0.0)
         seconds = round(time.perf_counter() - self._epoch_start, 3)
         self._open_epoch = {"epoch": trainer.current_epoch, "seconds": seconds, "validated": self._validated}
         self._validated = False

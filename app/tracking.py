@@ -12,6 +12,8 @@ from lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experime
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
+from app.errors import one_line
+
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     """A failure of the tracker never stops training: say it once, and go on without."""
@@ -24,7 +26,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *args, **kwargs)
         except Exception as error:
             self.failed = True
-            rank_zero_warn(f"Weights & Biases failed, training goes on without it: {type(error).__name__}: {error}")
+            rank_zero_warn(f"Weights & Biases failed, training goes on without it: {one_line(str(error))}")
 
     return call
 
@@ -75,7 +77,9 @@ class Tracker(WandbLogger):
             try:
                 return super().experiment
             except Exception as error:
-                rank_zero_warn(f"Weights & Biases does not start ({error}): {fallback or 'without it'} from here on")
+                rank_zero_warn(
+                    f"Weights & Biases does not start ({one_line(str(error))}): {fallback or 'without it'} from here on"
+                )
                 self.mode = self._wandb_init["mode"] = fallback or "disabled"
         self.failed = True
         return DummyExperiment()

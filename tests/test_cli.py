@@ -123,6 +123,7 @@ def test_every_config_runs_two_steps(
         (["--model", "FashionMLP", "--model.repeats", "0"], "--model.repeats 0"),
         (["--data.val_size", "64"], "--data.val_size 64 leaves nothing of 64 training images"),
         (["--data.batch_size", "0"], "--data.batch_size 0"),
+        (["--data.batch_size", "65", "--data.drop_last", "true"], "--data.drop_last leaves nothing of 58"),
         (["--model", "FashionMLP"], "FashionMLP with MLP takes images of 1×28×28"),
         (["--data.like", "FashionMNIST"], "CIFARCNN with LeNet takes images of 3×32×32"),
         (["--ckpt_path", "no.ckpt"], "--ckpt_path no.ckpt: there is no such file"),

@@ -209,23 +209,19 @@ def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Pa
     assert isinstance(data.val_dataloader(), GlobalBatches)
     assert next(iter(data.val_dataloader())).images.shape == (12, 1, 10, 12)
     assert len(data.train_dataloader().rows) == 36
-    assert not data.has_test()
+    assert "test" not in data.source.splits
 
 
 @pytest.mark.parametrize(("like", "shape"), [("CIFAR10", (3, 32, 32)), ("FashionMNIST", (1, 28, 28))])
 def test_synthetic(like: str, shape: tuple[int, ...]) -> None:
     source = SyntheticSource(like, 300, seed=1)  # type: ignore[arg-type]
     first, again = source.load("train"), source.load("train")
-    assert first is not None
-    assert again is not None
     assert torch.equal(first.tensor(0), again.tensor(0))
     assert first.tensor(0).shape == (300, *shape)
     test = source.load("test")
-    assert test is not None
     assert len(test) == 60
     assert not torch.equal(test.tensor(0), first.tensor(0)[:60])
     other = SyntheticSource(like, 300, seed=2).load("train")  # type: ignore[arg-type]
-    assert other is not None
     assert not torch.equal(other.tensor(0), first.tensor(0))
 
 

@@ -86,7 +86,6 @@ def test_a_loop_by_hand(model: str, app: Callable[..., tuple[int, str]], tmp_pat
         module, source = FashionMLP(repeats=2), SyntheticSource("FashionMNIST", 1003, 0)
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
     train = source.load("train")
-    assert train is not None
     pixels, labels = train.tensor(0).float(), train.labels
     images = (pixels / 255 - 0.5) / 0.5 if model == "cnn" else pixels / 256
     rows = torch.randperm(1003, generator=stream(7, 0))[100:].sort().values  # the first 100 validate

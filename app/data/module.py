@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import psutil
@@ -93,24 +94,27 @@ class ImageData(LightningDataModule):
         if stage == "fit":
             assert self.trainer is not None
             self._check_shares(self.global_batch_size, self.trainer.world_size)
-
-    def has_test(self) -> bool:
-        """Whether the source has labelled test images."""
-        return self.source.load("test") is not None
+            images = len(self._splits["train"][1])
+            if self.drop_last and images < self.global_batch_size:
+                raise UserError(
+                    f"--data.drop_last leaves nothing of {images} training images in batches of "
+                    f"{self.global_batch_size}: use a smaller --data.batch_size"
+                )
 
     def _load(self, name: SplitName) -> None:
-        if name not in self._splits:
-            split = self.source.load(name)
-            if split is None:
-                raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
-            self._splits[name] = split, torch.arange(len(split))
+        if name in self._splits:
+            return
+        if name not in self.source.splits:
+            raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
+        split = self.source.load(name)
+        self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
         """Read the training split, and carve validation out of it by a seeded permutation if it must be."""
         if "train" in self._splits:
             return
         self._load("train")
-        if self.source.load("val") is not None:
+        if "val" in self.source.splits:
             self._load("val")
             return
         train, rows = self._splits["train"]
@@ -144,9 +148,9 @@ class ImageData(LightningDataModule):
                 f"use --data.batch_size {near}, or another --trainer.devices"
             )
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
-        """Where the images are kept."""
+        """Where the images are kept; decided once, for what is loaded changes what fits."""
         if self.requested_placement != "auto":
             return self.requested_placement
         split = max((split for split, _ in self._splits.values()), key=len)

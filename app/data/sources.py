@@ -4,7 +4,7 @@ import math
 import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -61,6 +61,7 @@ class FileSplit(Split):
         self.names = [path for path, _ in samples]
         self.labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
         self.image_shape = image_shape
+        self._images: Tensor | None = None  # type: ignore[assignment]
 
     def __getitem__(self, index: int) -> Tensor:
         assert self.names is not None
@@ -77,7 +78,9 @@ class FileSplit(Split):
 
     def tensor(self, num_workers: int) -> Tensor:
         """All images, decoded by `num_workers` processes: uint8 (N, C, H, W)."""
-        return torch.cat(list(DataLoader(self, batch_size=256, num_workers=num_workers)))
+        if self._images is None:
+            self._images = torch.cat(list(DataLoader(self, batch_size=256, num_workers=num_workers)))
+        return self._images
 
 
 class Source(ABC):
@@ -88,12 +91,14 @@ class Source(ABC):
         image_shape: (C, H, W).
         mean: Per channel, of pixels scaled to 0…1; subtracted.
         std: Per channel, of pixels scaled to 0…1; divided by.
+        splits: The splits that it has; validation is carved out of training where it has none of its own.
     """
 
     class_names: Sequence[str]
     image_shape: tuple[int, int, int]
     mean: Sequence[float]
     std: Sequence[float]
+    splits: Collection[SplitName] = ("train", "test", "predict")
 
     @abstractmethod
     def prepare(self) -> None:
@@ -104,8 +109,8 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def load(self, split: SplitName) -> Split | None:
-        """Read a split; None when the data set does not have it."""
+    def load(self, split: SplitName) -> Split:
+        """Read one of its splits; to predict are the test images, unless others were named."""
 
 
 @contextmanager
@@ -149,9 +154,7 @@ class CIFAR10Source(Source):
             with _download("CIFAR-10", self.root, folder, f"the content of {archive}"):
                 dataset(self.root, download=True)
 
-    def load(self, split: SplitName) -> Split | None:  # noqa: D102
-        if split == "val":
-            return None
+    def load(self, split: SplitName) -> Split:  # noqa: D102
         data = torchvision.datasets.CIFAR10(self.root, train=split == "train")
         images = torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous()  # (N, 3, 32, 32)
         return Split(images, torch.tensor(data.targets))
@@ -195,9 +198,7 @@ class FashionMNISTSource(Source):
             raise UserError(f"{file} is truncated or corrupted: delete it to have it downloaded again")
         return sizes[0]
 
-    def load(self, split: SplitName) -> Split | None:  # noqa: D102
-        if split == "val":
-            return None
+    def load(self, split: SplitName) -> Split:  # noqa: D102
         data = torchvision.datasets.FashionMNIST(self.root, train=split == "train")
         return Split(data.data[:, None], data.targets.long())  # (N, 1, 28, 28)
 
@@ -219,6 +220,8 @@ class FolderSource(Source):
         height, width = (size, size) if isinstance(size, int) else size
         self.image_shape = (channels, height, width)
         self.mean, self.std = mean, std
+        folders: list[SplitName] = [name for name in ("train", "val", "test") if Path(root, name).is_dir()]
+        self.splits = [*folders, "predict"] if predict_dir is not None or "test" in folders else folders
         try:
             self.class_names, self._class_to_idx = find_classes(str(Path(root, "train")))
         except FileNotFoundError as error:
@@ -228,10 +231,8 @@ class FolderSource(Source):
             ) from error
 
     def prepare(self) -> None:  # noqa: D102
-        for split in ("train", "val", "test"):
+        for split in {"train", "val", "test"} & set(self.splits):
             folder = Path(self.root, split)
-            if not folder.is_dir():
-                continue
             unknown = {d.name for d in folder.iterdir() if d.is_dir()} - set(self.class_names)
             if unknown:
                 raise UserError(f"{folder} has classes that train/ has not: {', '.join(sorted(unknown))}")
@@ -241,11 +242,11 @@ class FolderSource(Source):
     def _samples(self, folder: Path) -> list[tuple[str, int]]:
         return make_dataset(str(folder), self._class_to_idx, extensions=IMG_EXTENSIONS, allow_empty=True)
 
-    def load(self, split: SplitName) -> Split | None:  # noqa: D102
+    def load(self, split: SplitName) -> Split:  # noqa: D102
         if split == "predict" and self.predict_dir is not None:
             paths = sorted(p for p in Path(self.predict_dir).rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
             if not paths:
                 raise UserError(f"--data.predict_dir {self.predict_dir} holds no images")
             return FileSplit([(str(path), -1) for path in paths], self.image_shape)
         folder = Path(self.root, "test" if split == "predict" else split)
-        return FileSplit(self._samples(folder), self.image_shape) if folder.is_dir() else None
+        return FileSplit(self._samples(folder), self.image_shape)

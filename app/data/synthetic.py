@@ -31,9 +31,7 @@ class SyntheticSource(Source):
     def prepare(self) -> None:
         """Nothing to do: images are made where they are needed."""
 
-    def load(self, split: SplitName) -> Split | None:  # noqa: D102
-        if split == "val":
-            return None
+    def load(self, split: SplitName) -> Split:  # noqa: D102
         channels, height, width = self.image_shape
         shift, kinds, classes = 4, 4, len(self.class_names)
         rng = np.random.default_rng((self.seed, 0))
