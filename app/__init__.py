@@ -11,5 +11,6 @@ __version__ = "0.1.0"
 
 # Not for users to act on; set here because spawned processes import this, too.
 warnings.filterwarnings("ignore", ".*LeafSpec")  # Lightning 2.6 with newer torch
-warnings.filterwarnings("ignore", ".*sync_dist=True")  # metrics are synchronised before they are logged
+# these metrics are synchronised before they are logged
+warnings.filterwarnings("ignore", r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True")
 warnings.filterwarnings("ignore", "Experiment logs directory")  # the tracker's folder is there first

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.errors import UserError
+from app.modules import ImageClassifier
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -22,9 +24,42 @@ class RunCheckpoint(ModelCheckpoint):
         """Take over the scores; Lightning forgets them when the directory is another one."""
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give several kept checkpoints names of their own: one name would overwrite the better by the newer."""
+        if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
+            self.filename += "-{epoch}-{step}"
+        super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not wait for a metric of a validation that will not be."""
+        validated = trainer.num_val_batches
+        if (self.monitor or "").startswith("val") and not (
+            sum(validated) if isinstance(validated, list) else validated
+        ):
+            rank_zero_info("There is no validation: keeping the newest checkpoint instead of the best.")
+            self.monitor = None
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Save where training stops in the middle of an epoch, while it still counts as one."""
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if (
+            stops
+            and self.monitor is None
+            and not trainer.is_last_batch
+            and not self._should_skip_saving_checkpoint(trainer)
+        ):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save a whole epoch; Lightning counts a broken-off one as done, and a resumed run would skip its rest."""
+        if trainer.is_last_batch:
+            super().on_train_epoch_end(trainer, pl_module)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give up monitoring a metric that validation did not log, then save."""
-        if not trainer.sanity_checking and self.monitor and self.monitor not in trainer.callback_metrics:
+        """Give up monitoring the default metric if validation did not log it, then save."""
+        if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in trainer.callback_metrics:
             rank_zero_info(
                 f"{type(pl_module).__name__} does not log {self.monitor}: keeping the newest checkpoint instead of the "
                 "best; name a metric with --best_checkpoint.monitor"
@@ -50,11 +85,12 @@ def find_checkpoint(name: str, root: str, run: str) -> str:
     return str(max(found, key=lambda path: path.stat().st_mtime_ns))
 
 
-def check_checkpoint(path: str, model: LightningModule) -> None:
-    """Check that a checkpoint can be read and is of this model.
+def check_checkpoint(path: str, model: LightningModule, resume: bool) -> None:
+    """Check that a checkpoint can be read and is of this model and, to resume, of this optimizer.
 
     Raises:
-        UserError: When it is missing, truncated, or of another model, naming the first differing key.
+        UserError: When it is missing, truncated, or of another model, naming the first differing key; or when
+            the optimizer was given other settings, which its state in the checkpoint would replace.
     """
     file = Path(path)
     if not file.is_file():
@@ -65,12 +101,29 @@ def check_checkpoint(path: str, model: LightningModule) -> None:
     except Exception as error:  # unpickling what is no pickle can raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:80]
         raise UserError(f"--ckpt_path {path}: not a checkpoint, or truncated ({reason}): give another one") from error
-    own = model.state_dict()
-    for key in [*own, *saved]:
-        here, there = (tuple(d[key].shape) if key in d else None for d in (own, saved))
+    weights = model.state_dict()
+    for key in [*weights, *saved]:
+        here, there = (tuple(d[key].shape) if key in d else None for d in (weights, saved))
         if here != there:
             raise UserError(
                 f"--ckpt_path {path} is of another model than {type(model).__name__}: {key} is "
                 f"{there or 'missing'} in the checkpoint and {here or 'missing'} in the model: give the --model (or "
                 "--config) that it was trained with"
+            )
+    own = isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier)
+    if resume and own and checkpoint.get("optimizer_states"):
+        assert isinstance(model, ImageClassifier)
+        _check_optimizer(path, checkpoint["optimizer_states"][0]["param_groups"][0], model)
+
+
+def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
+    here = model.make_optimizer(model.parameters()).param_groups[0]
+    if not here.keys() <= saved.keys():  # a scheduler adds keys of its own
+        raise UserError(f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with")
+    scheduled = "initial_lr" in saved  # then lr, and for some momentum, are the scheduler's
+    for key in here.keys() - ({"params", "lr", "momentum", "betas"} if scheduled else {"params"}):
+        if saved[key] != here[key]:
+            raise UserError(
+                f"--model.optimizer.{key} {here[key]}: a resumed run goes on with the checkpoint's optimizer, where "
+                f"it is {saved[key]}: leave it out, or begin a new run"
             )

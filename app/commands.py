@@ -4,10 +4,12 @@ import json
 import logging
 import shlex
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -15,6 +17,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import app.data
@@ -23,10 +26,12 @@ from app.callbacks import PredictionWriter, TestFigures
 from app.checkpoints import RunCheckpoint, check_checkpoint, find_checkpoint
 from app.errors import UserError, nearest, one_line
 from app.parallel import refuse_impossible
-from app.parsing import Parser, chosen_classes
+from app.parsing import Parser, chosen_classes, find_class
 from app.record import RunRecord
 from app.report import report
 from app.tracking import Tracker, make_loggers, next_version
+
+LIGHTNING = Path(lightning.pytorch.__file__).parent
 
 
 @dataclass
@@ -63,10 +68,6 @@ class SaveConfig(SaveConfigCallback):
                 logger.log_hyperparams(config)
 
 
-def _num_classes(data: LightningDataModule) -> int:
-    return getattr(data, "num_classes", 10)
-
-
 class CLI(LightningCLI):
     """Lightning's command line with this application's models, data, record and tracking.
 
@@ -96,7 +97,11 @@ class CLI(LightningCLI):
         classes = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
         parser.set_defaults({key: {"class_path": path} for key, path in classes.items() if key not in self.chosen})
         parser.chosen = classes | self.chosen  # type: ignore[attr-defined]
-        parser.link_arguments("data", "model.init_args.num_classes", compute_fn=_num_classes, apply_on="instantiate")
+        chosen = {section: find_class(section, name) or object for section, name in (classes | self.chosen).items()}
+        ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
+        self.linked = all(issubclass(chosen[section], ours[section]) for section in ours)
+        if self.linked:
+            parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
         parser.add_class_arguments(Run, "run")
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
@@ -136,10 +141,21 @@ class CLI(LightningCLI):
             names = ["auto", *StrategyRegistry.available_strategies()]
             if trainer.strategy not in names:
                 raise UserError(f"--trainer.strategy {trainer.strategy}: unknown{nearest(trainer.strategy, names)}")
-        if (trainer.strategy, trainer.devices, trainer.num_nodes) == ("auto", "auto", 1):
-            trainer.devices = 1  # several only when they are asked for
-        if config.ckpt_path is not None:
-            config.ckpt_path = find_checkpoint(config.ckpt_path, config.run.root, config.run.name)
+        if trainer.accumulate_grad_batches < 1:
+            raise UserError(f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}: give 1 or more")
+        if self.linked and any(word.startswith("--model.num_classes") for word in sys.argv):
+            raise UserError("--model.num_classes comes from the data: leave it out")
+        self.checkpoint = config.ckpt_path and find_checkpoint(config.ckpt_path, config.run.root, config.run.name)
+        config.ckpt_path = None  # the saved config is for new runs, too; the record says what was resumed
+
+    def _set_seed(self) -> None:
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise UserError(f"--seed_everything: {error}") from error
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self.checkpoint}
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; check data and checkpoint before any process is started."""
@@ -148,9 +164,10 @@ class CLI(LightningCLI):
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UserError(one_line(str(error))) from error
         refuse_impossible(self.trainer)
-        config = self.config[self.subcommand]
-        if config.ckpt_path is not None:
-            check_checkpoint(config.ckpt_path, self.model)
+        if self.checkpoint is not None:
+            check_checkpoint(self.checkpoint, self.model, resume=self.subcommand == "fit")
+        elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
+            raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
         if isinstance(self.datamodule, app.data.ImageData):
             if isinstance(self.model, app.modules.ImageClassifier):
                 self.model.check_image_shape(self.datamodule.image_shape)
@@ -164,16 +181,20 @@ class CLI(LightningCLI):
         config = self.config_init[self.subcommand]
         run, trainer = config.run, config.trainer
         parser = self._parser(self.subcommand)
+        if (trainer.strategy, trainer.devices, trainer.num_nodes) == ("auto", "auto", 1):
+            kwargs["devices"] = 1  # several only when they are asked for
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
             parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
-        if trainer.fast_dev_run:
+        if trainer.barebones:
+            parser.callback_keys = []
+        if self._keeps_nothing():
             return super().instantiate_trainer(**kwargs)
         own = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
         version = next_version(run.root, run.name)
         loggers = make_loggers(run.root, run.name, version, run.wandb, run.project, run.group, run.tags)
         kwargs["logger"] = loggers + [logger for logger in own if not isinstance(logger, bool | None)]
         callbacks = trainer.callbacks or []
-        record = RunRecord(shlex.join(["python", "-m", "app", *sys.argv[1:]]), config.ckpt_path)
+        record = RunRecord(shlex.join(["python", "-m", "app", *sys.argv[1:]]), self.checkpoint)
         kwargs["callbacks"] = [
             *(callbacks if isinstance(callbacks, list) else [callbacks]),
             record,
@@ -182,19 +203,25 @@ class CLI(LightningCLI):
         ]
         return super().instantiate_trainer(**kwargs)
 
+    def _keeps_nothing(self) -> bool:
+        """Whether Lightning was asked for a run that leaves no traces."""
+        trainer = self.config[self.subcommand].trainer
+        return bool(trainer.fast_dev_run or trainer.barebones)
+
     def predict(self, **kwargs: Any) -> None:
         """Predict without keeping what PredictionWriter has written."""
         self.trainer.predict(return_predictions=False, **kwargs)
 
     def after_fit(self) -> None:
-        """Test the best checkpoint, where there are test images."""
+        """Test the best checkpoint, where there are test images and the model can."""
         data = self.datamodule
-        config = self.config[self.subcommand]
-        if not config.run.test or config.trainer.fast_dev_run or not isinstance(data, app.data.ImageData):
+        run = self.config[self.subcommand].run
+        if not run.test or self._keeps_nothing() or not isinstance(data, app.data.ImageData):
             return
-        if "test" in data.source.splits:
-            best = self.config_init[self.subcommand].best_checkpoint.best_model_path
-            self.trainer.test(self.model, datamodule=data, ckpt_path=best or None, verbose=False)
+        if "test" in data.source.splits and is_overridden("test_step", self.model):
+            record = Path(str(self.trainer.log_dir), "run.json")  # spawned processes leave word only there
+            checkpoints = json.loads(record.read_text())["checkpoint"] or {}
+            self.trainer.test(self.model, datamodule=data, ckpt_path=checkpoints.get("best"), verbose=False)
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -227,6 +254,12 @@ def run() -> int:
         if last == str(error) and isinstance(error, torch.multiprocessing.ProcessRaisedException):
             raise
         raise UserError(one_line(last)) from error
+    except (RuntimeError, ValueError) as error:
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(LIGHTNING):
+            raise UserError(one_line(str(error))) from error  # Lightning itself says what it was asked wrongly
+        if "closed by peer" not in str(error) and "reset by peer" not in str(error):
+            raise
+        raise UserError("stopped because another rank did: see what that one says") from error
     _summary(cli)
     return 0
 

@@ -57,6 +57,9 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     value = nested[2] if nested else got[1] if got else ""
     if match := re.search(r"(No module named '[^']+'|module '[^']+' has no attribute '[^']+')", text):
         return f"{flag} {value}: {match[1]}"
+    if "Multiple subclasses with name" in text:
+        path = f"lightning.pytorch.cli.{value}"
+        return f"{flag} {value}: several classes have this name: give its import path, such as {path}"
     if match := re.search(r"Expected a dot import path string: (\S+)", text):
         near = nearest(match[1], known_classes)
         return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"

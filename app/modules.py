@@ -199,7 +199,7 @@ class ImageClassifier(LightningModule):
             "lr_scheduler": {
                 "scheduler": scheduler,
                 "interval": self.scheduler_interval,
-                "monitor": "val_loss",
+                "monitor": getattr(scheduler, "monitor", "val_loss"),
             },
         }
 

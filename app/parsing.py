@@ -1,7 +1,6 @@
 """How a command line is read: which classes it chooses, and what is said when it cannot be read."""
 
 import argparse
-import contextlib
 import inspect
 import pkgutil
 from pathlib import Path
@@ -26,10 +25,8 @@ class Parser(LightningArgumentParser):
         """Add the settings of the chosen model and data, which jsonargparse leaves to `--model.help`."""
         settings = LightningArgumentParser(usage=argparse.SUPPRESS, description="", add_help=False)
         for section, name in self.chosen.items():
-            base = {"model": LightningModule, "data": LightningDataModule}[section]
-            named = {cls.__name__: cls for cls in _subclasses(base)}
-            with contextlib.suppress(ImportError, AttributeError, ValueError):  # a name that parsing will refuse
-                cls = named.get(name) or pkgutil.resolve_name(name)
+            cls = find_class(section, name)
+            if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
         return f"{super().format_help(*args, **kwargs)}\n{settings.format_help()}"
 
@@ -43,6 +40,16 @@ class Parser(LightningArgumentParser):
         names += [cls.__name__ for cls in _subclasses(torch.optim.Optimizer)]
         names += [cls.__name__ for cls in _subclasses(torch.optim.lr_scheduler.LRScheduler)]
         raise UserError(one_line(message, flags, names)) from ex
+
+
+def find_class(section: str, name: str) -> type | None:
+    """Find the class of model or data that a name or import path means; None where parsing will refuse it."""
+    base = {"model": LightningModule, "data": LightningDataModule}[section]
+    named = {cls.__name__: cls for cls in _subclasses(base)}
+    try:
+        return named.get(name) or pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        return None
 
 
 def _subclasses(cls: type) -> list[type]:
@@ -76,9 +83,20 @@ def chosen_classes(arguments: list[str]) -> dict[str, str]:
     return chosen
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would take the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
 def _read_config(name: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
         raise UserError(f"--config {name}: there is no such file{near}") from None

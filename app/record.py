@@ -1,6 +1,7 @@
 """The run record: `run.json`, which says what a run was, how it went and on what."""
 
 import json
+import math
 import os
 import resource
 import statistics
@@ -112,7 +113,7 @@ class RunRecord(Callback):
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(self.record, indent=2) + "\n")
+        temporary.write_text(json.dumps(_finite(self.record), indent=2, allow_nan=False) + "\n")
         os.replace(temporary, self.path)
 
     # -- training -------------------------------------------------------------------------------------------
@@ -162,6 +163,11 @@ class RunRecord(Callback):
         self._validated = not trainer.sanity_checking
         self._window_start = time.perf_counter()
         self._window_samples = self._window_steps = 0
+
+        if trainer.state.fn == "validate":
+            names = {"loss": "val_loss", "acc": "val_acc"}
+            metrics = trainer.callback_metrics
+            self.record["validation"] = {key: metrics[name].item() for key, name in names.items() if name in metrics}
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row: its metrics are logged after this."""
@@ -245,8 +251,7 @@ def _devices(trainer: Trainer) -> list[torch.device]:
 
 
 def _peak_memory(trainer: Trainer) -> list[dict[str, Any]]:
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux, bytes on macOS
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    rss = _peak_rss() / GIB
     rows = []
     for device in _devices(trainer):
         cuda = device.type == "cuda"
@@ -260,6 +265,24 @@ def _peak_memory(trainer: Trainer) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _peak_rss() -> int:
+    """Peak memory of this process in bytes; on Linux not getrusage's, which begins with the parent's peak."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _way_of_running(trainer: Trainer) -> dict[str, Any]:

@@ -26,7 +26,8 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
     if accuracies:
         yield f"validation      best accuracy {max(accuracies):.2%}"
     if test:
-        yield f"test            accuracy {test['acc']:.2%}, loss {test['loss']:.4f}  (best checkpoint)"
+        which = "best checkpoint" if (record["checkpoint"] or {}).get("best") or not fitted else "last weights"
+        yield f"test            accuracy {test['acc']:.2%}, loss {test['loss']:.4f}  ({which})"
     if fitted and record["train_s"] is not None:
         rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
         yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"
@@ -37,7 +38,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
             yield f"tracked         {logger.where()}"
     if fitted and record["checkpoint"] and record["checkpoint"]["last"]:
         again = f"--config {directory}/config.yaml"
-        if test:
+        if test and record["checkpoint"]["best"]:
             yield f"use it          python -m app predict {again} --ckpt_path {record['checkpoint']['best']}"
         longer = f"--ckpt_path last --trainer.max_epochs {2 * len(record['epochs'])}"
         yield f"go on           python -m app fit {again} {longer}"

@@ -31,6 +31,16 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def _logged_in() -> bool:
+    import wandb
+
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except Exception as error:
+        rank_zero_warn(f"Weights & Biases does not accept the key: {one_line(str(error))}")
+        return False
+
+
 class Tracker(WandbLogger):
     """Weights & Biases: one run per training, whatever the world size.
 
@@ -56,9 +66,10 @@ class Tracker(WandbLogger):
         import wandb
 
         self.failed = False
-        self.mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+        self.mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+        # a spawned process that attaches to the run does not know its directory
+        os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(init_timeout=20, silent=True, console="off")
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
         super().__init__(
             name=name,
             project=project,
@@ -75,6 +86,8 @@ class Tracker(WandbLogger):
         """The wandb run; offline, or a disabled one, where the tracker fails to start."""
         for fallback in ("offline", "disabled", None):
             try:
+                if getattr(rank_zero_only, "rank", 0) == 0:
+                    Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
                 return super().experiment
             except Exception as error:
                 rank_zero_warn(
@@ -178,4 +191,8 @@ def make_loggers(
     csv = MetricsFile(root, name=name, version=version)
     if not wandb or os.environ.get("WANDB_MODE") == "disabled":
         return [csv]
-    return [csv, Tracker(csv.log_dir, f"{name}/{version}", project, group, tags)]
+    try:
+        return [csv, Tracker(csv.log_dir, f"{name}/{version}", project, group, tags)]
+    except Exception as error:
+        rank_zero_warn(f"Weights & Biases does not start, training goes on without it: {one_line(str(error))}")
+        return [csv]

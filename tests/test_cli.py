@@ -123,6 +123,17 @@ def test_every_config_runs_two_steps(
         (["--model", "FashionMLP", "--model.repeats", "0"], "--model.repeats 0"),
         (["--data.val_size", "64"], "--data.val_size 64 leaves nothing of 64 training images"),
         (["--data.batch_size", "0"], "--data.batch_size 0"),
+        (["--data.size", "-5"], "--data.size -5"),
+        (["--data.num_workers", "-1"], "--data.num_workers -1"),
+        (["--data.crop_padding", "-1"], "--data.crop_padding -1"),
+        (["--data", "ImageFolder", "--data.mean", "[0.5, 0.5]"], "--data.mean [0.5, 0.5]: give one value for each"),
+        (["--seed_everything=-1"], "--seed_everything"),
+        (["--trainer.accumulate_grad_batches", "0"], "--trainer.accumulate_grad_batches 0"),
+        (["--trainer.val_check_interval", "100"], "val_check_interval"),
+        (["--trainer.sync_batchnorm", "true"], "--trainer.sync_batchnorm has no effect in one process"),
+        (["--model.num_classes", "7"], "--model.num_classes comes from the data"),
+        (["--model.scheduler", "ReduceLROnPlateau"], "lightning.pytorch.cli.ReduceLROnPlateau"),
+        (["--best_checkpoint.monitor", "val_los"], "val_los"),
         (["--data.batch_size", "65", "--data.drop_last", "true"], "--data.drop_last leaves nothing of 58"),
         (["--model", "FashionMLP"], "FashionMLP with MLP takes images of 1×28×28"),
         (["--data.like", "FashionMNIST"], "CIFARCNN with LeNet takes images of 3×32×32"),
@@ -145,8 +156,11 @@ def test_every_config_runs_two_steps(
 )
 def test_errors(flags: list[str], said: str, app: App, tmp_path: Path) -> None:
     given = QUIET if "--data" in flags else SMALL
+    if "ImageFolder" in flags:
+        (tmp_path / "images" / "train" / "cat").mkdir(parents=True)
+        flags = [*flags, "--data.root", str(tmp_path / "images")]
     assert said in error_of(*app("fit", *given, *flags))
-    assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was trained"
+    assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="this machine has all the devices that are asked for")
@@ -169,6 +183,7 @@ def test_an_unknown_command(app: App) -> None:
         (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
         (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
         (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected int"),
+        (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
         (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
         (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
     ],
@@ -270,13 +285,19 @@ def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) 
     assert "Traceback" in app("fit", *SMALL, "--ckpt_path", "no.ckpt")[1]
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp_spawn"])
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_evaluation_needs_weights(command: str, app: App) -> None:
+    assert f"{command} needs weights: give --ckpt_path" in error_of(*app(command, *SMALL))
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp_spawn", "auto"])
 def test_under_torchrun_is_refused(strategy: str, tmp_path: Path) -> None:
     launched = {
         "TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
     }  # fmt: skip
-    flags = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
+    devices = "auto" if strategy == "auto" else "2"
+    flags = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
     code, out = start_app("fit", *SMALL, *flags, "--run.root", tmp_path, env=launched)
     said = error_of(code, out)
     assert "torchrun" in said

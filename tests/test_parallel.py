@@ -95,6 +95,7 @@ def test_every_precision_trains_both_models(
 ) -> None:
     like = "CIFAR10" if model == "CIFARCNN" else "FashionMNIST"
     flags = ["--model", model, *SMALL, "--data.like", like, *way(strategy, 2 if strategy == "dp" else 1)]
+    flags += ["--data.crop_padding", "4", "--data.flip", "true"]
     code, out = app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1")
     assert code == 0, out
     run = tmp_path / "runs" / "cifar_cnn" / "version_0"
@@ -153,5 +154,12 @@ def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:
 def test_on_cuda(strategy: str, precision: str, tmp_path: Path) -> None:
     flags = ["--trainer.accelerator", "cuda", "--trainer.strategy", strategy, "--trainer.precision", precision]
     for placement in ("memory", "device"):
-        code, out = start_app("fit", *SMALL, *flags, "--data.placement", placement, "--run.root", tmp_path)
+        more = ["--data.placement", placement, "--trainer.max_epochs", "2", "--run.name", placement]
+        code, out = start_app("fit", *SMALL, *flags, *more, "--run.root", tmp_path)
+        assert code == 0, out
+        last = tmp_path / placement / "version_0" / "checkpoints" / "last.ckpt"
+        if precision == "16-mixed":
+            assert "scale" in torch.load(last, weights_only=True)["MixedPrecision"]
+        again = ["--trainer.max_epochs", "3", "--run.root", tmp_path, "--ckpt_path", last]
+        code, out = start_app("fit", *SMALL, *flags, *more, *again)
         assert code == 0, out

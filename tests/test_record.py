@@ -1,6 +1,7 @@
 """The run's directory and its record, also of runs that fail or are interrupted; the tracker."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -160,8 +161,11 @@ def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None
     run = tmp_path / "cifar_cnn" / "version_0"
     file, summary = inspect(run)
     assert f"wandb sync {file.parent}" in out
-    print(json.dumps(summary)[:3000])
     text = json.dumps(summary)
+    media = set(re.findall(r'"path": "(media/[^"]+)"', text))
+    assert media, text
+    assert all((file.parent / "files" / path).exists() for path in media)
+    assert not list((run.parent).glob("version_[1-9]*")), "only rank zero makes directories"
     for part in ("train_loss", "val_acc", "test_acc", "confusion_matrix", "most_wrong", "throughput", "peak_memory"):
         assert part in text
     assert "CIFARCNN" in text

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import QUIET, largest_difference, start_app, weights
 
 from app.networks import LeNet
@@ -86,10 +85,36 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     assert largest_difference(whole, resumed) == 0
     assert epochs(runs / "version_2") == epochs(runs / "version_0")
     code, out = app("fit", *flags, "--trainer.max_epochs", "4", "--ckpt_path", "last", "--model.optimizer.lr", "0")
-    record = json.loads((runs / "version_3" / "run.json").read_text())
-    best = max(epochs(runs / "version_3"), key=lambda row: row[3])
-    assert best[0] < 3, "an epoch at learning rate 0 is not the best"
-    assert Path(record["checkpoint"]["best"]).parts[-3] == "version_2"
+    assert code == 2
+    assert "--model.optimizer.lr 0.0: a resumed run goes on with the checkpoint's optimizer, where it is 0.05" in out
+
+
+def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -> None:
+    """A learning rate that spoils the weights of a trained model: what comes after the resume is worse."""
+    flags = [*CNN[:-2], "--run.test", "false", *QUIET, "--run.name", "x", "--trainer.max_epochs"]
+    plan = ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "6", "--model.scheduler.gamma", "1000"]
+    code, out = app("fit", *flags, "6", *plan)
+    assert code == 0, out
+    code, out = app("fit", *flags, "8", *plan, "--ckpt_path", "last")
+    assert code == 0, out
+    run = tmp_path / "runs" / "x" / "version_1"
+    assert max(epochs(run), key=lambda row: row[3])[0] < 6
+    record = json.loads((run / "run.json").read_text())
+    assert Path(record["checkpoint"]["best"]).parts[-3] == "version_0"
+
+
+@pytest.mark.parametrize("steps", [3, 7, 15, 20])
+def test_stopped_by_max_steps(steps: int, app: App, tmp_path: Path) -> None:
+    """Anywhere in an epoch, or at the end of one, by the usual checkpoint."""
+    flags = [*CNN[:-2], "--run.test", "false", "--trainer.max_epochs", "2", *QUIET]
+    runs = tmp_path / "runs"
+    for name, more in (("whole", []), ("x", ["--trainer.max_steps", str(steps)]), ("x", ["--ckpt_path", "last"])):
+        code, out = app("fit", *flags, "--run.name", name, *more)
+        assert code == 0, out
+    whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_1"
+    difference = largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed)))
+    assert difference == 0
+    assert epochs(resumed) == epochs(whole)
 
 
 def test_across_strategies(app: App, tmp_path: Path) -> None:
@@ -120,11 +145,3 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_p
     assert code == 2
     assert "batch_size 32" in out
     assert "Traceback" not in out
-
-
-def test_the_scaler_is_in_the_checkpoint() -> None:
-    """Lightning keeps the state of its precision plugin; the plugin for 16-mixed has the scaler's."""
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
-    assert plugin.state_dict()["scale"] == 8.0

@@ -26,13 +26,17 @@ def stream(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
+# Draws are integers because Lightning turns floats into the precision of the run, where 0.999 may become 1.
+DRAW_RANGE = 2**16
+
+
 class RawBatch(NamedTuple):
     """One rank's share of a global batch, before its pixels are transformed.
 
     Attributes:
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
-        draws: Uniform random numbers for the augmentation of each sample, float (n, k), or None.
+        draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
     """
 
     images: Tensor
@@ -157,7 +161,8 @@ class GlobalBatches:
         """Draw for the whole global batch and take this rank's part: a sample's draws do not tell ranks apart."""
         if not self.draws:
             return None
-        drawn = torch.rand((self.global_count(step), self.draws), generator=stream(self.seed, 2, epoch, step))
+        shape = (self.global_count(step), self.draws)
+        drawn = torch.randint(DRAW_RANGE, shape, generator=stream(self.seed, 2, epoch, step), dtype=torch.int32)
         return drawn.tensor_split(self.world_size)[self.rank]
 
     def state_dict(self) -> dict[str, Any]:

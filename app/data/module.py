@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from app.data.batches import GlobalBatches, Placement, RawBatch, stream
+from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, stream
 from app.data.sources import CIFAR10Source, FashionMNISTSource, FolderSource, Source, Split, SplitName
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import Transform
@@ -58,6 +58,10 @@ class ImageData(LightningDataModule):
             raise UserError(f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0")
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
             raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
+        workers = 0 if num_workers == "auto" else num_workers
+        for flag, value in (("num_workers", workers), ("crop_padding", crop_padding), ("cutout", cutout)):
+            if value < 0:
+                raise UserError(f"--data.{flag} {value}: give a count from 0 on")
         self.source = source
         self.batch_size, self.val_size = batch_size, val_size
         self.requested_placement, self.requested_workers = placement, num_workers
@@ -89,6 +93,8 @@ class ImageData(LightningDataModule):
         """Read the splits that the stage needs."""
         if stage in ("fit", "validate"):
             self._load_training()
+            if stage == "validate" and not len(self._splits["val"][1]):
+                raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
         else:
             self._load("test" if stage == "test" else "predict")
         if stage == "fit":
@@ -213,7 +219,8 @@ class ImageData(LightningDataModule):
         """Augment and normalise, on the device: images (n, C, H, W) in the precision of the run, labels (n,)."""
         assert isinstance(batch, RawBatch)
         assert self.trainer is not None
-        images = self.transform(batch.images, batch.draws)
+        draws = None if batch.draws is None else batch.draws / DRAW_RANGE
+        images = self.transform(batch.images, draws)
         return self.trainer.precision_plugin.convert_input(images), batch.labels
 
 
@@ -264,6 +271,9 @@ class ImageFolder(ImageData):
         predict_dir: str | None = None,
         **kwargs: Any,
     ) -> None:
+        for flag, values in (("mean", mean), ("std", std)):
+            if values is not None and len(values) != channels:
+                raise UserError(f"--data.{flag} {values}: give one value for each of {channels} channels")
         half = [0.5] * channels
         super().__init__(FolderSource(root, size, channels, mean or half, std or half, predict_dir), **kwargs)
 
@@ -285,4 +295,6 @@ class Synthetic(ImageData):
         data_seed: int = 0,
         **kwargs: Any,
     ) -> None:
+        if size < 1:
+            raise UserError(f"--data.size {size}: give a count of at least 1")
         super().__init__(SyntheticSource(like, size, data_seed), **kwargs)

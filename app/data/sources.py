@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torchvision
 from PIL import Image, UnidentifiedImageError
@@ -68,7 +69,11 @@ class FileSplit(Split):
         channels, height, width = self.image_shape
         try:
             with Image.open(self.names[index]) as file:
-                image = file.convert("L" if channels == 1 else "RGB")
+                deep = file.mode.startswith("I;16")  # convert() would cut 16 bits off at 255
+                picture = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)) if deep else file
+                if picture.mode in ("I", "F"):
+                    raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
+                image = picture.convert("L" if channels == 1 else "RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
             raise UserError(f"{self.names[index]} cannot be read ({reason}): replace or remove this file") from error

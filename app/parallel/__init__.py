@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from app.errors import UserError
-from app.parallel.data_parallel import DataParallelStrategy
+from app.parallel.data_parallel import DataParallelStrategy, launched_with_several_tasks
 
 if DataParallelStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(
@@ -29,13 +29,27 @@ def _end_gloo() -> None:
 
 
 def refuse_impossible(trainer: Trainer) -> None:
-    """Refuse a way of running that its launcher cannot serve.
+    """Refuse a way of running that its launcher or its devices cannot serve.
 
     Raises:
-        UserError: When torchrun started this process and the strategy wants to start processes itself.
+        UserError: When several processes were started for a strategy that is one, or that starts its own; or
+            when SyncBatchNorm would have nothing to do.
     """
+    launcher = launched_with_several_tasks()
     if TorchElasticEnvironment.detect() and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise UserError(
             "ddp_spawn, ddp_fork and ddp_notebook start their own processes, which torchrun has done already: "
             "use --trainer.strategy ddp, or start without torchrun"
         )
+    if launcher and trainer.world_size == 1:
+        raise UserError(
+            f"{launcher} started several processes, but this run is one, so that each would train a model of its own: "
+            "use --trainer.strategy ddp with as many --trainer.devices"
+        )
+    if trainer._accelerator_connector._layer_sync is not None:
+        if trainer.world_size == 1:
+            raise UserError(
+                "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or leave it"
+            )
+        if trainer.strategy.root_device.type == "cpu":
+            raise UserError("--trainer.sync_batchnorm works on GPUs only, says torch: leave it out on CPU")

@@ -6,7 +6,7 @@ replicas; loss, metrics and logging run once, on the main device, on the gathere
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,9 +37,11 @@ class Replica(nn.Module):
         self.module = module
         self.index = 0
         self.autocast: dict[str, Any] = {}
+        self.inference = False
 
     def capture(self, device_type: str) -> None:
-        """Remember the calling thread's autocast state."""
+        """Remember the calling thread's state."""
+        self.inference = torch.is_inference_mode_enabled()
         self.autocast = {
             "device_type": device_type,
             "enabled": torch.is_autocast_enabled(device_type),
@@ -48,7 +50,8 @@ class Replica(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute on this replica; the class's own forward, for the root's is patched to come here."""
-        with torch.autocast(**self.autocast):
+        inference = torch.inference_mode() if self.inference else nullcontext()
+        with inference, torch.autocast(**self.autocast):
             return type(self.module).forward(self.module, *args, **kwargs)
 
 
@@ -95,7 +98,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use "
                 "--trainer.strategy ddp"
             )
-        environment = _launched_with_several_tasks()
+        environment = launched_with_several_tasks()
         if environment:
             raise UserError(
                 f"--trainer.strategy dp is one process, but {environment} started several, which would train as "
@@ -170,10 +173,12 @@ class DataParallelStrategy(SingleDeviceStrategy):
         replicas = replicate(self.replica, devices, detach=not torch.is_grad_enabled())
         for index, replica in enumerate(replicas):
             replica.index = index
+            replica.module._device = devices[index]  # what `self.device` says in the forward
         return gather(parallel_apply(replicas, parts, kwargs_parts, devices), devices[0])
 
 
-def _launched_with_several_tasks() -> str | None:
+def launched_with_several_tasks() -> str | None:
+    """Name of the launcher that started this process as one of several, or None."""
     if TorchElasticEnvironment.detect() and TorchElasticEnvironment().world_size() > 1:
         return "torchrun"
     if SLURMEnvironment.detect() and SLURMEnvironment().world_size() > 1:
@@ -190,10 +195,10 @@ def _forward_in_threads(replica: Replica, threads: list[ThreadPoolExecutor], arg
         tree_unflatten([leaf if c is None else c[i] for leaf, c in zip(leaves, chunks, strict=True)], structure)
         for i in range(used)
     ]
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    grad = torch.is_grad_enabled()
 
     def apply(copy: Replica, part: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad):
             return copy(*part[0], **part[1])
 
     started = [
