@@ -85,6 +85,16 @@ def start_app(*args: str | Path, timeout: int = 120, env: dict[str, str | None] 
     return process.returncode, out
 
 
+def error_of(code: int, out: str) -> str:
+    """The one line that says what was wrong."""
+    assert code == 2, out
+    assert "Traceback" not in out
+    lines = [line for line in out.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, out
+    assert out.strip().splitlines()[-1] == lines[0], "it is the last thing said"
+    return lines[0]
+
+
 def losses(run_dir: Path) -> np.ndarray:
     """Training loss of each window, from metrics.csv."""
     return pd.read_csv(run_dir / "metrics.csv")["train_loss_step"].dropna().to_numpy()
