@@ -27,7 +27,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
         yield f"validation      best accuracy {max(accuracies):.2%}"
     if test:
         which = "best checkpoint" if (record["checkpoint"] or {}).get("best") or not fitted else "last weights"
-        yield f"test            accuracy {test['acc']:.2%}, loss {test['loss']:.4f}  ({which})"
+        yield f"test            accuracy {test['acc']:.2%}, loss {_number(test['loss'])}  ({which})"
     if fitted and record["train_s"] is not None:
         rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
         yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"
@@ -43,3 +43,8 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
         longer = f"--ckpt_path last --trainer.max_epochs {2 * len(record['epochs'])}"
         yield f"go on           python -m app fit {again} {longer}"
         yield f"other ways      python -m app fit {again} --trainer.strategy dp --trainer.devices 2"
+
+
+def _number(value: float | None) -> str:
+    """Four decimals; the record has null where a loss was not finite."""
+    return "not finite" if value is None else f"{value:.4f}"

@@ -110,7 +110,7 @@ def test_a_loop_by_hand(model: str, app: Callable[..., tuple[int, str]], tmp_pat
 def test_another_optimizer_and_scheduler(strategy: str, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     """An optimizer and a scheduler given by flags act under a strategy that pickles the model."""
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    choice = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.01"]
+    choice = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.0002"]
     choice += [
         "--model.scheduler",
         "StepLR",
@@ -127,7 +127,7 @@ def test_another_optimizer_and_scheduler(strategy: str, app: Callable[..., tuple
     ours, single = tmp_path / strategy / "version_0", tmp_path / "runs" / "cifar_cnn" / "version_0"
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-4)
     state = torch.load(ours / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
-    assert state["param_groups"][0]["initial_lr"] == 0.01
+    assert state["param_groups"][0]["initial_lr"] == 0.0002
     assert "weight_decay" in state["param_groups"][0]
     config = (ours / "config.yaml").read_text()
     assert "torch.optim.AdamW" in config
