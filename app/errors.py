@@ -43,6 +43,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     if match := re.search(r"- --(.+?) - Expected a <class 'NoneType'>", text):  # one that came through here
         owner = f"{key[1]}." if key and not match[1].startswith(key[1]) else ""
         return f"--{owner}{match[1]}"
+    if match := re.search(r"^Does not validate .*? Errors: - (.+?) - Expected a <class 'NoneType'>", text):
+        return match[1]  # the class itself refused its arguments
     if key is None:
         return text
     nested = re.search(r"NestedArg\(key='([^']+)', val='([^']*)'\)", text)

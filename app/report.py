@@ -27,7 +27,9 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
         yield f"validation      best accuracy {max(accuracies):.2%}"
     if test:
         which = "best checkpoint" if (record["checkpoint"] or {}).get("best") or not fitted else "last weights"
-        yield f"test            accuracy {test['acc']:.2%}, loss {_number(test['loss'])}  ({which})"
+        figures = [f"accuracy {test['acc']:.2%}"] if "acc" in test else []
+        figures += [f"loss {_number(test['loss'])}"] if "loss" in test else []
+        yield f"test            {', '.join(figures)}  ({which})"
     if fitted and record["train_s"] is not None:
         rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
         yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"

@@ -40,6 +40,12 @@ def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp
     assert (run / "config.yaml").read_text().count("user_code.") == 2
 
 
+def test_somebodys_own_model_that_logs_no_accuracy(app: App) -> None:
+    code, out = app("fit", *SMALL, "--model", "user_code.LogsLossOnly", "--trainer.max_epochs", "1")
+    assert code == 0, out
+    assert "test            loss" in out
+
+
 def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
     code, out = app("fit", *THEIRS, "--model", "user_code.SkipsForward", *way("dp", 2))
     assert code == 2

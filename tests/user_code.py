@@ -89,6 +89,17 @@ class Normalises(TheirModel):
         return self.net(x)
 
 
+class LogsLossOnly(TheirModel):
+    """Tests, but logs no accuracy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
 class Fails(TheirModel):
     """Breaks in its third step."""
 
