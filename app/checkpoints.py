@@ -1,5 +1,7 @@
 """Checkpoints: finding one by name, telling what is wrong with one, and keeping the best."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +70,27 @@ class RunCheckpoint(ModelCheckpoint):
         super().on_validation_end(trainer, pl_module)
 
 
-def find_checkpoint(name: str, root: str, run: str) -> str:
-    """Resolve `last` and `best` to the newest such checkpoint of a run's name; a path stays as it is.
+def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> str:
+    """Resolve `last` and `best`; a path stays as it is.
+
+    Args:
+        name: What was asked for.
+        configs: The config files that were given. One from a run's directory means that run.
+        root: Directory of all runs.
+        run: Name of the run; without such a config, its newest checkpoint is meant.
 
     Raises:
         UserError: When there is none.
     """
     if name not in ("last", "best"):
         return name
+    records = [path for config in configs if (path := Path(config).with_name("run.json")).is_file()]
+    if records:
+        kept = (json.loads(records[-1].read_text()).get("checkpoint") or {}).get(name)
+        if kept is None:
+            raise UserError(f"--ckpt_path {name}: the run in {records[-1].parent} has kept none: give a file's path")
+        moved = records[-1].with_name("checkpoints") / Path(kept).name
+        return str(moved) if moved.is_file() and not Path(kept).is_file() else str(kept)
     folder = Path(root, run)
     found = [path for path in folder.glob("version_*/checkpoints/*.ckpt") if path.stem.startswith(name)]
     if not found:
@@ -85,12 +100,13 @@ def find_checkpoint(name: str, root: str, run: str) -> str:
     return str(max(found, key=lambda path: path.stat().st_mtime_ns))
 
 
-def check_checkpoint(path: str, model: LightningModule, resume: bool) -> None:
-    """Check that a checkpoint can be read and is of this model and, to resume, of this optimizer.
+def check_checkpoint(path: str, model: LightningModule, resumed_by: Trainer | None) -> None:
+    """Check that a checkpoint can be read and is of this model and, to resume, of this optimizer and unfinished.
 
     Raises:
-        UserError: When it is missing, truncated, or of another model, naming the first differing key; or when
-            the optimizer was given other settings, which its state in the checkpoint would replace.
+        UserError: When it is missing, truncated, or of another model, naming the first differing key; when the
+            optimizer was given other settings, which its state in the checkpoint would replace; or when it has
+            already been trained for as long as was asked.
     """
     file = Path(path)
     if not file.is_file():
@@ -110,10 +126,27 @@ def check_checkpoint(path: str, model: LightningModule, resume: bool) -> None:
                 f"{there or 'missing'} in the checkpoint and {here or 'missing'} in the model: give the --model (or "
                 "--config) that it was trained with"
             )
+    if resumed_by is None:
+        return
+    _check_unfinished(path, checkpoint, resumed_by)
     own = isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier)
-    if resume and own and checkpoint.get("optimizer_states"):
+    if own and checkpoint.get("optimizer_states"):
         assert isinstance(model, ImageClassifier)
         _check_optimizer(path, checkpoint["optimizer_states"][0]["param_groups"][0], model)
+
+
+def _check_unfinished(path: str, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    epochs = loops.get("epoch_progress", {}).get("current", {}).get("processed", 0)
+    for done, limit, name in (
+        (epochs, trainer.max_epochs, "epochs"),
+        (checkpoint["global_step"], trainer.max_steps, "steps"),
+    ):
+        if limit is not None and 0 <= limit <= done:
+            raise UserError(
+                f"--ckpt_path {path} has been trained for {done} {name}, as many as --trainer.max_{name} {limit}: "
+                "give more"
+            )
 
 
 def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:

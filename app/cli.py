@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from app.errors import UserError
+from app.process import begin
 
 HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
@@ -43,6 +44,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     if args is not None:  # one source for LightningCLI and for the processes that ddp starts
         sys.argv = [sys.argv[0], *args]
+    begin()
     if "--verbose" in sys.argv:
         sys.argv.remove("--verbose")
         os.environ["APP_DEBUG"] = "1"  # the processes that ddp starts inherit it

@@ -11,10 +11,9 @@ from typing import Any
 
 import lightning.pytorch
 import torch
-import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,10 +25,12 @@ from app.callbacks import PredictionWriter, TestFigures
 from app.checkpoints import RunCheckpoint, check_checkpoint, find_checkpoint
 from app.errors import UserError, nearest, one_line
 from app.parallel import refuse_impossible
+from app.parallel.launchers import use_our_launcher
 from app.parsing import Parser, chosen_classes, find_class
 from app.record import RunRecord
 from app.report import report
-from app.tracking import Tracker, make_loggers, next_version
+from app.stopping import EXIT_CODES, Signals, StopTogether, cause
+from app.tracking import SaveConfig, Tracker, make_loggers, next_version
 
 LIGHTNING = Path(lightning.pytorch.__file__).parent
 
@@ -57,17 +58,6 @@ class Run:
     tags: list[str] | None = None
 
 
-class SaveConfig(SaveConfigCallback):
-    """Saves the whole config beside the run, and in the tracker. No collective call: rank zero only."""
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the config to the tracker."""
-        config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
-        for logger in trainer.loggers:
-            if isinstance(logger, Tracker):
-                logger.log_hyperparams(config)
-
-
 class CLI(LightningCLI):
     """Lightning's command line with this application's models, data, record and tracking.
 
@@ -79,6 +69,7 @@ class CLI(LightningCLI):
 
     def __init__(self, chosen: dict[str, str]) -> None:
         self.chosen = chosen
+        self.checkpoint: str | None = None
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -86,7 +77,7 @@ class CLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=Parser,
             save_config_callback=SaveConfig,
-            save_config_kwargs={"overwrite": True},
+            save_config_kwargs={"save_to_log_dir": False},
             seed_everything_default=42,
             trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},  # SaveConfig logs them all
             auto_configure_optimizers=False,
@@ -145,7 +136,9 @@ class CLI(LightningCLI):
             raise UserError(f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}: give 1 or more")
         if self.linked and any(word.startswith("--model.num_classes") for word in sys.argv):
             raise UserError("--model.num_classes comes from the data: leave it out")
-        self.checkpoint = config.ckpt_path and find_checkpoint(config.ckpt_path, config.run.root, config.run.name)
+        if config.ckpt_path:
+            files = [str(file) for file in config.config or []]
+            self.checkpoint = find_checkpoint(config.ckpt_path, files, config.run.root, config.run.name)
         config.ckpt_path = None  # the saved config is for new runs, too; the record says what was resumed
 
     def _set_seed(self) -> None:
@@ -164,8 +157,9 @@ class CLI(LightningCLI):
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UserError(one_line(str(error))) from error
         refuse_impossible(self.trainer)
+        use_our_launcher(self.trainer)
         if self.checkpoint is not None:
-            check_checkpoint(self.checkpoint, self.model, resume=self.subcommand == "fit")
+            check_checkpoint(self.checkpoint, self.model, self.trainer if self.subcommand == "fit" else None)
         elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
             raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
         if isinstance(self.datamodule, app.data.ImageData):
@@ -198,10 +192,13 @@ class CLI(LightningCLI):
         kwargs["callbacks"] = [
             *(callbacks if isinstance(callbacks, list) else [callbacks]),
             record,
+            StopTogether(),
             TestFigures(),
             PredictionWriter(),
         ]
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer._signal_connector = Signals(trainer)
+        return trainer
 
     def _keeps_nothing(self) -> bool:
         """Whether Lightning was asked for a run that leaves no traces."""
@@ -216,12 +213,43 @@ class CLI(LightningCLI):
         """Test the best checkpoint, where there are test images and the model can."""
         data = self.datamodule
         run = self.config[self.subcommand].run
-        if not run.test or self._keeps_nothing() or not isinstance(data, app.data.ImageData):
+        if not run.test or self._keeps_nothing() or not isinstance(data, app.data.ImageData) or self.stopped_by:
             return
         if "test" in data.source.splits and is_overridden("test_step", self.model):
-            record = Path(str(self.trainer.log_dir), "run.json")  # spawned processes leave word only there
-            checkpoints = json.loads(record.read_text())["checkpoint"] or {}
-            self.trainer.test(self.model, datamodule=data, ckpt_path=checkpoints.get("best"), verbose=False)
+            best = (self._record()["checkpoint"] or {}).get("best")
+            self.trainer.test(self.model, datamodule=data, ckpt_path=best, verbose=False)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """`Ctrl-C` or `SIGTERM`, where it has ended the run."""
+        record = self._record()
+        return cause(self.trainer) or (record["error"].removeprefix("by ") if _interrupted(record) else None)
+
+    def _record(self) -> dict[str, Any]:
+        """The run's record as it was written: spawned processes leave word only there."""
+        directory = getattr(self.trainer.logger, "log_dir", None)
+        path = Path(directory or "", "run.json")
+        return json.loads(path.read_text()) if directory is not None and path.exists() else {}
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        finally:
+            self._close()
+
+    @rank_zero_only
+    def _close(self) -> None:
+        """End the tracker's run, and say where the run's files are and what to try next."""
+        for logger in self.trainer.loggers:
+            if isinstance(logger, Tracker):
+                logger.finish()
+        record = self._record()
+        if record and (record["status"] == "completed" or record["train_s"] is not None):
+            print("\n".join(["", *report(record, self.trainer.loggers, fitted=self.subcommand == "fit")]))
+
+
+def _interrupted(record: dict[str, Any]) -> bool:
+    return record.get("status") == "interrupted"
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -255,24 +283,13 @@ def run() -> int:
             raise
         raise UserError(one_line(last)) from error
     except (RuntimeError, ValueError) as error:
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(LIGHTNING):
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(raised_in).is_relative_to(LIGHTNING):
             raise UserError(one_line(str(error))) from error  # Lightning itself says what it was asked wrongly
+        if raised_in == torch.optim.lr_scheduler.__file__:
+            raise UserError(f"--model.scheduler: {error}") from error
         if "closed by peer" not in str(error) and "reset by peer" not in str(error):
             raise
         raise UserError("stopped because another rank did: see what that one says") from error
-    _summary(cli)
-    return 0
-
-
-@rank_zero_only
-def _summary(cli: CLI) -> None:
-    """Say where the run's files are and what to try next."""
-    for logger in cli.trainer.loggers:
-        if isinstance(logger, Tracker):
-            logger.finish()
-    directory = getattr(cli.trainer.logger, "log_dir", None)
-    path = Path(directory or "", "run.json")
-    if directory is None or not path.exists():
-        return
-    record = json.loads(path.read_text())
-    print("\n".join(["", *report(record, cli.trainer.loggers, fitted=cli.subcommand == "fit")]))
+    # the others end with 0: Lightning would take anything else for a failure of theirs, and end rank zero
+    return EXIT_CODES.get(cli.stopped_by or "", 0) if cli.trainer.is_global_zero else 0

@@ -10,9 +10,19 @@ class UserError(Exception):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Phrase `: did you mean …?` for the nearest known word; nothing when none is near."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f": did you mean {found[0]}?" if found else ""
+    """Phrase `: did you mean …?` for the nearest known word; nothing when none is near.
+
+    Of flags, `--optimizer.lr`, the last part counts as much as the whole; upper and lower case are the same.
+    """
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
+        last, wanted = (name.rsplit(".", 1)[-1].lstrip("-").lower() for name in (candidate, word))
+        return max(whole, difflib.SequenceMatcher(None, wanted, last).ratio() - 0.05)
+
+    ranked = sorted({(likeness(candidate), candidate) for candidate in known}, reverse=True)
+    found = sorted(candidate for score, candidate in ranked if score >= 0.5 and score == ranked[0][0])
+    return f": did you mean {' or '.join(found[:3])}?" if found else ""
 
 
 def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Iterable[str] = ()) -> str:
@@ -29,6 +39,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     """
     text = " ".join(message.split())
     flags = list(known_flags)
+    if match := re.match(r"No supported (\w+) backend found", text):
+        return f"--trainer.accelerator {match[1]}: there is none on this machine: leave it out, or use cpu"
     if match := re.match(r"unrecognized arguments: (\S+)", text):
         word = match[1].split("=")[0]
         return f"{word}: there is no such flag{nearest(word, flags)}"
@@ -51,6 +63,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     inner = re.findall(r'Parser key "([^"]+)"', text)[-1]
     within = nested[1] if nested else inner if inner != key[1] else ""
     flag = f"--{key[1]}.{within}" if within else f"--{key[1]}"
+    if match := re.search(r"the following arguments are required: (\w+)", text):
+        return f"{flag}: its {match[1]} is required"
     if match := re.search(r"Option '([^']+)' is not accepted", text):
         flag = flag if nested else f"--{key[1]}.{match[1]}"
         elsewhere = ", though another class has" if flag in flags else nearest(flag, flags)

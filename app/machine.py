@@ -2,7 +2,10 @@
 
 import os
 import platform
+import resource
 import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import lightning
 import torch
 
 import app
+
+GIB = 2**30
 
 
 def versions() -> dict[str, str | None]:
@@ -46,3 +51,29 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
+    """Peak memory of this process in GiB, a row for each of its devices: on the accelerator, and on the host."""
+    rows = []
+    for device in devices:
+        cuda = device.type == "cuda"
+        rows.append(
+            {
+                "rank": rank,
+                "device": str(device),
+                "allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 4) if cuda else None,
+                "reserved_gib": round(torch.cuda.max_memory_reserved(device) / GIB, 4) if cuda else None,
+                "host_rss_gib": round(_peak_rss() / GIB, 4),
+            }
+        )
+    return rows
+
+
+def _peak_rss() -> int:
+    """Peak memory of this process in bytes; on Linux not getrusage's, which begins with the parent's peak."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -113,7 +113,7 @@ class ImageClassifier(LightningModule):
             raise UserError(
                 f"{type(self).__name__} with {type(self.network).__name__} takes images of {text} (channels × "
                 f"height × width), but the data set gives {'×'.join(map(str, shape))}: choose another --data or "
-                "--model, or resize your own images with --data.size and --data.channels"
+                "--model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
             )
 
     def forward(self, images: Tensor) -> Tensor:

@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
 from app.errors import UserError, nearest, one_line
+
+CKPT_PATH = (
+    "The checkpoint to begin with: a file, `last` or `best`. These mean the run that a --config in a run's directory "
+    "belongs to, else the newest of --run.name. fit goes on from it."
+)
 
 
 class Parser(LightningArgumentParser):
@@ -22,23 +27,30 @@ class Parser(LightningArgumentParser):
         self.chosen: dict[str, str] = {}
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Add the settings of the chosen model and data, which jsonargparse leaves to `--model.help`."""
+        """Begin with the settings of the chosen model and data, which jsonargparse leaves to `--model.help`."""
         settings = LightningArgumentParser(usage=argparse.SUPPRESS, description="", add_help=False)
         for section, name in self.chosen.items():
             cls = find_class(section, name)
             if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
-        return f"{super().format_help(*args, **kwargs)}\n{settings.format_help()}"
+        command = self.prog.split()[-1]
+        self.usage = f"python -m app {command} [--config FILE] [--FLAG VALUE ...]"
+        for action in self._actions:
+            if action.dest == "ckpt_path":
+                action.help = CKPT_PATH
+        usage, _, rest = super().format_help(*args, **kwargs).partition("\n\n")
+        return f"{usage}\n\n{settings.format_help()}\n{rest}"
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
-        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        flags = [f"--model.optimizer.{name}" for name in _parameters(torch.optim.SGD)]
+        flags += [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         classes = {"model": _subclasses(LightningModule), "data": _subclasses(LightningDataModule)}
         for group, members in classes.items():
             flags += [f"--{group}.{name}" for cls in members for name in _parameters(cls)]
         names = [cls.__name__ for members in classes.values() for cls in members]
-        names += [cls.__name__ for cls in _subclasses(torch.optim.Optimizer)]
-        names += [cls.__name__ for cls in _subclasses(torch.optim.lr_scheduler.LRScheduler)]
+        for base in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Callback):
+            names += [cls.__name__ for cls in _subclasses(base)]
         raise UserError(one_line(message, flags, names)) from ex
 
 

@@ -3,9 +3,7 @@
 import json
 import math
 import os
-import resource
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,18 @@ from typing import Any
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.callbacks import gather_objects
 from app.checkpoints import RunCheckpoint
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.machine import hardware, versions
+from app.machine import hardware, peak_memory, versions
 from app.modules import log_window
 from app.parallel import DataParallelStrategy
+from app.report import epoch_line
+from app.stopping import cause
 from app.tracking import Tracker
-
-GIB = 2**30
 
 
 class RunRecord(Callback):
@@ -48,6 +46,9 @@ class RunRecord(Callback):
             "error": None,
             "command": command,
             "resumed_from": resumed_from,
+            "epochs": [],
+            "peak_memory": [],
+            **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "setup_s", "train_s", "throughput")),
         }
         self._first_step: float | None = None
         self._last_step = 0.0
@@ -71,17 +72,15 @@ class RunRecord(Callback):
         self.record["status"] = "running"
         self.record.update(_way_of_running(trainer), versions=versions(), hardware=hardware())
         self.record["run_dir"] = directory
-        for key in ("epochs", "peak_memory"):
-            self.record.setdefault(key, [])
-        for key in ("config", "checkpoint", "test", "setup_s", "train_s", "throughput"):
-            self.record.setdefault(key, None)
         self._write()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Complete the record and give its figures to the tracker."""
         if self.path is None:
             return
-        self.record["status"] = "completed"
+        stopped = cause(trainer)
+        self.record["status"] = "interrupted" if stopped else "completed"
+        self.record["error"] = f"by {stopped}" if stopped else None
         config = self.path.with_name("config.yaml")  # a notebook has none
         self.record["config"] = str(config) if config.exists() else None
         self._write()
@@ -90,23 +89,33 @@ class RunRecord(Callback):
                 logger.log_record(self.record)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say why the run ended. No collective call: the other ranks may be gone."""
+        """Say why the run ended. No collective call: the other ranks may be gone.
+
+        A rank that fails leaves its reason in a file of its own: rank zero only sees that it is gone.
+        """
+        directory = getattr(trainer.logger, "log_dir", None)
+        if directory is None:
+            return
+        lines = str(exception).strip().splitlines() or [""]
+        reason = f"{type(exception).__name__}: {lines[-1]}"
         if not trainer.is_global_zero:
+            if Path(directory).exists():
+                Path(directory, f"error_rank{trainer.global_rank}.txt").write_text(reason)
             return
         if self.path is None:  # spawned processes had it, or nothing had begun yet
-            directory = getattr(trainer.logger, "log_dir", None)
-            if directory is None:
-                return
             self.path = Path(directory, "run.json")
+            self.record["run_dir"] = directory
             if self.path.exists():
                 self.record = json.loads(self.path.read_text())
-        interrupted = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-        self.record["status"] = "interrupted" if interrupted else "failed"
-        cause = "SIGTERM" if isinstance(exception, SIGTERMException) else "Ctrl-C"
-        lines = str(exception).strip().splitlines() or [""]
-        self.record["error"] = f"by {cause}" if interrupted else f"{type(exception).__name__}: {lines[-1]}"
-        self._close_epoch(trainer)
-        self._measured(trainer)
+        if self.record["status"] in ("failed", "interrupted"):  # a spawned process has said why
+            return
+        stopped = {KeyboardInterrupt: "Ctrl-C", SystemExit: "SIGTERM"}.get(type(exception))
+        self.record["status"] = "interrupted" if stopped else "failed"
+        elsewhere = [f"rank {path.stem[10:]}: {path.read_text()}" for path in Path(directory).glob("error_rank*.txt")]
+        self.record["error"] = f"by {stopped}" if stopped else "; ".join(elsewhere) or reason
+        if self._first_step is not None:
+            self._close_epoch(trainer)
+            self._measured(trainer)
         self._write()
 
     def _write(self) -> None:
@@ -187,8 +196,16 @@ class RunRecord(Callback):
         validated = row.pop("validated")
         row["train_loss"] = value("train_loss")
         row["val_loss"], row["val_acc"] = (value("val_loss"), value("val_acc")) if validated else (None, None)
-        self.record.setdefault("epochs", []).append(row)
+        self.record["epochs"].append(row)
+        if not math.isfinite(row["train_loss"] or 0.0) and self.record.setdefault("not_finite_since", None) is None:
+            self.record["not_finite_since"] = row["epoch"]
+            rank_zero_warn(
+                f"the training loss is not finite since epoch {row['epoch']}: lower --model.optimizer.lr, or take "
+                "another --trainer.precision"
+            )
         if self.path is not None:
+            if trainer.progress_bar_callback is not None:  # a line that stays, also where there is no terminal
+                print(epoch_line(row, trainer.max_epochs, metrics, validated), flush=True)
             self._measured(trainer)
             self._write()
 
@@ -213,7 +230,7 @@ class RunRecord(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch and collect every rank's memory."""
-        memory = [row for rows in gather_objects(_peak_memory(trainer)) for row in rows]
+        memory = [row for rows in gather_objects(peak_memory(trainer.global_rank, _devices(trainer))) for row in rows]
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
         self._measured(trainer)
@@ -248,32 +265,6 @@ def _devices(trainer: Trainer) -> list[torch.device]:
     if isinstance(strategy, DataParallelStrategy):
         return strategy.parallel_devices
     return [strategy.root_device]
-
-
-def _peak_memory(trainer: Trainer) -> list[dict[str, Any]]:
-    rss = _peak_rss() / GIB
-    rows = []
-    for device in _devices(trainer):
-        cuda = device.type == "cuda"
-        rows.append(
-            {
-                "rank": trainer.global_rank,
-                "device": str(device),
-                "allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 4) if cuda else None,
-                "reserved_gib": round(torch.cuda.max_memory_reserved(device) / GIB, 4) if cuda else None,
-                "host_rss_gib": round(rss, 4),
-            }
-        )
-    return rows
-
-
-def _peak_rss() -> int:
-    """Peak memory of this process in bytes; on Linux not getrusage's, which begins with the parent's peak."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _finite(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """What is said at the end of a run."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,19 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
     """
     directory = record["run_dir"]
     losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]
-    accuracies = [row["val_acc"] for row in record["epochs"] if row["val_acc"] is not None]
+    epochs, checkpoints = record["epochs"], record["checkpoint"] or {}
+    accuracies = [row["val_acc"] for row in epochs if row["val_acc"] is not None]
+    if record["status"] != "completed":
+        yield f"{record['status']:<15} {record['error']}"
     if losses and None not in losses.values():
         steps = " -> ".join(f"{loss:.4f}" for loss in losses.values())
-        yield f"training loss   {steps}  (first, middle, last of {len(record['epochs'])} epochs)"
+        yield f"training loss   {steps}  (first, middle, last of {len(epochs)} epochs)"
+    elif record.get("not_finite_since") is not None:
+        yield f"training loss   not finite since epoch {record['not_finite_since']}: the run has diverged"
     if accuracies:
         yield f"validation      best accuracy {max(accuracies):.2%}"
     if test:
-        which = "best checkpoint" if (record["checkpoint"] or {}).get("best") or not fitted else "last weights"
+        which = "best checkpoint" if checkpoints.get("best") or not fitted else "last weights"
         figures = [f"accuracy {test['acc']:.2%}"] if "acc" in test else []
         figures += [f"loss {_number(test['loss'])}"] if "loss" in test else []
         yield f"test            {', '.join(figures)}  ({which})"
@@ -38,13 +43,31 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
     for logger in loggers:
         if isinstance(logger, Tracker):
             yield f"tracked         {logger.where()}"
-    if fitted and record["checkpoint"] and record["checkpoint"]["last"]:
+    if fitted and checkpoints.get("last"):
         again = f"--config {directory}/config.yaml"
-        if test and record["checkpoint"]["best"]:
-            yield f"use it          python -m app predict {again} --ckpt_path {record['checkpoint']['best']}"
-        longer = f"--ckpt_path last --trainer.max_epochs {2 * len(record['epochs'])}"
-        yield f"go on           python -m app fit {again} {longer}"
-        yield f"other ways      python -m app fit {again} --trainer.strategy dp --trainer.devices 2"
+        resume = f"python -m app fit {again} --ckpt_path {checkpoints['last']}"
+        if record["status"] != "completed":
+            yield f"go on           {resume}"
+            return
+        if test and checkpoints["best"]:
+            yield f"use it          python -m app predict {again} --ckpt_path {checkpoints['best']}"
+        yield f"train longer    {resume} --trainer.max_epochs {2 * len(epochs)}"
+        other = "ddp" if record["strategy"] == "dp" else "dp"
+        yield f"other ways      python -m app fit {again} --trainer.strategy {other} --trainer.devices 2"
+
+
+def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], validated: bool) -> str:
+    """One line on an epoch: its metrics, those of validation if there was one, and how long it took.
+
+    Args:
+        row: The epoch's row of the run record.
+        of: Number of epochs, where it is known.
+        metrics: Everything logged, by name.
+        validated: Whether the epoch was validated.
+    """
+    wanted = {name: value for name, value in metrics.items() if not name.endswith("_step")}
+    figures = [f"{name} {float(value):.4f}" for name, value in sorted(wanted.items()) if validated or name[:3] != "val"]
+    return f"epoch {row['epoch'] + 1}/{of or '?'}: {', '.join(figures)}, {row['seconds']:.1f} s"
 
 
 def _number(value: float | None) -> str:

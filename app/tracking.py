@@ -7,6 +7,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -170,6 +174,26 @@ class MetricsFile(CSVLogger):
                 path.write_text(written)
                 writer.metrics_keys = written.partition("\n")[0].strip().split(",")
         return self._experiment
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the whole config beside the run, and in the tracker. No collective call: rank zero only."""
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
+        super().__init__(parser, config, **kwargs)
+        self.text = parser.dump(config, skip_none=False)
+        # 200 kB to hand to each process of ddp_spawn: more than a pipe holds, so that they would start in turn
+        del self.parser, self.config
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write `config.yaml`, and give the config to the tracker."""
+        assert trainer.logger is not None
+        directory = Path(str(trainer.logger.log_dir))
+        directory.mkdir(parents=True, exist_ok=True)
+        Path(directory, "config.yaml").write_text(self.text)
+        for logger in trainer.loggers:
+            if isinstance(logger, Tracker):
+                logger.log_hyperparams(yaml.safe_load(self.text))
 
 
 def next_version(root: str, name: str) -> str:

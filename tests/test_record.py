@@ -2,17 +2,15 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import QUIET, ROOT, start_app
+from conftest import QUIET, start_app
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
@@ -108,39 +106,6 @@ def test_a_failed_run_says_why(strategy: str, tmp_path: Path) -> None:
     found = record(tmp_path / "cifar_cnn" / "version_0")
     assert found["status"] == "failed"
     assert "the third step is broken" in found["error"]
-
-
-@pytest.mark.parametrize(("name", "expected"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_an_interrupted_run_says_so(name: str, expected: int, tmp_path: Path) -> None:
-    run = tmp_path / "cifar_cnn" / "version_0"
-    command = [
-        sys.executable,
-        "-m",
-        "app",
-        "fit",
-        *SMALL,
-        "--trainer.max_epochs",
-        "100000",
-        "--run.root",
-        str(tmp_path),
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        limit = time.monotonic() + 60
-        while not ((run / "run.json").exists() and len(record(run)["epochs"]) > 2):
-            assert process.poll() is None
-            assert time.monotonic() < limit
-            time.sleep(0.05)
-        process.send_signal(getattr(signal, name))
-        out, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == expected, out
-    found = record(run)
-    assert found["status"] == "interrupted", found["error"]
-    assert found["throughput"]["n"] > 0
-    assert len(found["epochs"]) > 0
 
 
 def inspect(run: Path) -> tuple[Path, dict[str, Any]]:

@@ -126,10 +126,11 @@ def _download(what: str, root: str, where: Path, files: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lines = str(error).split("\n")  # torchvision's first line names the file, the last one says what was wrong
+        reason = next((line for line in reversed(lines) if line.strip()), type(error).__name__)
         raise UserError(
             f"no {what} in {where}, and it could not be downloaded ({reason}): put {files} there, "
-            f"name another directory than {root!r} with --data.root, {EMBEDDED}"
+            f"name another directory than {root!r} with --data.root, {EMBEDDED} --data.like {what.replace('-', '')}"
         ) from error
     finally:
         socket.setdefaulttimeout(before)
@@ -232,7 +233,7 @@ class FolderSource(Source):
         except FileNotFoundError as error:
             raise UserError(
                 f"{Path(root, 'train')} has no class folders: --data.root must hold train/<class>/*.jpg or "
-                f"*.png, {EMBEDDED}"
+                f"*.png{', so give ' + str(Path(root).parent) if Path(root).name == 'train' else ''}, {EMBEDDED}"
             ) from error
 
     def prepare(self) -> None:  # noqa: D102

@@ -1,0 +1,104 @@
+"""Ctrl-C and SIGTERM: training ends after the step in hand, on every rank, with a checkpoint to go on from.
+
+A signal handler only takes note. The ranks agree at the end of a step, so that none leaves the others waiting
+in a collective call.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
+
+CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+EXIT_CODES = {name: 128 + number for number, name in CAUSES.items()}
+
+
+class Signals(_SignalConnector):
+    """Takes note of SIGINT and SIGTERM while a model is trained; elsewhere they end the process at once.
+
+    It stands in for Lightning's, whose handler makes a collective call out of step with the other ranks.
+
+    Attributes:
+        noted: Number of the signal that this process got, or 0.
+        stopped_by: Number of the signal for which all ranks have stopped, or 0.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.noted = self.stopped_by = 0
+        self._process, self._spawned = 0, False
+
+    def register_signal_handlers(self) -> None:
+        """Begin to take note; Lightning calls this in every process, and `teardown` at the end."""
+        if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
+            return
+        self._process, self._spawned = os.getpid(), multiprocessing.parent_process() is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.getsignal(number)
+            if self._spawned or before is not signal.SIG_IGN:  # as in a shell's background
+                self._original_handlers[number] = before
+                signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # as ddp's processes are started with it blocked
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a loader's worker, forked with this handler
+            if number == signal.SIGTERM:
+                os._exit(EXIT_CODES["SIGTERM"])
+            return
+        if self.noted:
+            if number == signal.SIGINT and not self._spawned:
+                raise KeyboardInterrupt
+            return
+        self.noted = number
+        if self.trainer.is_global_zero:  # not print(): the signal may have come in the middle of one
+            os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once)\n")
+
+
+class StopTogether(Callback):
+    """Ends training at the same step on every rank once any of them was told to stop."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out Lightning's own agreement, a broadcast on every step, which raises instead of saving."""
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop here if that was asked for and no gradients are being accumulated."""
+        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        if not whole or not _agree(trainer):
+            return
+        trainer.should_stop = True
+        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
+        if not trainer.is_last_batch:
+            trainer.limit_val_batches = 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hear of what came during the last validation: no test shall follow."""
+        _agree(trainer)
+
+
+def _agree(trainer: Trainer) -> int:
+    """The signal that any rank has noted, or 0; the same on every rank. Collective."""
+    signals = trainer._signal_connector
+    assert isinstance(signals, Signals)
+    number = signals.noted  # read once: a signal may come in the next line
+    if trainer.world_size > 1:
+        shared = torch.tensor(number, device=trainer.strategy.root_device)
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+        number = int(shared)
+    signals.stopped_by = number
+    return number
+
+
+def cause(trainer: Trainer) -> str | None:
+    """What a training was stopped by."""
+    number = getattr(trainer._signal_connector, "stopped_by", 0)
+    return CAUSES[number] if number else None
