@@ -13,4 +13,5 @@ __version__ = "0.1.0"
 warnings.filterwarnings("ignore", ".*LeafSpec")  # Lightning 2.6 with newer torch
 # these metrics are synchronised before they are logged
 warnings.filterwarnings("ignore", r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True")
+warnings.filterwarnings("ignore", "The number of training batches")  # epochs are logged, too, however short
 warnings.filterwarnings("ignore", "Experiment logs directory")  # the tracker's folder is there first

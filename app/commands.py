@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shlex
 import sys
 import traceback
@@ -288,7 +289,7 @@ def run() -> int:
             raise UserError(one_line(str(error))) from error  # Lightning itself says what it was asked wrongly
         if raised_in == torch.optim.lr_scheduler.__file__:
             raise UserError(f"--model.scheduler: {error}") from error
-        if "closed by peer" not in str(error) and "reset by peer" not in str(error):
+        if not re.search("(closed|reset) by peer|Broken pipe|likely closed", str(error)):
             raise
         raise UserError("stopped because another rank did: see what that one says") from error
     # the others end with 0: Lightning would take anything else for a failure of theirs, and end rank zero

@@ -39,8 +39,9 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     """
     text = " ".join(message.split())
     flags = list(known_flags)
-    if match := re.match(r"No supported (\w+) backend found", text):
-        return f"--trainer.accelerator {match[1]}: there is none on this machine: leave it out, or use cpu"
+    if match := re.match(r"No supported (\w+) backend found|`(\w+)Accelerator` can not run", text):
+        name = (match[1] or match[2]).lower()
+        return f"--trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
     if match := re.match(r"unrecognized arguments: (\S+)", text):
         word = match[1].split("=")[0]
         return f"{word}: there is no such flag{nearest(word, flags)}"

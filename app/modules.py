@@ -182,7 +182,7 @@ class ImageClassifier(LightningModule):
         return self(batch[0]).float().softmax(1)
 
     def _log(self, metrics: MetricCollection) -> None:
-        self.log_dict({name: value.float() for name, value in metrics.compute().items()}, prog_bar=True)
+        self.log_dict({name: value.float() for name, value in metrics.compute().items()})
         metrics.reset()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

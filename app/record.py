@@ -200,7 +200,7 @@ class RunRecord(Callback):
         if not math.isfinite(row["train_loss"] or 0.0) and self.record.setdefault("not_finite_since", None) is None:
             self.record["not_finite_since"] = row["epoch"]
             rank_zero_warn(
-                f"the training loss is not finite since epoch {row['epoch']}: lower --model.optimizer.lr, or take "
+                f"the training loss is not finite since epoch {row['epoch'] + 1}: lower --model.optimizer.lr, or take "
                 "another --trainer.precision"
             )
         if self.path is not None:

@@ -1,5 +1,6 @@
 """What is said at the end of a run."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,14 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
         steps = " -> ".join(f"{loss:.4f}" for loss in losses.values())
         yield f"training loss   {steps}  (first, middle, last of {len(epochs)} epochs)"
     elif record.get("not_finite_since") is not None:
-        yield f"training loss   not finite since epoch {record['not_finite_since']}: the run has diverged"
+        yield f"training loss   not finite since epoch {record['not_finite_since'] + 1}: the run has diverged"
     if accuracies:
         yield f"validation      best accuracy {max(accuracies):.2%}"
     if test:
         which = "best checkpoint" if checkpoints.get("best") or not fitted else "last weights"
-        figures = [f"accuracy {test['acc']:.2%}"] if "acc" in test else []
-        figures += [f"loss {_number(test['loss'])}"] if "loss" in test else []
-        yield f"test            {', '.join(figures)}  ({which})"
+        yield f"test            {_figures(test)}  ({which})"
+    if record.get("validation"):
+        yield f"validation      {_figures(record['validation'])}"
     if fitted and record["train_s"] is not None:
         rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
         yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"
@@ -57,7 +58,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
 
 
 def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], validated: bool) -> str:
-    """One line on an epoch: its metrics, those of validation if there was one, and how long it took.
+    """One line of less than 80 columns on an epoch: its metrics, those of validation if there was one, and its time.
 
     Args:
         row: The epoch's row of the run record.
@@ -65,11 +66,15 @@ def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], 
         metrics: Everything logged, by name.
         validated: Whether the epoch was validated.
     """
-    wanted = {name: value for name, value in metrics.items() if not name.endswith("_step")}
-    figures = [f"{name} {float(value):.4f}" for name, value in sorted(wanted.items()) if validated or name[:3] != "val"]
+    left_out = re.compile(r".*_step|lr-.*|train_acc" + ("" if validated else "|val.*"))
+    figures = [f"{name} {float(value):.4f}" for name, value in metrics.items() if not left_out.fullmatch(name)]
     return f"epoch {row['epoch'] + 1}/{of or '?'}: {', '.join(figures)}, {row['seconds']:.1f} s"
 
 
-def _number(value: float | None) -> str:
-    """Four decimals; the record has null where a loss was not finite."""
-    return "not finite" if value is None else f"{value:.4f}"
+def _figures(measured: Mapping[str, float | None]) -> str:
+    """Accuracy and loss, where they were logged; the record has null where a loss was not finite."""
+    said = [f"accuracy {measured['acc']:.2%}"] if "acc" in measured else []
+    if "loss" in measured:
+        loss = measured["loss"]
+        said.append("loss not finite" if loss is None else f"loss {loss:.4f}")
+    return ", ".join(said)

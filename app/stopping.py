@@ -40,11 +40,10 @@ class Signals(_SignalConnector):
         if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
             return
         self._process, self._spawned = os.getpid(), multiprocessing.parent_process() is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.getsignal(number)
-            if self._spawned or before is not signal.SIG_IGN:  # as in a shell's background
-                self._original_handlers[number] = before
-                signal.signal(number, self._note)
+        heard = [n for n in CAUSES if self._spawned or signal.getsignal(n) is not signal.SIG_IGN]  # as in a background
+        super().register_signal_handlers()  # SLURM's; it also remembers what `teardown` restores
+        for number in heard:
+            signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # as ddp's processes are started with it blocked
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -71,6 +71,7 @@ class Tracker(WandbLogger):
 
         self.failed = False
         self.mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+        os.environ.setdefault("WANDB_SILENT", "true")  # spawned processes repeat its warnings; ours are said here
         # a spawned process that attaches to the run does not know its directory
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(init_timeout=20, silent=True, console="off")

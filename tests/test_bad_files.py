@@ -27,6 +27,9 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
     said = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "none"))
     assert said.startswith(f"error: {tmp_path / 'none' / 'train'} has no class folders")
     assert "--data Synthetic" in said
+    (tmp_path / "mine" / "train" / "cat").mkdir(parents=True)
+    said = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mine" / "train"))
+    assert f"so give {tmp_path / 'mine'}" in said
 
 
 def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_root: Path) -> None:

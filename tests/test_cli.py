@@ -35,6 +35,8 @@ def test_help_does_not_import_torch() -> None:
 def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
     code, out = app("fit", "--help")
     assert code == 0
+    assert out.startswith("usage: python -m app fit [--config FILE]")
+    assert out.index("--model.network") < out.index("--data.batch_size") < out.index("--trainer.strategy")
     for flag in (
         "--trainer.strategy",
         "--run.name",
@@ -91,6 +93,9 @@ def test_every_config_runs_two_steps(
             "--model.netwrk: the chosen class has no such setting: did you mean --model.network?",
         ),
         (["--data.batchsize", "x"], "did you mean --data.batch_size?"),
+        (["--epochs", "3"], "did you mean --trainer.max_epochs or --trainer.min_epochs?"),
+        (["--lr", "0.1"], "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
+        (["--model.lr", "0.1"], "did you mean --model.optimizer.lr?"),
         (
             ["--model.network", "lent"],
             "--model.network lent: expected one of lenet, resnet18, resnet18_cifar: did you mean lenet?",
@@ -102,6 +107,8 @@ def test_every_config_runs_two_steps(
         (["--trainer.accelerator", "tpux"], "tpux"),
         (["--model", "FashionMPL"], "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
         (["--data", "CIFAR11"], "--data CIFAR11: there is no such class: did you mean CIFAR10?"),
+        (["--data", "cifar10"], "--data cifar10: there is no such class: did you mean CIFAR10?"),
+        (["--trainer.callbacks+=EarlyStoping"], "there is no such class: did you mean EarlyStopping?"),
         (["--model", "nowhere.Model"], "No module named 'nowhere'"),
         (
             ["--model.optimizer", "AdmW"],
@@ -109,6 +116,7 @@ def test_every_config_runs_two_steps(
         ),
         (["--model.optimizer.lr", "-1"], "Invalid learning rate"),
         (["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.1"], "total_steps"),
+        (["--model.scheduler", "OneCycleLR"], "--model.scheduler: its max_lr is required"),
         (["--model", "FashionMLP", "--model.repeats", "0"], "--model.repeats 0"),
         (["--data.val_size", "64"], "--data.val_size 64 leaves nothing of 64 training images"),
         (["--data.batch_size", "0"], "--data.batch_size 0"),
@@ -156,6 +164,13 @@ def test_errors(flags: list[str], said: str, app: App, tmp_path: Path) -> None:
 def test_more_cuda_devices_than_there_are(app: App) -> None:
     said = error_of(*app("fit", *SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"))
     assert "cuda" in said.lower() or "gpu" in said.lower()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_an_accelerator_that_is_not_there(app: App) -> None:
+    for name in ("gpu", "cuda", "mps"):
+        said = error_of(*app("fit", *SMALL, "--trainer.accelerator", name))
+        assert said == f"error: --trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
 
 
 def test_an_unknown_command(app: App) -> None:

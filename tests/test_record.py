@@ -28,7 +28,7 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     files = {path.name for path in run.iterdir()}
     assert files >= {"config.yaml", "metrics.csv", "run.json", "checkpoints", "confusion_matrix.png", "most_wrong.png"}
     assert str(run) in out
-    assert "--ckpt_path last" in out
+    assert f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_epochs 6" in out
 
     found = record(run)
     assert (found["status"], found["error"]) == ("completed", None)
@@ -106,6 +106,34 @@ def test_a_failed_run_says_why(strategy: str, tmp_path: Path) -> None:
     found = record(tmp_path / "cifar_cnn" / "version_0")
     assert found["status"] == "failed"
     assert "the third step is broken" in found["error"]
+
+
+@pytest.mark.slow
+def test_the_rank_that_failed_is_named(tmp_path: Path) -> None:
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    flags = ["--model", "user_code.FailsOnRank1", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
+    code, out = start_app("fit", *flags, *way)
+    assert code != 0, out
+    found = record(tmp_path / "cifar_cnn" / "version_0")
+    assert (found["status"], found["error"]) == ("failed", "rank 1: RuntimeError: only here")
+
+
+def test_a_line_for_each_epoch(app: App) -> None:
+    """Also in a pipe, where the progress bar shows at its end."""
+    code, out = app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false")
+    assert code == 0, out
+    said = [line for line in out.splitlines() if line.startswith("epoch ")]
+    assert [line.split(":")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
+    for part in ("train_loss", "val_loss", "val_acc"):
+        assert all(re.search(rf"{part} \d\.\d{{4}}", line) for line in said)
+
+
+def test_a_diverged_run_says_so(app: App, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="the training loss is not finite since epoch 1: lower --model.optimizer.lr"):
+        code, out = app("fit", *SMALL, "--model.optimizer.lr", "1e20", "--trainer.max_epochs", "2")
+    assert code == 0, out
+    assert "not finite since epoch 1: the run has diverged" in out
+    assert record(tmp_path / "runs" / "cifar_cnn" / "version_0")["not_finite_since"] == 0
 
 
 def inspect(run: Path) -> tuple[Path, dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import QUIET, largest_difference, start_app, weights
+from conftest import QUIET, error_of, largest_difference, start_app, weights
 
 from app.networks import LeNet
 
@@ -101,6 +101,26 @@ def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -
     assert max(epochs(run), key=lambda row: row[3])[0] < 6
     record = json.loads((run / "run.json").read_text())
     assert Path(record["checkpoint"]["best"]).parts[-3] == "version_0"
+
+
+def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
+    """And not the newest one of its name; a finished training is refused."""
+    flags = [*CNN[:-2], "--run.test", "false", *QUIET, "--run.name", "x"]
+    runs = tmp_path / "runs" / "x"
+    for seed in ("1", "2"):
+        code, out = app("fit", *flags, "--trainer.max_epochs", "1", "--seed_everything", seed)
+        assert code == 0, out
+    first = ["--config", runs / "version_0" / "config.yaml", "--ckpt_path", "last"]
+    said = error_of(*app("fit", *first))
+    assert f"{runs / 'version_0'}" in said
+    assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in said
+    code, out = app("fit", *first, "--trainer.max_epochs", "2")
+    assert code == 0, out
+    resumed = json.loads((runs / "version_2" / "run.json").read_text())
+    assert resumed["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
+    code, out = app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best")
+    assert code == 0, out
+    assert json.loads((runs / "version_3" / "run.json").read_text())["resumed_from"].startswith(str(runs / "version_0"))
 
 
 @pytest.mark.parametrize("steps", [3, 7, 15, 20])

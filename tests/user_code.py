@@ -100,6 +100,15 @@ class LogsLossOnly(TheirModel):
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
 
+class FailsOnRank1(TheirModel):
+    """Breaks in one process of several."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and batch_idx == 1:
+            raise RuntimeError("only here")
+        return super().training_step(batch, batch_idx)
+
+
 class Fails(TheirModel):
     """Breaks in its third step."""
 
