@@ -43,21 +43,24 @@ class RunCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save where training stops in the middle of an epoch, while it still counts as one."""
+        """Save where training stops in the middle of an epoch."""
         super().on_train_batch_end(trainer, *args, **kwargs)
-        stops = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        if (
-            stops
-            and self.monitor is None
-            and not trainer.is_last_batch
-            and not self._should_skip_saving_checkpoint(trainer)
-        ):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        if not trainer.is_last_batch:
+            self._save_if_stopped(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a whole epoch; Lightning counts a broken-off one as done, and a resumed run would skip its rest."""
         if trainer.is_last_batch:
             super().on_train_epoch_end(trainer, pl_module)
+            self._save_if_stopped(trainer)
+
+    def _save_if_stopped(self, trainer: Trainer) -> None:
+        """Keep the place where training ends, whenever checkpoints were asked for."""
+        told = trainer.should_stop and trainer.fit_loop._can_stop_early
+        if not told and not 0 <= trainer.max_steps <= trainer.global_step:
+            return
+        if self.monitor is None and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give up monitoring the default metric if validation did not log it, then save."""
@@ -68,6 +71,8 @@ class RunCheckpoint(ModelCheckpoint):
             )
             self.monitor = None
         super().on_validation_end(trainer, pl_module)
+        if not trainer.is_last_batch:  # early stopping may have decided so
+            self._save_if_stopped(trainer)
 
 
 def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> str:
@@ -140,7 +145,7 @@ def _check_unfinished(path: str, checkpoint: dict[str, Any], trainer: Trainer) -
     epochs = loops.get("epoch_progress", {}).get("current", {}).get("processed", 0)
     for done, limit, name in (
         (epochs, trainer.max_epochs, "epochs"),
-        (checkpoint["global_step"], trainer.max_steps, "steps"),
+        (checkpoint.get("global_step", 0), trainer.max_steps, "steps"),
     ):
         if limit is not None and 0 <= limit <= done:
             raise UserError(

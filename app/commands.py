@@ -158,7 +158,8 @@ class CLI(LightningCLI):
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UserError(one_line(str(error))) from error
         refuse_impossible(self.trainer)
-        use_our_launcher(self.trainer)
+        if not self._keeps_nothing():  # such a run has Lightning's own ways to end
+            use_our_launcher(self.trainer)
         if self.checkpoint is not None:
             check_checkpoint(self.checkpoint, self.model, self.trainer if self.subcommand == "fit" else None)
         elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
@@ -224,7 +225,8 @@ class CLI(LightningCLI):
     def stopped_by(self) -> str | None:
         """`Ctrl-C` or `SIGTERM`, where it has ended the run."""
         record = self._record()
-        return cause(self.trainer) or (record["error"].removeprefix("by ") if _interrupted(record) else None)
+        interrupted = record.get("status") == "interrupted"
+        return cause(self.trainer) or (record["error"].removeprefix("by ") if interrupted else None)
 
     def _record(self) -> dict[str, Any]:
         """The run's record as it was written: spawned processes leave word only there."""
@@ -247,10 +249,6 @@ class CLI(LightningCLI):
         record = self._record()
         if record and (record["status"] == "completed" or record["train_s"] is not None):
             print("\n".join(["", *report(record, self.trainer.loggers, fitted=self.subcommand == "fit")]))
-
-
-def _interrupted(record: dict[str, Any]) -> bool:
-    return record.get("status") == "interrupted"
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -276,7 +274,9 @@ def run() -> int:
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
             return 130
-        return end.code if isinstance(end.code, int) else 0
+        if isinstance(end.code, str):
+            raise
+        return end.code or 0
     except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
         # a worker or a spawned process hands on its error as the text of a traceback
         *_, last = str(error).rsplit("UserError: ", 1)

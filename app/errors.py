@@ -17,6 +17,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
+        if not word.startswith("--"):
+            return whole
         last, wanted = (name.rsplit(".", 1)[-1].lstrip("-").lower() for name in (candidate, word))
         return max(whole, difflib.SequenceMatcher(None, wanted, last).ratio() - 0.05)
 
@@ -42,6 +44,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     if match := re.match(r"No supported (\w+) backend found|`(\w+)Accelerator` can not run", text):
         name = (match[1] or match[2]).lower()
         return f"--trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
+    if match := re.match(r"`Trainer\(devices=(.+?)\)` value is not a valid input using (\w+)", text):
+        return f"--trainer.devices {match[1]}: the {match[2]} accelerator cannot give that: give a count from 1 on"
     if match := re.match(r"unrecognized arguments: (\S+)", text):
         word = match[1].split("=")[0]
         return f"{word}: there is no such flag{nearest(word, flags)}"

@@ -44,7 +44,9 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
         flags = [f"--model.optimizer.{name}" for name in _parameters(torch.optim.SGD)]
-        flags += [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        commands = [command for action in self._actions for command in _commands(action)]
+        actions = [action for parser in (self, *commands) for action in parser._actions]
+        flags += [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
         classes = {"model": _subclasses(LightningModule), "data": _subclasses(LightningDataModule)}
         for group, members in classes.items():
             flags += [f"--{group}.{name}" for cls in members for name in _parameters(cls)]
@@ -52,6 +54,10 @@ class Parser(LightningArgumentParser):
         for base in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Callback):
             names += [cls.__name__ for cls in _subclasses(base)]
         raise UserError(one_line(message, flags, names)) from ex
+
+
+def _commands(action: argparse.Action) -> list[argparse.ArgumentParser]:
+    return list(action.choices.values()) if isinstance(action.choices, dict) else []
 
 
 def find_class(section: str, name: str) -> type | None:
@@ -70,7 +76,8 @@ def _subclasses(cls: type) -> list[type]:
 
 
 def _parameters(cls: type) -> set[str]:
-    return {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
+    found = (inspect.signature(base.__init__).parameters for base in cls.__mro__)  # type: ignore[misc]
+    return {name for parameters in found for name in parameters} - {"self", "args", "kwargs", "params"}
 
 
 def chosen_classes(arguments: list[str]) -> dict[str, str]:

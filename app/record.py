@@ -20,8 +20,8 @@ from app.data.module import ImageData
 from app.machine import hardware, peak_memory, versions
 from app.modules import log_window
 from app.parallel import DataParallelStrategy
-from app.report import epoch_line
-from app.stopping import cause
+from app.report import epoch_line, finished
+from app.stopping import EXIT_CODES, cause
 from app.tracking import Tracker
 
 
@@ -48,6 +48,7 @@ class RunRecord(Callback):
             "resumed_from": resumed_from,
             "epochs": [],
             "peak_memory": [],
+            "steps": 0,
             **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "setup_s", "train_s", "throughput")),
         }
         self._first_step: float | None = None
@@ -78,11 +79,9 @@ class RunRecord(Callback):
         """Complete the record and give its figures to the tracker."""
         if self.path is None:
             return
-        stopped = cause(trainer)
+        stopped = None if finished(self.record) else cause(trainer)
         self.record["status"] = "interrupted" if stopped else "completed"
         self.record["error"] = f"by {stopped}" if stopped else None
-        config = self.path.with_name("config.yaml")  # a notebook has none
-        self.record["config"] = str(config) if config.exists() else None
         self._write()
         for logger in trainer.loggers:
             if isinstance(logger, Tracker):
@@ -107,13 +106,15 @@ class RunRecord(Callback):
             self.record["run_dir"] = directory
             if self.path.exists():
                 self.record = json.loads(self.path.read_text())
-        if self.record["status"] in ("failed", "interrupted"):  # a spawned process has said why
-            return
-        stopped = {KeyboardInterrupt: "Ctrl-C", SystemExit: "SIGTERM"}.get(type(exception))
+        stopped = "SIGTERM" if getattr(exception, "code", None) == EXIT_CODES["SIGTERM"] else None
+        if isinstance(exception, KeyboardInterrupt):
+            stopped = "Ctrl-C"
+        if self.record["status"] == "interrupted" or (self.record["status"] == "failed" and not stopped):
+            return  # a spawned process has said why
         self.record["status"] = "interrupted" if stopped else "failed"
         elsewhere = [f"rank {path.stem[10:]}: {path.read_text()}" for path in Path(directory).glob("error_rank*.txt")]
         self.record["error"] = f"by {stopped}" if stopped else "; ".join(elsewhere) or reason
-        if self._first_step is not None:
+        if self._first_step is not None and trainer.state.fn == "fit":
             self._close_epoch(trainer)
             self._measured(trainer)
         self._write()
@@ -121,6 +122,8 @@ class RunRecord(Callback):
     def _write(self) -> None:
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        config = self.path.with_name("config.yaml")  # a notebook has none
+        self.record["config"] = str(config) if config.exists() else None
         temporary = self.path.with_suffix(".json.tmp")
         temporary.write_text(json.dumps(_finite(self.record), indent=2, allow_nan=False) + "\n")
         os.replace(temporary, self.path)
@@ -181,7 +184,12 @@ class RunRecord(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row: its metrics are logged after this."""
         seconds = round(time.perf_counter() - self._epoch_start, 3)
-        self._open_epoch = {"epoch": trainer.current_epoch, "seconds": seconds, "validated": self._validated}
+        self._open_epoch = {
+            "epoch": trainer.current_epoch,
+            "seconds": seconds,
+            "whole": trainer.is_last_batch,
+            "validated": self._validated,
+        }
         self._validated = False
 
     def _close_epoch(self, trainer: Trainer) -> None:
@@ -211,6 +219,7 @@ class RunRecord(Callback):
 
     def _measured(self, trainer: Trainer) -> None:
         """Bring times, throughput, losses and checkpoints up to date."""
+        self.record["steps"] = trainer.global_step
         if self._first_step is not None:
             self.record["train_s"] = round(max(self._last_step - self._first_step, 0.0), 3)
         rates = self._rates[1:]
@@ -288,5 +297,7 @@ def _way_of_running(trainer: Trainer) -> dict[str, Any]:
         "precision": trainer.precision,
         "placement": own and own.placement,
         "global_batch_size": own and own.global_batch_size,
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
         "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
     }

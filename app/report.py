@@ -47,14 +47,24 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
     if fitted and checkpoints.get("last"):
         again = f"--config {directory}/config.yaml"
         resume = f"python -m app fit {again} --ckpt_path {checkpoints['last']}"
-        if record["status"] != "completed":
+        if not finished(record):
             yield f"go on           {resume}"
             return
-        if test and checkpoints["best"]:
-            yield f"use it          python -m app predict {again} --ckpt_path {checkpoints['best']}"
-        yield f"train longer    {resume} --trainer.max_epochs {2 * len(epochs)}"
+        if checkpoints["best"]:
+            command = "predict" if test else "test"
+            yield f"use it          python -m app {command} {again} --ckpt_path {checkpoints['best']}"
+        by_steps = 0 <= record["max_steps"] <= record["steps"]
+        more = f"--trainer.max_steps {2 * record['steps']}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
+        yield f"train longer    {resume} {more}"
         other = "ddp" if record["strategy"] == "dp" else "dp"
         yield f"other ways      python -m app fit {again} --trainer.strategy {other} --trainer.devices 2"
+
+
+def finished(record: dict[str, Any]) -> bool:
+    """Whether a training has come to the end that was asked for, by epochs or by steps."""
+    epochs = max((row["epoch"] + 1 for row in record["epochs"] if row["whole"]), default=0)
+    limits = ((epochs, record["max_epochs"]), (record["steps"], record["max_steps"]))
+    return any(limit is not None and 0 <= limit <= reached for reached, limit in limits)
 
 
 def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], validated: bool) -> str:
@@ -68,7 +78,9 @@ def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], 
     """
     left_out = re.compile(r".*_step|lr-.*|train_acc" + ("" if validated else "|val.*"))
     figures = [f"{name} {float(value):.4f}" for name, value in metrics.items() if not left_out.fullmatch(name)]
-    return f"epoch {row['epoch'] + 1}/{of or '?'}: {', '.join(figures)}, {row['seconds']:.1f} s"
+    total = f"/{of}" if of and of > 0 else ""
+    part = "" if row["whole"] else ", in part"
+    return f"epoch {row['epoch'] + 1}{total}{part}: {', '.join(figures)}, {row['seconds']:.1f} s"
 
 
 def _figures(measured: Mapping[str, float | None]) -> str:

@@ -34,29 +34,36 @@ class Signals(_SignalConnector):
         super().__init__(trainer)
         self.noted = self.stopped_by = 0
         self._process, self._spawned = 0, False
+        self._mask: set[Any] = set()
 
     def register_signal_handlers(self) -> None:
         """Begin to take note; Lightning calls this in every process, and `teardown` at the end."""
         if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
             return
         self._process, self._spawned = os.getpid(), multiprocessing.parent_process() is not None
-        heard = [n for n in CAUSES if self._spawned or signal.getsignal(n) is not signal.SIG_IGN]  # as in a background
+        heard = [number for number in CAUSES if self._spawned or signal.getsignal(number) is not signal.SIG_IGN]
         super().register_signal_handlers()  # SLURM's; it also remembers what `teardown` restores
         for number in heard:
             signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # as ddp's processes are started with it blocked
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # ddp starts its processes deaf to it
+
+    def teardown(self) -> None:
+        """Restore what was before training."""
+        if self._process == os.getpid():
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            self._process = 0
+        super().teardown()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
-            if number == signal.SIGTERM:
-                os._exit(EXIT_CODES["SIGTERM"])
             return
         if self.noted:
             if number == signal.SIGINT and not self._spawned:
                 raise KeyboardInterrupt
             return
         self.noted = number
-        if self.trainer.is_global_zero:  # not print(): the signal may have come in the middle of one
+        if self.trainer.is_global_zero and not self._spawned:
+            # not print(): the signal may have come in the middle of one
             os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once)\n")
 
 
@@ -76,8 +83,11 @@ class StopTogether(Callback):
             return
         trainer.should_stop = True
         trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
-        if not trainer.is_last_batch:
-            trainer.limit_val_batches = 0
+        if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
+            return  # a validation that is due would not be made good by the run that goes on
+        trainer.limit_val_batches = 0
+        for callback in trainer.early_stopping_callbacks:  # they would miss the validation
+            callback._check_on_train_epoch_end = False
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hear of what came during the last validation: no test shall follow."""

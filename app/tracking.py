@@ -188,7 +188,8 @@ class SaveConfig(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write `config.yaml`, and give the config to the tracker."""
-        assert trainer.logger is not None
+        if trainer.logger is None:  # a barebones run keeps nothing
+            return
         directory = Path(str(trainer.logger.log_dir))
         directory.mkdir(parents=True, exist_ok=True)
         Path(directory, "config.yaml").write_text(self.text)

@@ -104,6 +104,7 @@ def test_every_config_runs_two_steps(
         (["--trainer.precision", "bf16-mixd"], "did you mean bf16-mixed?"),
         (["--trainer.strategy", "dpp"], "--trainer.strategy dpp: unknown: did you mean dp?"),
         (["--trainer.devices", "abc"], "devices"),
+        (["--trainer.devices", "0"], "--trainer.devices '0': the cpu accelerator cannot give that"),
         (["--trainer.accelerator", "tpux"], "tpux"),
         (["--model", "FashionMPL"], "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
         (["--data", "CIFAR11"], "--data CIFAR11: there is no such class: did you mean CIFAR10?"),
@@ -185,6 +186,10 @@ def test_an_unknown_command(app: App) -> None:
         (b"- 3", "not a config"),
         (b"", "not a config"),
         (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
+        (
+            b"trainer: {max_epoch: 3}",
+            "in the config: fit has no such setting: did you mean --trainer.max_epochs?",
+        ),
         (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
         (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected int"),
         (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),

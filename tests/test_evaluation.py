@@ -62,7 +62,9 @@ def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Pa
     assert sum(int(n) for row in confusion(trained)[1:] for n in row[1:]) == 1003
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), ("ddp", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp", 4, marks=pytest.mark.slow)]
+)
 def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     run_app = start_app if strategy == "ddp" else app
     checkpoint = trained / "checkpoints" / "best.ckpt"

@@ -82,13 +82,14 @@ def started(root: Path, *flags: str) -> Iterator[Running]:
 @pytest.mark.parametrize(
     ("strategy", "name", "whom"),
     [
+        ("disk", "SIGTERM", "group"),  # with worker processes, which the signal reaches, too
         ("auto", "SIGTERM", "main"),
         ("dp", "SIGINT", "group"),
         ("ddp", "SIGINT", "group"),
         pytest.param("ddp", "SIGTERM", "main", marks=SLOW),
         pytest.param("ddp", "SIGTERM", "group", marks=SLOW),
         pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW),
-        ("ddp_spawn", "SIGTERM", "main"),
+        pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
         pytest.param("ddp_spawn", "SIGTERM", "group", marks=SLOW),
         pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
     ],
@@ -96,6 +97,8 @@ def started(root: Path, *flags: str) -> Iterator[Running]:
 def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> None:
     devices = "1" if strategy == "auto" else "2"
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
+    if strategy == "disk":
+        way = ["--data.placement", "disk", "--data.num_workers", "2"]
     with started(tmp_path, *way, "--trainer.max_epochs", "100000") as run:
         awaited(lambda: len(run.record["epochs"]) > 2 or run.process.poll() is not None, 60)
         run.get(name, whom)

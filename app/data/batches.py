@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-from app.data.sources import Split
+from app.data.sources import Split, work_apart
 from app.errors import UserError
 
 Placement = Literal["disk", "memory", "device"]
@@ -105,6 +105,7 @@ class GlobalBatches:
                 collate_fn=self._stack,
                 pin_memory=self._pin,
                 persistent_workers=num_workers > 0,
+                worker_init_fn=work_apart,
             )
             return
         self._images, self._where = split.tensor(num_workers), rows

@@ -126,7 +126,7 @@ class ImageData(LightningDataModule):
         train, rows = self._splits["train"]
         count = self.val_size if isinstance(self.val_size, int) else int(self.val_size * len(rows))
         if count >= len(rows):
-            raise UserError(f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images")
+            raise UserError(f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images: give less")
         rows = torch.randperm(len(rows), generator=stream(self.seed, 0))
         self._splits["val"] = train, rows[:count].sort().values
         self._splits["train"] = train, rows[count:].sort().values

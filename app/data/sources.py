@@ -1,6 +1,7 @@
 """Where images come from: what a data set is, where its files lie, and how they become uint8 tensors."""
 
 import math
+import os
 import socket
 import struct
 from abc import ABC, abstractmethod
@@ -23,6 +24,11 @@ from app.errors import UserError
 
 SplitName = Literal["train", "val", "test", "predict"]
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
+
+
+def work_apart(worker: int) -> None:
+    """Leave the process group, which Ctrl-C and SIGTERM are sent to: the loader ends its workers when it is done."""
+    os.setpgrp()
 
 
 class Split(Dataset[Tensor]):
@@ -84,7 +90,8 @@ class FileSplit(Split):
     def tensor(self, num_workers: int) -> Tensor:
         """All images, decoded by `num_workers` processes: uint8 (N, C, H, W)."""
         if self._images is None:
-            self._images = torch.cat(list(DataLoader(self, batch_size=256, num_workers=num_workers)))
+            loader = DataLoader(self, batch_size=256, num_workers=num_workers, worker_init_fn=work_apart)
+            self._images = torch.cat(list(loader))
         return self._images
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
-from app.process import end_with_parent
+from app.process import PARENT, end_with_parent
+from app.stopping import Signals
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
@@ -20,21 +21,28 @@ BOTH = (signal.SIGINT, signal.SIGTERM)
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Starts the processes of `ddp`."""
 
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the processes, of which this one is rank zero; a failure that is known here is reported here."""
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit):  # told to stop: before they complain that it is gone
+                self.kill(signal.SIGKILL)
+            self.procs.clear()  # Lightning's watch over them would end this process for their exit codes
+            raise
+
     def _call_children_scripts(self) -> None:
         """Start them deaf to signals that are sent to all: rank zero hears them, and they end with it.
 
         One that ended by itself while they meet would leave rank zero waiting. In training they hear SIGTERM.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
+        os.environ[PARENT] = str(os.getpid())
         try:
             super()._call_children_scripts()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def kill(self, signum: Any) -> None:
-        """End the processes, and the watch over them: it would end this one for their exit codes."""
-        super().kill(signum)
-        self.procs.clear()
+            del os.environ[PARENT]
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
@@ -64,7 +72,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         # a process that is still importing would report a Ctrl-C with a traceback
         before = signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            results = super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
             for process in multiprocessing.active_children():
                 process.kill()
@@ -73,6 +81,10 @@ class ProcessLauncher(_MultiProcessingLauncher):
             if self.stopped_by == signal.SIGTERM:
                 raise SystemExit(128 + signal.SIGTERM) from None
             raise
+        else:
+            if self.stopped_by and trainer is not None and isinstance(trainer._signal_connector, Signals):
+                trainer._signal_connector.stopped_by = self.stopped_by
+            return results
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for number, handler in handlers.items():
@@ -89,6 +101,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def _tell(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
+        os.write(2, b"\nstopping (Ctrl-C again: at once)\n")
         if self._starting:  # one that ends while it is handed its work would leave this process waiting for ever
             return
         for process in multiprocessing.active_children():
@@ -105,6 +118,10 @@ class ProcessLauncher(_MultiProcessingLauncher):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH)
         end_with_parent()
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        if not parent.is_alive():
+            os._exit(1)
         super()._wrapping_function(*args, **kwargs)
 
 
