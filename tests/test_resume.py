@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import QUIET, error_of, largest_difference, start_app, weights
 
 from app.networks import LeNet
@@ -135,6 +136,23 @@ def test_stopped_by_max_steps(steps: int, app: App, tmp_path: Path) -> None:
     difference = largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed)))
     assert difference == 0
     assert epochs(resumed) == epochs(whole)
+
+
+def test_stopped_early(app: App, tmp_path: Path) -> None:
+    """By a validation in the middle of an epoch; or not yet, and then no step is kept on the way."""
+    early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
+    early += ["--trainer.callbacks.min_delta=100", "--trainer.callbacks.patience=1"]
+    flags = [*CNN[:-2], "--run.test", "false", *QUIET, *early]
+    runs = tmp_path / "runs"
+    middle = ["--trainer.val_check_interval", "5", "--trainer.max_epochs", "2"]
+    code, out = app("fit", *flags, *middle, "--run.name", "middle")
+    assert code == 0, out
+    last = torch.load(runs / "middle" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == 10
+    later = ["--trainer.min_epochs", "3", "--trainer.max_epochs", "4", *EVERY]
+    code, out = app("fit", *flags, *later, "--run.name", "later")
+    assert code == 0, out
+    assert sorted(checkpoints(runs / "later" / "version_0")) == [15, 30, 45]
 
 
 def test_across_strategies(app: App, tmp_path: Path) -> None:

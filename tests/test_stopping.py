@@ -131,6 +131,31 @@ def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
     assert largest_difference(weights(whole), weights(resumed)) == 0
 
 
+EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "validations"),
+    [(EARLY, 0), (["--trainer.val_check_interval", "4"], 1), (["--trainer.accumulate_grad_batches", "2"], 0)],
+    ids=["early-stopping", "validation-due", "accumulating"],
+)
+def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_path: Path) -> None:
+    """After the fourth optimizer step, whatever else looks at the end of a step or of an epoch."""
+    flags = [*SMALL, "--model", "user_code.StopsItself", *flags, "--trainer.max_epochs", "2", "--run.test", "false"]
+    code, out = app("fit", *flags)
+    assert code == 130, out
+    run = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    found = json.loads((run / "run.json").read_text())
+    assert (found["status"], found["steps"]) == ("interrupted", 4)
+    assert [row["whole"] for row in found["epochs"]] == [False]
+    assert sum(row["val_acc"] is not None for row in found["epochs"]) == validations
+    code, out = app("fit", *flags, "--config", run / "config.yaml", "--ckpt_path", "last")
+    assert code == 0, out
+    found = json.loads((run.with_name("version_1") / "run.json").read_text())
+    assert found["status"] == "completed"
+    assert [row["epoch"] for row in found["epochs"]] == [0, 1]
+
+
 @SLOW
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])

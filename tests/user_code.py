@@ -1,5 +1,7 @@
 """What a user of the application may bring along: a model and data that know nothing of it."""
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -65,6 +67,16 @@ class OneCycle(CIFARCNN):
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class StopsItself(CIFARCNN):
+    """Gets a Ctrl-C in its fourth step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 3 and not getattr(self, "told", False):
+            self.told = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
 
 
 class NotesPrecision(TheirModel):
