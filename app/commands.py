@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shlex
 import sys
 import traceback
@@ -24,9 +23,9 @@ import app.data
 import app.modules
 from app.callbacks import PredictionWriter, TestFigures
 from app.checkpoints import RunCheckpoint, check_checkpoint, find_checkpoint
-from app.errors import UserError, nearest, one_line
+from app.errors import RankError, UserError, nearest, one_line
 from app.parallel import refuse_impossible
-from app.parallel.launchers import use_our_launcher
+from app.parallel.launchers import LOST, use_our_launcher
 from app.parsing import Parser, chosen_classes, find_class
 from app.record import RunRecord
 from app.report import report
@@ -159,7 +158,8 @@ class CLI(LightningCLI):
             raise UserError(one_line(str(error))) from error
         refuse_impossible(self.trainer)
         if not self._keeps_nothing():  # such a run has Lightning's own ways to end
-            use_our_launcher(self.trainer)
+            record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
+            use_our_launcher(self.trainer, record.on_exception)
         if self.checkpoint is not None:
             check_checkpoint(self.checkpoint, self.model, self.trainer if self.subcommand == "fit" else None)
         elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
@@ -277,6 +277,9 @@ def run() -> int:
         if isinstance(end.code, str):
             raise
         return end.code or 0
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
         # a worker or a spawned process hands on its error as the text of a traceback
         *_, last = str(error).rsplit("UserError: ", 1)
@@ -289,7 +292,7 @@ def run() -> int:
             raise UserError(one_line(str(error))) from error  # Lightning itself says what it was asked wrongly
         if raised_in == torch.optim.lr_scheduler.__file__:
             raise UserError(f"--model.scheduler: {error}") from error
-        if not re.search("(closed|reset) by peer|Broken pipe|likely closed", str(error)):
+        if not LOST.search(str(error)):
             raise
         raise UserError("stopped because another rank did: see what that one says") from error
     # the others end with 0: Lightning would take anything else for a failure of theirs, and end rank zero

@@ -2,11 +2,27 @@
 
 import difflib
 import re
+import signal
 from collections.abc import Iterable
 
 
 class UserError(Exception):
     """Names the thing that is wrong, where it is, and the remedy, in one line."""
+
+
+class RankError(Exception):
+    """Another process of the run has failed, of which this one only sees that it is gone.
+
+    Args:
+        rank: Which one.
+        pid: Its process.
+        code: Its exit code, below zero for a signal.
+    """
+
+    def __init__(self, rank: int, pid: int | None, code: int) -> None:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        super().__init__(f"rank {rank} (process {pid}) {how}")
+        self.exit_code = 2 if code == 2 else 1
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from app.callbacks import gather_objects
 from app.checkpoints import RunCheckpoint
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
+from app.errors import RankError
 from app.machine import hardware, peak_memory, versions
 from app.modules import log_window
 from app.parallel import DataParallelStrategy
@@ -109,12 +110,15 @@ class RunRecord(Callback):
         stopped = "SIGTERM" if getattr(exception, "code", None) == EXIT_CODES["SIGTERM"] else None
         if isinstance(exception, KeyboardInterrupt):
             stopped = "Ctrl-C"
-        if self.record["status"] == "interrupted" or (self.record["status"] == "failed" and not stopped):
+        better = stopped or isinstance(exception, RankError)
+        if self.record["status"] == "interrupted" or (self.record["status"] == "failed" and not better):
             return  # a spawned process has said why
         self.record["status"] = "interrupted" if stopped else "failed"
         elsewhere = [f"rank {path.stem[10:]}: {path.read_text()}" for path in Path(directory).glob("error_rank*.txt")]
+        if isinstance(exception, RankError):
+            reason = str(exception)
         self.record["error"] = f"by {stopped}" if stopped else "; ".join(elsewhere) or reason
-        if self._first_step is not None and trainer.state.fn == "fit":
+        if self._first_step is not None and trainer.state.fn == "fit" and not isinstance(exception, RankError):
             self._close_epoch(trainer)
             self._measured(trainer)
         self._write()

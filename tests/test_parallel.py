@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUIET, start_app, weights
+from conftest import QUIET, error_of, start_app, weights
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
@@ -44,6 +44,12 @@ def test_somebodys_own_model_that_logs_no_accuracy(app: App) -> None:
     code, out = app("fit", *SMALL, "--model", "user_code.LogsLossOnly", "--trainer.max_epochs", "1")
     assert code == 0, out
     assert "test            loss" in out
+
+
+def test_what_cannot_be_pickled_is_named(app: App) -> None:
+    said = error_of(*app("fit", *SMALL, "--model", "user_code.CannotBePickled", *way("ddp_spawn", 2)))
+    assert "Can't pickle" in said
+    assert "use --trainer.strategy ddp" in said
 
 
 def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:

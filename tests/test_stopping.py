@@ -100,7 +100,7 @@ def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> 
     if strategy == "disk":
         way = ["--data.placement", "disk", "--data.num_workers", "2"]
     with started(tmp_path, *way, "--trainer.max_epochs", "100000") as run:
-        awaited(lambda: len(run.record["epochs"]) > 2 or run.process.poll() is not None, 60)
+        awaited(lambda: len(run.record["epochs"]) > 2 or run.process.poll() is not None, 120)
         run.get(name, whom)
         out = run.end()
     assert run.process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name], out
@@ -117,7 +117,7 @@ def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
     """Wherever it was hit: the step, and with it the place in the epoch, are not of the test's choosing."""
     flags = ["--trainer.max_epochs", "40", "--run.test", "false"]
     with started(tmp_path / "stopped", *flags, "--trainer.log_every_n_steps", "1") as run:
-        awaited(lambda: len(run.record["epochs"]) > 2, 60)
+        awaited(lambda: len(run.record["epochs"]) > 2, 120)
         run.get("SIGINT", "main")
         out = run.end()
     assert run.process.returncode == 130, out
@@ -172,9 +172,37 @@ def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
 
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_a_rank_that_is_killed_is_named(strategy: str, tmp_path: Path) -> None:
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
+    flags = ["--model", "user_code.SaysItsProcess", "--model.directory", str(tmp_path)]
+    with started(tmp_path, *flags, *way, "--trainer.max_epochs", "100000") as run:
+        awaited(lambda: len(run.record["epochs"]) > 1, 120)
+        victim = int((tmp_path / "rank1").read_text())
+        os.kill(victim, signal.SIGKILL)
+        out = run.end()
+    assert run.process.returncode == 1, out
+    assert f"error: rank 1 (process {victim}) was ended by SIGKILL" in out
+    assert "Traceback" not in out
+    assert run.record["status"] == "failed"
+    assert "rank 1" in run.record["error"]
+
+
+@SLOW
+def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
+    """As in a collective call of NCCL, which does not notice; the reason is the other rank's."""
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    with started(tmp_path, "--model", "user_code.FailsWhileRankZeroIsStuck", *way) as run:
+        out = run.end()
+    assert run.process.returncode == 1, out
+    assert "failed with exit code 1" in out
+    assert (run.record["status"], run.record["error"]) == ("failed", "rank 1: RuntimeError: only here")
+
+
+@SLOW
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     with started(tmp_path, *way, "--trainer.max_epochs", "100000") as run:
-        awaited(lambda: len(run.record["epochs"]) > 2, 60)
+        awaited(lambda: len(run.record["epochs"]) > 2, 120)
         run.get("SIGKILL", "main")
         run.end()

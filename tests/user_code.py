@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +78,35 @@ class StopsItself(CIFARCNN):
         if self.global_step == 3 and not getattr(self, "told", False):
             self.told = True
             os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+
+class CannotBePickled(CIFARCNN):
+    """Keeps a function that has no name to find it by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = lambda x: 2 * x
+
+
+class SaysItsProcess(CIFARCNN):
+    """Leaves the id of its process in a file for each rank."""
+
+    def __init__(self, directory: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.directory = directory
+
+    def on_train_start(self) -> None:
+        Path(self.directory, f"rank{self.global_rank}").write_text(str(os.getpid()))
+
+
+class FailsWhileRankZeroIsStuck(CIFARCNN):
+    """Breaks in one process; the other one waits, and not for the first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1:
+            raise RuntimeError("only here")
+        threading.Event().wait(100)
         return super().training_step(batch, batch_idx)
 
 

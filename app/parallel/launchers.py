@@ -2,34 +2,88 @@
 
 import multiprocessing
 import os
+import pickle
+import re
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
+from app.errors import RankError, UserError
 from app.process import PARENT, end_with_parent
 from app.stopping import Signals
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
+GRACE = 10.0  # seconds in which rank zero may notice by itself that another rank has failed
+LOST = re.compile("(closed|reset) by peer|Broken pipe|likely closed")
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts the processes of `ddp`."""
+    """Starts the processes of `ddp`.
+
+    Attributes:
+        on_failure: Notes in the run's record that another process has failed.
+    """
+
+    on_failure: Callable[[Trainer, LightningModule, BaseException], None]
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the processes, of which this one is rank zero; a failure that is known here is reported here."""
+        """Start the processes, of which this one is rank zero, and run the function in it.
+
+        Raises:
+            RankError: When another process has failed, and this one has lost the connection.
+        """
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            threading.Thread(target=self._watch, args=(trainer,), daemon=True).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            return function(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit):  # told to stop: before they complain that it is gone
                 self.kill(signal.SIGKILL)
-            self.procs.clear()  # Lightning's watch over them would end this process for their exit codes
+            failed = self._failed(5.0) if isinstance(error, RuntimeError) and LOST.search(str(error)) else None
+            self.procs.clear()  # ends the watch
+            if failed is not None:
+                raise failed from error
             raise
+
+    def _failed(self, seconds: float) -> RankError | None:
+        """The first other process that has failed, if one does within a time."""
+        limit = time.monotonic() + seconds
+        while True:
+            for index, process in enumerate(self.procs):
+                if process.poll():
+                    rank = self.cluster_environment.node_rank() * self.num_processes + index + 1
+                    return RankError(rank, process.pid, process.returncode)
+            if time.monotonic() > limit:
+                return None
+            time.sleep(0.1)
+
+    def _watch(self, trainer: Trainer) -> None:
+        """End this process where another one has failed and it does not notice, as in a collective call of NCCL.
+
+        In place of Lightning's watch, which ends it with SIGKILL: no word in the record, exit code 137.
+        """
+        while any(process.poll() is None for process in list(self.procs)):
+            failed = self._failed(1.0)
+            if failed is not None:
+                time.sleep(GRACE)
+                if self.procs:
+                    print(f"error: {failed}", file=sys.stderr, flush=True)
+                    self.on_failure(trainer, trainer.lightning_module, failed)
+                    self.kill(signal.SIGKILL)
+                    os._exit(failed.exit_code)
 
     def _call_children_scripts(self) -> None:
         """Start them deaf to signals that are sent to all: rank zero hears them, and they end with it.
@@ -62,6 +116,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
         Raises:
             KeyboardInterrupt: When they ended out of order after Ctrl-C.
             SystemExit: When they did so after SIGTERM.
+            RankError: When one of them was ended.
+            UserError: When model or data cannot be pickled.
         """
         handlers = {}
         if threading.current_thread() is threading.main_thread():
@@ -73,13 +129,20 @@ class ProcessLauncher(_MultiProcessingLauncher):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
         try:
             results = super().launch(function, *args, trainer=trainer, **kwargs)
-        except BaseException:
+        except BaseException as error:
             for process in multiprocessing.active_children():
                 process.kill()
             if self.stopped_by == signal.SIGINT:
                 raise KeyboardInterrupt from None
             if self.stopped_by == signal.SIGTERM:
                 raise SystemExit(128 + signal.SIGTERM) from None
+            if "pickle" in str(error).lower() and isinstance(error, pickle.PicklingError | TypeError | AttributeError):
+                raise UserError(
+                    f"ddp_spawn hands model and data to its processes as pickles, which fails here ({error}): use "
+                    "--trainer.strategy ddp, or define what is named at the top level of a module"
+                ) from error
+            if isinstance(error, torch.multiprocessing.ProcessExitedException):
+                raise RankError(error.error_index, error.error_pid, error.exit_code) from error
             raise
         else:
             if self.stopped_by and trainer is not None and isinstance(trainer._signal_connector, Signals):
@@ -125,11 +188,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
         super()._wrapping_function(*args, **kwargs)
 
 
-def use_our_launcher(trainer: Trainer) -> None:
+def use_our_launcher(trainer: Trainer, on_failure: Callable[[Trainer, LightningModule, BaseException], None]) -> None:
     """Put our launcher in the place of Lightning's of the same kind."""
     strategy: Any = trainer.strategy
-    launcher = strategy.launcher
-    if isinstance(launcher, _SubprocessScriptLauncher):
-        strategy._launcher = ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
-    elif isinstance(launcher, _MultiProcessingLauncher):
-        strategy._launcher = ProcessLauncher(strategy, launcher._start_method)
+    old = strategy.launcher
+    if isinstance(old, _SubprocessScriptLauncher):
+        strategy._launcher = ScriptLauncher(old.cluster_environment, old.num_processes, old.num_nodes)
+        strategy._launcher.on_failure = on_failure
+    elif isinstance(old, _MultiProcessingLauncher):
+        strategy._launcher = ProcessLauncher(strategy, old._start_method)
