@@ -48,15 +48,7 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
     for broken in (image.read_bytes()[:200], b"not an image"):
         image.write_bytes(broken)
         for placement in ("memory", "disk"):
-            flags = [
-                "--data",
-                "ImageFolder",
-                "--data.root",
-                image_root,
-                "--data.placement",
-                placement,
-                *QUIET,
-            ]
+            flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.placement", placement, *QUIET]
             assert str(image) in error_of(*app("fit", *flags, "--data.num_workers", "2"))
     shutil.rmtree(image_root / "train" / "dog")
     assert "dog" in error_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *QUIET))

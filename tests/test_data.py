@@ -171,16 +171,8 @@ def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
 def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path) -> None:
-    flags = [
-        "--data",
-        "ImageFolder",
-        "--data.root",
-        image_root,
-        "--data.placement",
-        placement,
-        "--data.num_workers",
-        "2",
-    ]
+    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.placement", placement]
+    flags += ["--data.num_workers", "2"]
     code, out = app("fit", *flags, *TWO_STEPS)
     assert code == 0, out
     checkpoint = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"

@@ -20,9 +20,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 
 from app.errors import RankError, UserError
 from app.process import PARENT, end_with_parent
-from app.stopping import Signals
+from app.stopping import CAUSES, EXIT_CODES, Signals
 
-BOTH = (signal.SIGINT, signal.SIGTERM)
 GRACE = 10.0  # seconds in which rank zero may notice by itself that another rank has failed
 LOST = re.compile("(closed|reset) by peer|Broken pipe|likely closed")
 
@@ -49,11 +48,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt | SystemExit):  # told to stop: before they complain that it is gone
-                self.kill(signal.SIGKILL)
-            failed = self._failed(5.0) if isinstance(error, RuntimeError) and LOST.search(str(error)) else None
+        except (KeyboardInterrupt, SystemExit):
+            self.kill(signal.SIGKILL)  # before they complain that this process is gone
             self.procs.clear()  # ends the watch
+            raise
+        except Exception as error:
+            failed = self._failed(5.0) if isinstance(error, RuntimeError) and LOST.search(str(error)) else None
+            self.procs.clear()
             if failed is not None:
                 raise failed from error
             raise
@@ -90,7 +91,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
         One that ended by itself while they meet would leave rank zero waiting. In training they hear SIGTERM.
         """
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         os.environ[PARENT] = str(os.getpid())
         try:
             super()._call_children_scripts()
@@ -121,21 +122,21 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """
         handlers = {}
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in BOTH if signal.getsignal(number) is not signal.SIG_IGN]
+            heard = [number for number in CAUSES if signal.getsignal(number) is not signal.SIG_IGN]
             handlers = {number: signal.signal(number, self._tell) for number in heard}
         self._starting = True
         resource_tracker.ensure_running()  # which would unblock them
         # a process that is still importing would report a Ctrl-C with a traceback
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         try:
             results = super().launch(function, *args, trainer=trainer, **kwargs)
-        except BaseException as error:
+        except Exception as error:  # a Ctrl-C is not raised here, but comes to _tell
             for process in multiprocessing.active_children():
                 process.kill()
             if self.stopped_by == signal.SIGINT:
                 raise KeyboardInterrupt from None
             if self.stopped_by == signal.SIGTERM:
-                raise SystemExit(128 + signal.SIGTERM) from None
+                raise SystemExit(EXIT_CODES["SIGTERM"]) from None
             if "pickle" in str(error).lower() and isinstance(error, pickle.PicklingError | TypeError | AttributeError):
                 raise UserError(
                     f"ddp_spawn hands model and data to its processes as pickles, which fails here ({error}): use "
@@ -156,7 +157,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "procs" and self._starting:  # launch has started them all, and will wait for them
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
             self._starting = False
             for process in multiprocessing.active_children() if self.stopped_by else ():
                 process.kill()
@@ -179,7 +180,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """Run in the new process: it may be ended from here on, and not by a Ctrl-C in the terminal."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
         end_with_parent()
         parent = multiprocessing.parent_process()
         assert parent is not None
