@@ -27,6 +27,7 @@ from app.errors import RankError, UserError, nearest, one_line
 from app.parallel import refuse_impossible
 from app.parallel.launchers import LOST, use_our_launcher
 from app.parsing import Parser, chosen_classes, find_class
+from app.profiling import StepProfile
 from app.record import RunRecord
 from app.report import report
 from app.stopping import EXIT_CODES, Signals, StopTogether, cause
@@ -47,6 +48,7 @@ class Run:
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
+        warmup_epochs: Epochs left out of the throughput in run.json.
     """
 
     name: str = "cifar_cnn"
@@ -56,6 +58,7 @@ class Run:
     project: str = "data-parallel-lab"
     group: str | None = None
     tags: list[str] | None = None
+    warmup_epochs: int = 0
 
 
 class CLI(LightningCLI):
@@ -190,9 +193,10 @@ class CLI(LightningCLI):
         loggers = make_loggers(run.root, run.name, version, run.wandb, run.project, run.group, run.tags)
         kwargs["logger"] = loggers + [logger for logger in own if not isinstance(logger, bool | None)]
         callbacks = trainer.callbacks or []
-        record = RunRecord(shlex.join(["python", "-m", "app", *sys.argv[1:]]), self.checkpoint)
+        record = RunRecord(shlex.join(["python", "-m", "app", *sys.argv[1:]]), self.checkpoint, run.warmup_epochs)
         kwargs["callbacks"] = [
             *(callbacks if isinstance(callbacks, list) else [callbacks]),
+            StepProfile(),
             record,
             StopTogether(),
             TestFigures(),

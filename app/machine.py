@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import psutil
 import torch
 
 import app
@@ -65,9 +66,17 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
                 "allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 4) if cuda else None,
                 "reserved_gib": round(torch.cuda.max_memory_reserved(device) / GIB, 4) if cuda else None,
                 "host_rss_gib": round(_peak_rss() / GIB, 4),
+                "total_gib": round(_total(device) / GIB, 4),
             }
         )
     return rows
+
+
+def _total(device: torch.device) -> int:
+    """Bytes of memory that a device has; of the CPU, the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
 
 
 def _peak_rss() -> int:

@@ -18,9 +18,11 @@ from app.checkpoints import RunCheckpoint
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.errors import RankError
+from app.files import write_json
 from app.machine import hardware, peak_memory, versions
 from app.modules import log_window
 from app.parallel import DataParallelStrategy
+from app.profiling import StepProfile
 from app.report import epoch_line, finished
 from app.stopping import EXIT_CODES, cause
 from app.tracking import Tracker
@@ -31,14 +33,16 @@ class RunRecord(Callback):
 
     Throughput is measured over windows of `log_every_n_steps` steps (of an epoch, where that is shorter):
     global samples over seconds, from the end of one window to the end of the next, with the device
-    synchronised; the first window of the run is left out. Validation does not count.
+    synchronised; the first window of the run is left out, and all those of the first `warmup_epochs`.
+    Validation does not count.
 
     Args:
         command: What was typed.
         resumed_from: The checkpoint that the run continues.
+        warmup_epochs: Epochs left out of the throughput.
     """
 
-    def __init__(self, command: str, resumed_from: str | None = None) -> None:
+    def __init__(self, command: str, resumed_from: str | None = None, warmup_epochs: int = 0) -> None:
         # set where the run was typed: a spawned process would begin the count at its own start
         self._started = psutil.Process().create_time()
         self.path: Path | None = None
@@ -51,13 +55,16 @@ class RunRecord(Callback):
             "peak_memory": [],
             "steps": 0,
             **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "setup_s", "train_s", "throughput")),
+            "time_per_step": None,
         }
+        self._warmup_epochs = warmup_epochs
         self._first_step: float | None = None
         self._last_step = 0.0
         self._epoch_start = 0.0
         self._open_epoch: dict[str, Any] | None = None
         self._validated = False
         self._rates: list[float] = []
+        self._windows = 0
         self._window_start = 0.0
         self._window_samples = self._window_steps = 0
 
@@ -125,12 +132,9 @@ class RunRecord(Callback):
 
     def _write(self) -> None:
         assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         config = self.path.with_name("config.yaml")  # a notebook has none
         self.record["config"] = str(config) if config.exists() else None
-        temporary = self.path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(_finite(self.record), indent=2, allow_nan=False) + "\n")
-        os.replace(temporary, self.path)
+        write_json(self.path, self.record)
 
     # -- training -------------------------------------------------------------------------------------------
 
@@ -170,7 +174,10 @@ class RunRecord(Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
         now = time.perf_counter()
-        self._rates.append(self._window_samples / (now - self._window_start))
+        first = not self._windows and not self._warmup_epochs
+        self._windows += 1
+        if not first and trainer.current_epoch >= self._warmup_epochs:
+            self._rates.append(self._window_samples / (now - self._window_start))
         self._window_start = self._last_step = now
         self._window_samples = self._window_steps = 0
 
@@ -226,7 +233,7 @@ class RunRecord(Callback):
         self.record["steps"] = trainer.global_step
         if self._first_step is not None:
             self.record["train_s"] = round(max(self._last_step - self._first_step, 0.0), 3)
-        rates = self._rates[1:]
+        rates = self._rates
         self.record["throughput"] = {
             "median": round(statistics.median(rates), 1) if rates else None,
             "min": round(min(rates), 1) if rates else None,
@@ -246,6 +253,8 @@ class RunRecord(Callback):
         memory = [row for rows in gather_objects(peak_memory(trainer.global_rank, _devices(trainer))) for row in rows]
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
+        profiles = (callback.time_per_step for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
+        self.record["time_per_step"] = next(profiles, None)
         self._measured(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -280,15 +289,6 @@ def _devices(trainer: Trainer) -> list[torch.device]:
     return [strategy.root_device]
 
 
-def _finite(value: Any) -> Any:
-    """The same with null for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _way_of_running(trainer: Trainer) -> dict[str, Any]:
     flag = trainer._accelerator_connector._strategy_flag
     data = getattr(trainer, "datamodule", None)
@@ -300,6 +300,7 @@ def _way_of_running(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "precision": trainer.precision,
         "placement": own and own.placement,
+        "threads": torch.get_num_threads(),
         "global_batch_size": own and own.global_batch_size,
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from app.data.sources import Split, work_apart
 from app.errors import UserError
@@ -44,6 +44,37 @@ class RawBatch(NamedTuple):
     draws: Tensor | None
 
 
+class Reader(Dataset[Tensor]):
+    """What a worker process does: reads image `row` of a split, and augments it from the sample's own seed.
+
+    Args:
+        split: The images.
+        augment: Maps an image, uint8 (C, H, W), to one of the same shape, from torch's global random state.
+    """
+
+    def __init__(self, split: Split, augment: nn.Module | None) -> None:
+        self.split, self.augment = split, augment
+
+    def __getitem__(self, item: tuple[int, int]) -> Tensor:
+        row, seed = item
+        image = self.split[row]
+        if self.augment is None:
+            return image
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            augmented = self.augment(image)
+        if augmented.shape != image.shape or augmented.dtype != image.dtype:
+            raise UserError(
+                f"--data.augment {type(self.augment).__name__} makes {augmented.dtype} {tuple(augmented.shape)} of an "
+                f"image of {image.dtype} {tuple(image.shape)}: it must keep shape and type"
+            )
+        return augmented
+
+    def stack(self, images: list[Tensor]) -> Tensor:
+        """Images of one batch, (n, C, H, W); n may be 0."""
+        return torch.stack(images) if images else self.split[0].new_empty((0, *self.split[0].shape))
+
+
 class GlobalBatches:
     """Iterates over one rank's share of every global batch.
 
@@ -64,6 +95,7 @@ class GlobalBatches:
         shuffle: Whether each epoch has a permutation of its own.
         drop_last: Whether to leave out the last, smaller batch.
         draws: Random numbers per sample.
+        augment: What the workers do to each image; for `disk` alone.
         position: Gives the step at which the epoch begins: above zero when it is resumed.
     """
 
@@ -84,6 +116,7 @@ class GlobalBatches:
         shuffle: bool = False,
         drop_last: bool = False,
         draws: int = 0,
+        augment: nn.Module | None = None,
         position: Callable[[], int] = lambda: 0,
     ) -> None:
         self.split, self.rows = split, rows
@@ -97,12 +130,13 @@ class GlobalBatches:
         self._labels = split.labels[rows]
         self._workers: DataLoader[Tensor] | None = None
         if placement == "disk":
-            self._shares: list[list[int]] = []
+            self._shares: list[list[tuple[int, int]]] = []
+            reader = Reader(split, augment)
             self._workers = DataLoader(
-                split,
+                reader,
                 batch_sampler=self._shares,
                 num_workers=num_workers,
-                collate_fn=self._stack,
+                collate_fn=reader.stack,
                 pin_memory=self._pin,
                 persistent_workers=num_workers > 0,
                 worker_init_fn=work_apart,
@@ -137,16 +171,13 @@ class GlobalBatches:
         batch = per_sample[step * self.batch_size : (step + 1) * self.batch_size]
         return batch.tensor_split(self.world_size)[self.rank]
 
-    def _stack(self, images: list[Tensor]) -> Tensor:
-        return torch.stack(images) if images else self.split[0].new_empty((0, *self.split[0].shape))
-
     def __iter__(self) -> Iterator[RawBatch]:
         epoch, steps = self.epoch, range(self.position(), len(self))
         order = torch.arange(len(self.rows))
         if self.shuffle:
             order = torch.randperm(len(self.rows), generator=stream(self.seed, 1, epoch))
         if self._workers is not None:
-            self._shares[:] = [self.rows[self._share(order, step)].tolist() for step in steps]
+            self._shares[:] = [self._items(order, epoch, step) for step in steps]
             for step, images in zip(steps, self._workers, strict=True):
                 yield RawBatch(images, self._labels[self._share(order, step)], self._draw(epoch, step))
             return
@@ -157,6 +188,12 @@ class GlobalBatches:
             if self._pin:
                 images = images.pin_memory()
             yield RawBatch(images, self._labels[share], self._draw(epoch, step))
+
+    def _items(self, order: Tensor, epoch: int, step: int) -> list[tuple[int, int]]:
+        """Row of each sample of this rank, and the seed of its augmentation."""
+        generator = stream(self.seed, 3, epoch, step)
+        seeds = torch.randint(2**62, (self.global_count(step),), generator=generator).tensor_split(self.world_size)
+        return list(zip(self.rows[self._share(order, step)].tolist(), seeds[self.rank].tolist(), strict=True))
 
     def _draw(self, epoch: int, step: int) -> Tensor | None:
         """Draw for the whole global batch and take this rank's part: a sample's draws do not tell ranks apart."""

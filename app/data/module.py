@@ -9,7 +9,7 @@ from typing import Any, Literal
 import psutil
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, stream
 from app.data.sources import CIFAR10Source, FashionMNISTSource, FolderSource, Source, Split, SplitName
@@ -32,6 +32,8 @@ class ImageData(LightningDataModule):
         crop_padding: Augmentation: pixels of border from which a random crop is taken.
         flip: Augmentation: mirror half of the images.
         cutout: Augmentation: side in pixels of a square set to the mean.
+        augment: Augmentation by the worker processes, image by image, so that it costs CPU: a transform of
+            torchvision, such as `torchvision.transforms.v2.ElasticTransform`. Needs placement `disk`.
         drop_last: Whether to leave out the last, smaller batch of a training epoch.
         seed: Of the split, the order and the augmentation; by default `--seed_everything`.
 
@@ -50,6 +52,7 @@ class ImageData(LightningDataModule):
         crop_padding: int = 0,
         flip: bool = False,
         cutout: int = 0,
+        augment: nn.Module | None = None,
         drop_last: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -62,7 +65,9 @@ class ImageData(LightningDataModule):
         for flag, value in (("num_workers", workers), ("crop_padding", crop_padding), ("cutout", cutout)):
             if value < 0:
                 raise UserError(f"--data.{flag} {value}: give a count from 0 on")
-        self.source = source
+        if augment is not None and placement not in ("auto", "disk"):
+            raise UserError(f"--data.augment is done by worker processes: --data.placement disk, not {placement}")
+        self.source, self.augment = source, augment
         self.batch_size, self.val_size = batch_size, val_size
         self.requested_placement, self.requested_workers = placement, num_workers
         self.drop_last = drop_last
@@ -159,6 +164,8 @@ class ImageData(LightningDataModule):
         """Where the images are kept; decided once, for what is loaded changes what fits."""
         if self.requested_placement != "auto":
             return self.requested_placement
+        if self.augment is not None:
+            return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
         needed = len(split) * math.prod(self.image_shape) * self._local_ranks
         return "memory" if needed < psutil.virtual_memory().available / 2 else "disk"
@@ -196,6 +203,7 @@ class ImageData(LightningDataModule):
             shuffle=train and not getattr(trainer, "overfit_batches", 0),
             drop_last=train and self.drop_last,
             draws=self.transform.draws if train else 0,
+            augment=self.augment if train else None,
             position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),
         )
 

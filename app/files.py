@@ -1,0 +1,28 @@
+"""Files that are whole or not there."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON in one piece, also where this process is killed meanwhile.
+
+    Args:
+        path: The file; its folder is made.
+        value: NaN and infinity, which JSON does not have, become null.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    os.replace(temporary, path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,198 @@
+"""Where the time of a step goes, from a short window near the beginning of training."""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from torch.optim import Optimizer
+
+from app.parallel import DataParallelStrategy
+
+PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")
+
+
+class StepProfile(Callback):
+    """Times the phases of 20 steps after the first 5, and gives their medians to the run record.
+
+    Phases of rank zero's step, which add up to the whole of it:
+
+    * data: waiting for the batch, moving it to the device, augmenting and normalising it
+    * forward_backward: the model's step and its backward pass
+    * communication: what the step waits for other ranks after its last gradient is ready; what overlaps with
+      the backward pass costs nothing and is not seen. Under dp: scattering the batch, copying the model and
+      gathering the outputs; the gradients that dp adds up during the backward pass are not told apart from it.
+    * optimizer: its update
+    * rest: everything else, such as metrics, logging and Python between the calls
+
+    The device is synchronised at each border, inside of this window only.
+    """
+
+    skipped, window = 5, 20
+
+    def __init__(self) -> None:
+        self._steps: list[dict[str, float]] = []
+        self._seen = 0
+        self._began = 0.0
+        self._watch: _Stopwatch | None = None
+
+    @property
+    def time_per_step(self) -> dict[str, Any] | None:
+        """Median milliseconds of each phase and their number; None where training was too short."""
+        if not self._steps:
+            return None
+        phases = {name: 1000 * statistics.median(step[name] for step in self._steps) for name in PHASES}
+        return {**{name: round(value, 4) for name, value in phases.items()}, "n": len(self._steps), "unit": "ms"}
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out what is between epochs."""
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End a step; begin to time after the first ones, and end after the last."""
+        self._seen += 1
+        watch = self._watch
+        if watch is None:
+            alone = isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
+            if alone and self._seen == self.skipped:
+                self._watch = watch = _Stopwatch(trainer)
+                watch.attach()
+        elif watch.attached:
+            whole = watch.now() - self._began
+            spent = watch.take()
+            self._steps.append({**spent, "rest": max(whole - sum(spent.values()), 0.0)})
+            if len(self._steps) == self.window:
+                watch.detach()
+        if watch is not None and watch.attached:
+            self._began = watch.now()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End a window that training has not filled."""
+        if self._watch is not None:
+            self._watch.detach()
+            self._watch = None
+
+
+class _Stopwatch(Profiler):
+    """Stands in for the trainer's profiler, which Lightning tells when each part of a step begins and ends."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.trainer = trainer
+        self.device = trainer.strategy.root_device
+        self.cuda = self.device.type == "cuda"
+        self.attached = False
+        self._handles: list[Any] = []
+        self._begun: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        self._spent: dict[str, float] = {}
+        self._last_gradient = 0.0
+        self._ready = torch.cuda.Event(enable_timing=True) if self.cuda else None
+        self._replicas: list[float] = []
+
+    def now(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def take(self) -> dict[str, float]:
+        """Seconds of the phases in the step that ends here, and begin anew."""
+        spent = {name: self._spent.get(name, 0.0) for name in PHASES if name != "rest"}
+        self._spent = {}
+        return spent
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self._spent[phase] = self._spent.get(phase, 0.0) + seconds
+
+    # -- what is watched ------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        self.attached = True
+        self._before, self.trainer.profiler = self.trainer.profiler, self  # type: ignore[attr-defined]
+        for optimizer in self.trainer.optimizers:
+            self._handles.append(optimizer.register_step_post_hook(self._on_stepped))
+        module = self.trainer.lightning_module
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DataParallelStrategy):
+            assert strategy.replica is not None
+            self._handles += [
+                module.register_forward_pre_hook(self._on_scatter),
+                strategy.replica.register_forward_pre_hook(self._on_replica),
+                strategy.replica.register_forward_hook(self._on_replica),
+                module.register_forward_hook(self._on_gathered),
+            ]
+        elif self.trainer.world_size > 1:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def detach(self) -> None:
+        if self.attached:
+            self.attached = False
+            self.trainer.profiler = self._before  # type: ignore[attr-defined]
+            for handle in self._handles:
+                handle.remove()
+
+    def start(self, action_name: str) -> None:
+        name = action_name.rsplit(".", 1)[-1]
+        if name in _ACTIONS:
+            self._begun[name] = self.now()
+
+    def stop(self, action_name: str) -> None:
+        name = action_name.rsplit(".", 1)[-1]
+        if name == "on_before_optimizer_step":  # of the module, after those of the callbacks: the update follows
+            self._begun["optimizer"] = self.now()
+        if name not in _ACTIONS or name not in self._begun:
+            return
+        waited = self._waited() if name == "backward" else 0.0
+        seconds = self.now() - self._begun.pop(name)
+        self._add(_ACTIONS[name], seconds - waited)
+        self._add("communication", waited)
+
+    def _waited(self) -> float:
+        """Seconds from the last gradient to the end of the backward pass, where ranks add up their gradients."""
+        if self.cuda and self._last_gradient:
+            assert self._ready is not None
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            end.synchronize()
+            waited = self._ready.elapsed_time(end) / 1000
+        else:
+            waited = time.perf_counter() - self._last_gradient if self._last_gradient else 0.0
+        self._last_gradient = 0.0
+        return waited
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._last_gradient = time.perf_counter()
+        if self._ready is not None:
+            self._ready.record()
+
+    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if "optimizer" in self._begun:
+            self._add("optimizer", self.now() - self._begun.pop("optimizer"))
+
+    def _on_scatter(self, *_: Any) -> None:
+        self._begun["dp"] = self.now()
+        self._replicas = []
+
+    def _on_replica(self, *_: Any) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()  # of this thread's device
+        self._replicas.append(time.perf_counter())
+
+    def _on_gathered(self, *_: Any) -> None:
+        overhead = self.now() - self._begun.pop("dp") - (max(self._replicas) - min(self._replicas))
+        self._add("communication", overhead)
+        self._add("forward_backward", -overhead)  # it is inside of the step
+
+
+_ACTIONS = {
+    "train_dataloader_next": "data",
+    "batch_to_device": "data",
+    "training_step": "forward_backward",
+    "backward": "forward_backward",
+}
