@@ -52,6 +52,10 @@ def main(args: Sequence[str] | None = None) -> int:
         print(HELP)
         return 0
     try:
+        if sys.argv[1] == "compare":
+            from app.compare.command import run as compare
+
+            return compare(sys.argv[2:])
         from app.commands import run
 
         return run()

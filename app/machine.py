@@ -45,6 +45,16 @@ def hardware() -> dict[str, Any]:
     return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": names}
 
 
+def driver() -> str | None:
+    """Version of NVIDIA's driver, where there is one."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
+
+
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -17,6 +18,15 @@ CKPT_PATH = (
     "The checkpoint to begin with: a file, `last` or `best`. These mean the run that a --config in a run's directory "
     "belongs to, else the newest of --run.name. fit goes on from it."
 )
+
+
+class PlainParser(ArgumentParser):
+    """Reports what a user did wrong in one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Raise the message, without usage."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        raise UserError(one_line(message, flags)) from ex
 
 
 class Parser(LightningArgumentParser):
@@ -93,7 +103,7 @@ def chosen_classes(arguments: list[str]) -> dict[str, str]:
         if flag.removesuffix(".class_path") in ("--model", "--data"):
             chosen[flag.removesuffix(".class_path").removeprefix("--")] = value
         if flag in ("--config", "-c") and not value.startswith("-"):
-            config = _read_config(value)
+            config = read_yaml(value)
             for section in {"model", "data"} & config.keys():
                 content = config[section]
                 name = content.get("class_path") if isinstance(content, dict) else content
@@ -113,14 +123,19 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_config(name: str) -> dict[str, Any]:
+def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        UserError: When the file that the flag names is missing, not text, or not a mapping with unique keys.
+    """
     try:
         content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
-        raise UserError(f"--config {name}: there is no such file{near}") from None
+        raise UserError(f"{flag} {name}: there is no such file{near}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {name} cannot be read: {one_line(str(error))}") from error
+        raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))}") from error
     if not isinstance(content, dict):
-        raise UserError(f"--config {name}: not a config: expected `key: value` lines")
+        raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")
     return content

@@ -7,6 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
@@ -147,6 +148,14 @@ class Tracker(WandbLogger):
                 **{f"{picture.stem}_picture": wandb.Image(str(picture)) for picture in pictures},
             }
         )
+
+    @_guarded
+    def log_comparison(self, table: pd.DataFrame, pictures: dict[str, Path]) -> None:
+        """Log the table and the pictures of a comparison."""
+        import wandb
+
+        images = {path.stem: wandb.Image(str(path), caption=title) for title, path in pictures.items()}
+        self.experiment.log({"results": wandb.Table(dataframe=table), **images})
 
     @_guarded
     def finalize(self, status: str) -> None:

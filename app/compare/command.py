@@ -1,0 +1,243 @@
+"""`python -m app compare`: its flags, what is seen while it runs, and where its report goes."""
+
+import datetime
+import shlex
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.table import Table
+
+from app.compare.experiment import Experiment, Variant, expand
+from app.compare.report import write_report
+from app.compare.runner import Runner
+from app.errors import UserError, nearest
+from app.files import write_json
+from app.machine import driver, hardware, versions
+from app.parsing import PlainParser, read_yaml
+from app.tracking import Tracker, next_version
+
+DEFAULT = "configs/compare/this_machine.yaml"
+USAGE = """\
+python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]
+
+Runs every variant of an experiment as `python -m app fit …` and reports which way of running is best here. Every
+setting of the experiment file is a flag, too; flags of fit, such as --data.root or --trainer.precision, are added to
+every variant."""
+
+
+def run(words: list[str]) -> int:
+    """Compare, and write the report.
+
+    Args:
+        words: The arguments after `compare`.
+
+    Returns:
+        Exit code: 0 when every variant was measured or skipped, 1 when one failed.
+
+    Raises:
+        UserError: For what a user did wrong, also when no variant can run here.
+        KeyboardInterrupt: On Ctrl-C, after a report on what there is.
+    """
+    options, experiment = _parse(words)
+    variants = expand(experiment)
+    console = Console()
+    folder = Path(options.root, "compare", str(experiment.name))
+    name, new = _version(folder, experiment, variants, options.fresh)
+    if options.dry_run:
+        _announce(Runner(experiment, variants, folder / name, []), console)
+        return 0
+    group = f"{experiment.name}/{name}"
+    tracking = ["--run.wandb", "true", "--run.group", group] if options.wandb else ["--run.wandb", "false"]
+    runner = Runner(experiment, variants, folder / name, tracking)
+    if new:
+        write_json(folder / name / "experiment.json", asdict(experiment) | _fingerprint(experiment, variants))
+    head = {
+        "command": shlex.join(["python", "-m", "app", "compare", *words]),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "driver": driver(),
+        "versions": versions(),
+    }
+    done = sum(len(outcome.records) for outcome in runner.outcomes)
+    console.print(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
+    if done:
+        console.print(f"{done} runs are done already; --fresh starts over", highlight=False)
+    try:
+        _Screen(console).follow(runner)
+    finally:
+        short, table, pictures = write_report(experiment, runner.outcomes, head, folder / name)
+        console.print(Markdown(short, code_theme="bw"))
+        console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
+    if options.wandb:
+        tracker = Tracker(str(folder / name), f"{group} summary", "data-parallel-lab", group)
+        tracker.log_comparison(table, pictures)
+        tracker.finish()
+        console.print(f"tracked  {tracker.where()}", soft_wrap=True)
+    reasons = {outcome.reason for outcome in runner.outcomes}
+    if not any(outcome.records for outcome in runner.outcomes) and len(reasons) == 1:
+        raise UserError(str(reasons.pop()))
+    return int(any(outcome.status in ("failed", "hanging") for outcome in runner.outcomes))
+
+
+def _parse(words: list[str]) -> tuple[Namespace, Experiment]:
+    own, flags = _split(words)
+    parser = PlainParser(prog="python -m app compare", usage=USAGE, exit_on_error=False)
+    parser.add_argument("--experiment", default=DEFAULT, help="the experiment file")
+    parser.add_argument("--dry_run", action="store_true", help="only print the commands and the estimated time")
+    parser.add_argument("--fresh", action="store_true", help="measure anew what was measured before")
+    parser.add_argument("--wandb", action="store_true", help="track the runs and the report in Weights & Biases")
+    parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
+    settings = [field.name for field in fields(Experiment)]
+    parser.add_class_arguments(Experiment, "settings")
+    # settings are typed without the group's name
+    own = [_renamed(word, settings) for word in own]
+    file = next((own[i + 1] for i, word in enumerate(own[:-1]) if word == "--experiment"), None)
+    file = next((word.partition("=")[2] for word in own if word.startswith("--experiment=")), file) or DEFAULT
+    content: dict[str, Any] = {"name": Path(file).stem}
+    if not {"-h", "--help"} & set(own):
+        content |= read_yaml(file, "--experiment")
+    for key in content:
+        if key not in settings:
+            raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")
+    base = parser.parse_object({"settings": content})
+    options = parser.parse_args(own, namespace=base)
+    if options.settings.quick:
+        form = dict(content.get("quick_form", {}))
+        if not form:
+            raise UserError(f"--experiment {file} has no quick_form: leave --quick out")
+        added = {**content.get("flags", {}), **form.pop("flags", {})}
+        base = parser.parse_object({"settings": {**content, **form, "flags": added}})
+        options = parser.parse_args(own, namespace=base)
+    experiment = Experiment(**options.settings.as_dict())
+    experiment.flags |= flags
+    return options, experiment
+
+
+def _renamed(word: str, settings: list[str]) -> str:
+    flag = word.partition("=")[0].removeprefix("--")
+    return f"--settings.{word.removeprefix('--')}" if word.startswith("--") and flag in settings else word
+
+
+def _split(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words for compare itself, and the flags of fit: those with a dot, and the three that fit has without."""
+    own, flags, rest = [], {}, list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, given, value = word.partition("=")
+        if flag.startswith("--") and ("." in flag or flag in ("--model", "--data", "--seed_everything")):
+            if not given and not rest:
+                raise UserError(f"{flag} needs a value")
+            flags[flag.removeprefix("--")] = value if given else rest.pop(0)
+        else:
+            own.append(word)
+    return own, flags
+
+
+def _fingerprint(experiment: Experiment, variants: list[Variant]) -> dict[str, Any]:
+    """What must be the same for runs to belong together."""
+    return {
+        "commands": {variant.name: variant.words for variant in variants},
+        "warmup_epochs": experiment.warmup_epochs,
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def _version(folder: Path, experiment: Experiment, variants: list[Variant], fresh: bool) -> tuple[str, bool]:
+    """The directory of the report: the newest one where it is of the same, else a new one."""
+    version = next_version(str(folder.parent), folder.name)
+    number = int(version.removeprefix("version_"))
+    newest = folder / f"version_{number - 1}" / "experiment.json"
+    if not fresh and newest.exists():
+        found = read_yaml(str(newest), "the last report's")
+        if all(found.get(key) == value for key, value in _fingerprint(experiment, variants).items()):
+            return newest.parent.name, False
+    return version, True
+
+
+def _announce(runner: Runner, console: Console) -> None:
+    """Print the commands, and how long they will take as far as that is known."""
+    for outcome in runner.outcomes:
+        state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
+        console.print(f"[bold]{outcome.variant.name}[/bold]  ({state})", highlight=False)
+        if outcome.status != "skipped":
+            more = runner.bookkeeping(outcome.variant, 1)
+            console.print("\n".join(outcome.variant.lines(more)) + "\n", highlight=False, soft_wrap=True, markup=False)
+    left = len(list(runner.todo()))
+    seconds = runner.remaining_s()
+    most = datetime.timedelta(seconds=int(left * runner.experiment.time_limit))
+    guess = "" if seconds is None else f"about {datetime.timedelta(seconds=int(seconds))}, judged by earlier runs; "
+    console.print(f"{left} runs to do: {guess}at most {most}", highlight=False)
+
+
+class _Screen:
+    """What is seen while runs are made: a live table in a terminal, a line for each run elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.began = time.monotonic()
+        self.live: Live | None = None
+        self.told: set[tuple[str, int]] = set()
+        self.printed: set[str] = set()
+
+    def follow(self, runner: Runner) -> None:
+        runner.show = self._show
+        if not self.console.is_terminal:
+            runner.run()
+            return
+        # no thread of its own: a run is started by fork, which does not like threads
+        with Live(console=self.console, auto_refresh=False) as self.live:
+            runner.run()
+            self._show(runner)
+
+    def _show(self, runner: Runner) -> None:
+        if runner.running is not None:
+            outcome, repeat, _ = runner.running
+            if outcome.variant.name not in self.printed:
+                self.printed.add(outcome.variant.name)
+                lines = outcome.variant.lines(runner.bookkeeping(outcome.variant, repeat))
+                self.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False, style="dim")
+        if self.live is not None:
+            self.live.update(self._table(runner), refresh=True)
+            return
+        for outcome in runner.outcomes:
+            key = (outcome.variant.name, len(outcome.records))
+            if key not in self.told and (outcome.records or outcome.reason):
+                said = _rate(list(outcome.records.values())[-1]) if outcome.records else ""
+                state = outcome.reason or f"run {len(outcome.records)} of {runner.experiment.repeats}, {said}"
+                self.console.print(f"{outcome.variant.name}: {state}  ({self._clock(runner)})", soft_wrap=True)
+                self.told.add(key)
+
+    def _clock(self, runner: Runner) -> str:
+        elapsed = datetime.timedelta(seconds=int(time.monotonic() - self.began))
+        left = runner.remaining_s()
+        return f"{elapsed} elapsed" + ("" if left is None else f", about {datetime.timedelta(seconds=int(left))} left")
+
+    def _table(self, runner: Runner) -> Table:
+        table = Table(caption=self._clock(runner), caption_justify="left")
+        for header in ("variant", "runs", "state", "samples/s"):
+            table.add_column(header)
+        for outcome in runner.outcomes:
+            state = outcome.status
+            if runner.running is not None and runner.running[0] is outcome:
+                record = runner.progress()
+                epochs = len(record.get("epochs", []))
+                of = record.get("max_epochs") or "?"
+                state = f"[bold]epoch {epochs + 1} of {of}[/bold]" if record else "[bold]starting[/bold]"
+            elif outcome.reason:
+                state = f"{outcome.status}: {outcome.reason[:50]}"
+            rates = [_rate(record) for record in outcome.records.values()]
+            runs = f"{len(outcome.records)} of {runner.experiment.repeats}"
+            table.add_row(outcome.variant.name, runs, state, rates[-1] if rates else "")
+        return table
+
+
+def _rate(record: dict[str, Any]) -> str:
+    median = record["throughput"]["median"]
+    return "too short to measure" if median is None else f"{median:,.0f} samples/s"

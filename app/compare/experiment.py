@@ -1,0 +1,277 @@
+"""What is compared: an experiment file, and the commands that its variants mean."""
+
+import itertools
+import json
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import Namespace
+
+from app.commands import resolve
+from app.errors import UserError, nearest
+
+# flags that say where a run is kept and how it is measured
+OWN = ("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group")
+
+
+@dataclass
+class PublishedRow:
+    """Figures published for one way of running.
+
+    Args:
+        what: What it was.
+        figures: Figures by their names in results.csv: numbers, or words such as `over 3000`.
+        variant: The variant to which it corresponds here.
+    """
+
+    what: str
+    figures: dict[str, float | str]
+    variant: str | None = None
+
+
+@dataclass
+class Published:
+    """Figures published elsewhere.
+
+    Args:
+        hardware: What they were measured on.
+        rows: The figures.
+        note: What to bear in mind.
+    """
+
+    hardware: str
+    rows: list[PublishedRow]
+    note: str = ""
+
+
+@dataclass
+class Experiment:
+    """What to compare, and how to measure it.
+
+    Args:
+        name: Name of the experiment; by default that of its file.
+        description: What it asks, in a sentence or two; the report opens with it.
+        configs: Config files of `fit` under every variant.
+        flags: Flags of `fit` under every variant: `trainer.precision: bf16-mixed`. One that is null is left out.
+        variants: Name of each variant, and the flags of `fit` that make it.
+        grid: Values of each flag; every combination is a variant, beside those of `variants`.
+        exclude: Combinations to leave out of the grid, each given by some of its flags.
+        baseline: The variant to which speed-up and efficiency refer; by default the first.
+        repeats: Runs of each variant, in turn: A B C, A B C.
+        warmup_epochs: Epochs at the beginning that do not count for throughput.
+        max_epochs: Epochs of each run; by default the config's.
+        max_steps: Steps of each run, instead of epochs.
+        time_limit: Seconds after which a run is ended and counts as hanging.
+        scale_batch: Let the global batch and the learning rate grow with the number of replicas, instead of holding
+            both fixed.
+        quick: Take the experiment's small form, for any machine with two cores.
+        quick_form: Settings that replace the others in the small form; its `flags` are added to the others.
+        published: Figures published elsewhere, to stand beside those measured here.
+    """
+
+    name: str | None = None
+    description: str = ""
+    configs: list[str] = field(default_factory=list)
+    flags: dict[str, Any] = field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    exclude: list[dict[str, Any]] = field(default_factory=list)
+    baseline: str | None = None
+    repeats: int = 3
+    warmup_epochs: int = 1
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    time_limit: float = 3600.0
+    scale_batch: bool = False
+    quick: bool = False
+    quick_form: dict[str, Any] = field(default_factory=dict)
+    published: Published | None = None
+
+
+@dataclass
+class Variant:
+    """One way of running.
+
+    Attributes:
+        name: Its name in the report.
+        words: The arguments of `python -m app` that a person would type for it.
+        settings: What they mean, all defaults included.
+        lacking: What this machine lacks for it, or None.
+    """
+
+    name: str
+    words: list[str]
+    settings: Namespace
+    lacking: str | None = None
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder."""
+        return re.sub(r"[^\w.=-]+", "_", self.name).strip("_") or "variant"
+
+    @property
+    def replicas(self) -> int:
+        """How many devices share a batch: those of dp, or the ranks of all nodes."""
+        return _devices(self.settings.trainer) * self.settings.trainer.num_nodes
+
+    @property
+    def command(self) -> str:
+        """What a person would type, a line for each node."""
+        return "\n".join(self.lines([]))
+
+    def lines(self, more: list[str], port: int = 29500) -> list[str]:
+        """The command, with more arguments, for each node; several nodes are several processes of this machine."""
+        typed = shlex.join(["python", "-m", "app", *self.words, *more])
+        count = self.settings.trainer.num_nodes
+        environments = [self.environment(node, port) for node in range(count)]
+        prefixes = ["".join(f"{key}={value} " for key, value in env.items()) for env in environments]
+        return [f"{prefix}{typed}{' &' if node < count - 1 else ''}" for node, prefix in enumerate(prefixes)]
+
+    def environment(self, node: int, port: int) -> dict[str, str]:
+        """What tells a process which of several nodes it is, and gives it that node's part of this machine.
+
+        Source: Lightning's `LightningEnvironment`.
+        """
+        trainer = self.settings.trainer
+        if trainer.num_nodes == 1:
+            return {}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
+        each = _devices(trainer)
+        if _gpus(trainer):
+            return address | {"CUDA_VISIBLE_DEVICES": ",".join(str(node * each + i) for i in range(each))}
+        return address | {"OMP_NUM_THREADS": str(max(usable_cores() // self.replicas, 1))}
+
+
+def expand(experiment: Experiment) -> list[Variant]:
+    """Make the variants of an experiment, every flag checked.
+
+    Raises:
+        UserError: When there is nothing to compare, or a variant cannot be read by `fit`.
+    """
+    for name, least in (("repeats", 1), ("warmup_epochs", 0), ("time_limit", 1), ("max_epochs", 1), ("max_steps", 1)):
+        value = getattr(experiment, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value}: give {least} or more")
+    if experiment.max_epochs is not None and experiment.max_epochs <= experiment.warmup_epochs:
+        raise UserError(
+            f"--max_epochs {experiment.max_epochs} leaves nothing to measure after --warmup_epochs "
+            f"{experiment.warmup_epochs}: give more epochs or less warm-up"
+        )
+    for flag in {key for flags in (experiment.flags, *experiment.variants.values(), experiment.grid) for key in flags}:
+        if flag in OWN:
+            raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
+    named = {**experiment.variants, **_product(experiment)}
+    if not named:
+        raise UserError("the experiment has neither variants nor a grid: give one of them")
+    if experiment.baseline is not None and experiment.baseline not in named:
+        raise UserError(f"--baseline {experiment.baseline}: no such variant{nearest(experiment.baseline, named)}")
+    variants = [_variant(experiment, name, flags) for name, flags in named.items()]
+    slugs = [variant.slug for variant in variants]
+    for variant in variants:
+        if slugs.count(variant.slug) > 1:
+            raise UserError(f"two variants have the folder {variant.slug}: name {variant.name!r} differently")
+    return variants
+
+
+def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
+    """The grid's combinations by name: `strategy=ddp devices=2`."""
+    for key, values in experiment.grid.items():
+        if not values:
+            raise UserError(f"grid: {key} has no values")
+    for excluded in experiment.exclude:
+        unknown = excluded.keys() - experiment.grid.keys()
+        if unknown:
+            raise UserError(f"exclude: {min(unknown)} is not in the grid{nearest(min(unknown), experiment.grid)}")
+    combinations = [
+        dict(zip(experiment.grid, values, strict=True)) for values in itertools.product(*experiment.grid.values())
+    ]
+    kept = [
+        flags
+        for flags in combinations
+        if experiment.grid and not any(excluded.items() <= flags.items() for excluded in experiment.exclude)
+    ]
+    return {
+        " ".join(f"{key.rsplit('.', 1)[-1]}={text(value)}" for key, value in flags.items()): flags for flags in kept
+    }
+
+
+def text(value: Any) -> str:
+    """A value as it is typed."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _variant(experiment: Experiment, name: str, own: dict[str, Any]) -> Variant:
+    flags = {**experiment.flags, **own}
+    if experiment.max_epochs is not None:
+        flags["trainer.max_epochs"] = experiment.max_epochs
+    if experiment.max_steps is not None:
+        flags["trainer.max_steps"] = experiment.max_steps
+    try:
+        words = _words(experiment.configs, flags)
+        variant = Variant(name, words, resolve(words))
+        if experiment.scale_batch:
+            words = _words(experiment.configs, flags | _scaled(variant))
+            variant = Variant(name, words, resolve(words))
+    except UserError as error:
+        raise UserError(f"variant {name!r}: {error}") from error
+    variant.lacking = _lacking(variant)
+    return variant
+
+
+def _words(configs: list[str], flags: dict[str, Any]) -> list[str]:
+    flags = {key: value for key, value in flags.items() if value is not None}
+    stacked = itertools.chain.from_iterable(("--config", config) for config in configs)
+    given = itertools.chain.from_iterable(
+        (f"--{key}", text(value)) for key, value in flags.items() if value is not None
+    )
+    return ["fit", *stacked, *given]
+
+
+def _gpus(trainer: Namespace) -> bool:
+    return trainer.accelerator in ("gpu", "cuda") or (trainer.accelerator == "auto" and torch.cuda.is_available())
+
+
+def _devices(trainer: Namespace) -> int:
+    """Devices on each node, as Lightning reads the flag."""
+    devices = trainer.devices
+    if isinstance(devices, str) and devices not in ("auto", "-1"):
+        devices = yaml.safe_load(devices if "," not in devices else f"[{devices.strip(',')}]")
+    if isinstance(devices, list):
+        return len(devices)
+    if devices in ("auto", "-1", -1):
+        one = trainer.strategy == "auto" and trainer.num_nodes == 1
+        return torch.cuda.device_count() if _gpus(trainer) and not one else 1
+    return int(devices)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _lacking(variant: Variant) -> str | None:
+    """What this machine has not enough of: every replica needs a GPU, or a core, of its own."""
+    trainer, needed = variant.settings.trainer, variant.replicas
+    if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        return "there is no GPU"
+    what, there = ("GPUs", torch.cuda.device_count()) if _gpus(trainer) else ("CPU cores", usable_cores())
+    if trainer.accelerator in ("auto", "cpu", "gpu", "cuda") and needed > there:
+        return f"needs {needed} {what}, of which there {'is' if there == 1 else 'are'} {there}"
+    return None
+
+
+def _scaled(variant: Variant) -> dict[str, Any]:
+    """Batch and learning rate by the linear scaling rule. Source: Goyal et al., https://arxiv.org/abs/1706.02677."""
+    count, settings = variant.replicas, variant.settings
+    batch = settings.data.init_args.get("batch_size")
+    rate = settings.get("model.init_args.optimizer.init_args.lr")
+    if not isinstance(batch, int) or rate is None:
+        raise UserError(
+            f"--scale_batch needs a --data.batch_size in images and a --model.optimizer.lr: they are {batch} and {rate}"
+        )
+    return {"data.batch_size": batch * count, "model.optimizer.lr": rate * count}

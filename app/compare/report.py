@@ -1,0 +1,225 @@
+"""The report of an experiment: Markdown, from which HTML and the terminal's version are made, CSV, JSON, PNGs."""
+
+import base64
+import html
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from markdown_it import MarkdownIt
+
+from app.compare.advice import advice
+from app.compare.experiment import Experiment
+from app.compare.figures import draw
+from app.compare.results import COLUMNS, tabulate
+from app.compare.runner import Outcome
+from app.files import write_json
+from app.profiling import PHASES
+
+STYLE = """\
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
+th, td { border: 1px solid #ccc; padding: .3rem .6rem; text-align: right } th { background: #f3f3f3 }
+th:first-child, td:first-child { text-align: left } img { max-width: 100% }
+pre { background: #f6f6f6; padding: .7rem; overflow-x: auto } code { font-size: .9em }"""
+
+
+def write_report(
+    experiment: Experiment, outcomes: Sequence[Outcome], head: dict[str, Any], folder: Path
+) -> tuple[str, pd.DataFrame, dict[str, Path]]:
+    """Write report.md, report.html, results.csv, results.json and the pictures.
+
+    Args:
+        experiment: What was compared.
+        outcomes: What became of each variant.
+        head: What it was measured on: command, date, versions, hardware, driver.
+        folder: The directory of the report.
+
+    Returns:
+        What to show in a terminal, as Markdown; the table; title and file of each picture.
+    """
+    baseline = experiment.baseline or outcomes[0].variant.name
+    table = tabulate(outcomes, baseline)
+    pictures = draw(table, outcomes, baseline, folder)
+    table.to_csv(folder / "results.csv", index=False)
+    commands = {outcome.variant.name: outcome.variant.command for outcome in outcomes}
+    notes = {outcome.variant.name: {"reason": outcome.reason, "tail": outcome.tail} for outcome in outcomes}
+    runs = {o.variant.name: [record["run_dir"] for record in o.records.values()] for o in outcomes}
+    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    results = [{**row, "command": commands[n], **notes[n], "runs": runs[n]} for row in rows for n in (row["variant"],)]
+    write_json(folder / "results.json", {**head, "baseline": baseline, "variants": results})
+
+    said = advice(table, baseline, commands, on_gpu=bool(head["hardware"]["gpus"]))
+    short = [f"# {experiment.name}", experiment.description, _state(outcomes), "## Advice", *said]
+    short += [*_tables(table, baseline), *_published(experiment, table), *_failures(outcomes)]
+    long = [*short, "## Pictures", *(f"![{title}]({path.name})" for title, path in pictures.items())]
+    long += ["## How it was measured", *_method(experiment), *_machine(head), "## Commands"]
+    long += [f"{name}:\n\n{_code(command)}" for name, command in commands.items()]
+    text = "\n\n".join(part for part in long if part) + "\n"
+    (folder / "report.md").write_text(text)
+    (folder / "report.html").write_text(_html(str(experiment.name), text, pictures))
+    return "\n\n".join(part for part in short if part), table, pictures
+
+
+def _state(outcomes: Sequence[Outcome]) -> str:
+    open_ = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
+    return f"**Not complete**: {', '.join(open_)}. The same command goes on." if open_ else ""
+
+
+def _code(text: str) -> str:
+    """A block of text as it is, whatever is in it."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _number(value: Any, form: str, unit: str = "") -> str:
+    return "—" if value is None or pd.isna(value) else f"{value:{form}}{unit}"
+
+
+def _tables(table: pd.DataFrame, baseline: str) -> list[str]:
+    rows = [row for _, row in table.iterrows() if not pd.isna(row["devices"])]
+    if not rows:
+        return []
+
+    def speed(row: pd.Series) -> list[str]:
+        rates = [_number(row[name], ",.0f") for name in ("samples_per_s", "samples_per_s_min", "samples_per_s_max")]
+        return [
+            row["variant"],
+            f"{row['devices']:.0f} × {row['nodes']:.0f}",
+            rates[0],
+            "–".join(rates[1:]),
+            f"{row['n']:.0f}",
+            _number(row["speed_up"], ".2f"),
+            _number(row["efficiency"], ".0%"),
+        ]
+
+    def training(row: pd.Series) -> list[str]:
+        losses = [_number(row[f"loss_{name}"], ".6g") for name in ("first", "middle", "last")]
+        times = [_number(row[name], ",.1f") for name in ("train_s", "setup_s")]
+        return [row["variant"], *losses, _number(row["val_acc"], ".2%"), *times]
+
+    def resources(row: pd.Series) -> list[str]:
+        memory = [
+            f"{_number(row[f'memory_{which}_gib'], '.3f')} ({_number(row[f'memory_{which}_percent'], '.0f', ' %')})"
+            for which in ("main", "others")
+        ]
+        batch = f"{_number(row['global_batch'], '.0f')} / {_number(row['replica_batch'], 'g')}"
+        processes = f"{row['processes']:.0f} × {row['threads']:.0f}"
+        return [row["variant"], processes, batch, row["precision"], row["placement"] or "—", *memory]
+
+    return [
+        "## Speed",
+        _markdown_table(
+            [
+                "variant",
+                "devices × nodes",
+                "samples/s",
+                "min–max",
+                "n",
+                f"speed-up over {baseline}",
+                "scaling efficiency",
+            ],
+            map(speed, rows),
+        ),
+        "## Training",
+        _markdown_table(
+            ["variant", "loss, first", "middle", "last epoch", "validation accuracy", "training (s)", "set-up (s)"],
+            map(training, rows),
+        ),
+        "## Processes, batch and memory",
+        _markdown_table(
+            [
+                "variant",
+                "processes × threads",
+                "batch, global / per replica",
+                "precision",
+                "placement",
+                "peak GiB, main device",
+                "largest other",
+            ],
+            map(resources, rows),
+        ),
+        "## Where the time of a step goes, in milliseconds",
+        _markdown_table(
+            ["variant", *(phase.replace("_", " + ") for phase in PHASES)],
+            ([row["variant"], *(_number(row[f"{phase}_ms"], ".2f") for phase in PHASES)] for row in rows),
+        ),
+    ]
+
+
+def _published(experiment: Experiment, table: pd.DataFrame) -> list[str]:
+    """What was published, beside what was measured here."""
+    published = experiment.published
+    if not published:
+        return []
+    here = table.set_index("variant")
+    rows = []
+    for entry in published.rows:
+        for key, value in entry.figures.items():
+            mine = here[key].get(entry.variant) if entry.variant in here.index else None
+            theirs = value if isinstance(value, str) else f"{value:,g}" if value >= 1000 else f"{value:.7g}"
+            rows.append([entry.what, COLUMNS.get(key, key), theirs, _number(mine, ",.6g"), entry.variant or "—"])
+    return [
+        "## Published, and here",
+        f"Published on {published.hardware}. {published.note}".strip(),
+        _markdown_table(["published for", "figure", "published", "here", "variant"], rows),
+    ]
+
+
+def _failures(outcomes: Sequence[Outcome]) -> list[str]:
+    absent = [outcome for outcome in outcomes if outcome.reason]
+    if not absent:
+        return []
+    rows = [[outcome.variant.name, outcome.status, str(outcome.reason)] for outcome in absent]
+    parts = ["## Not measured", _markdown_table(["variant", "status", "why"], rows)]
+    for outcome in absent:
+        if outcome.tail and outcome.status != "skipped":
+            parts.append(f"The last lines that {outcome.variant.name} said:\n\n{_code(chr(10).join(outcome.tail))}")
+    return parts
+
+
+def _method(experiment: Experiment) -> list[str]:
+    batch = (
+        "The global batch and the learning rate grow with the number of replicas (linear scaling rule; the rate of a "
+        "scheduler is left as it is): variants do not take the same steps, and losses at the same epoch differ."
+        if experiment.scale_batch
+        else "The global batch is the same for all variants unless a variant sets it, so that they take the same steps."
+    )
+    return [
+        f"{batch} Runs were made in turn ({experiment.repeats} of each variant), each a process of its own. samples/s "
+        f"is the median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then the "
+        "median over the runs; min–max is over the runs, n is their number. Training runs from the first step to the "
+        "last, validation included; set-up from the start of the process to the first step. Peak memory is what torch "
+        "allocated on an accelerator; on a CPU it is that of the process. The phases of a step are medians over 20 "
+        "steps near the beginning of rank zero; communication is what a step waits for after its last gradient."
+    ]
+
+
+def _machine(head: dict[str, Any]) -> list[str]:
+    hardware, versions = head["hardware"], head["versions"]
+    rows = [
+        ["command", f"`{head['command']}`"],
+        ["date", head["date"]],
+        ["CPU", f"{hardware['cpu']}, {hardware['cores']} cores"],
+        ["GPUs", ", ".join(hardware["gpus"]) or "none"],
+        ["driver", head["driver"] or "—"],
+        *([name, version or "—"] for name, version in versions.items()),
+    ]
+    return [_markdown_table(["measured on", ""], rows)]
+
+
+def _html(title: str, text: str, pictures: dict[str, Path]) -> str:
+    """A page that needs no other file; HTML that comes with a name or an output is shown, not interpreted."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    for path in pictures.values():
+        data = base64.b64encode(path.read_bytes()).decode()
+        body = body.replace(f'src="{path.name}"', f'src="data:image/png;base64,{data}"')
+    return (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
+        f"<style>\n{STYLE}\n</style>\n{body}</html>\n"
+    )

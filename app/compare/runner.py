@@ -1,0 +1,223 @@
+"""Runs every variant in processes of its own, repeats in turn, and keeps what became of each run."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from app.compare.experiment import Experiment, Variant
+from app.files import write_json
+from app.process import end_with_parent
+
+GRACE = 15.0  # seconds in which a run that was told to stop may end in order
+TAIL = 12  # lines of a failed run's output that the report shows
+
+
+@dataclass
+class Outcome:
+    """What became of a variant.
+
+    Attributes:
+        variant: The variant.
+        records: The run records of its completed runs, by repeat.
+        status: `waiting`, `running`, `measured`, `skipped`, `failed` or `hanging`.
+        reason: Why it was skipped or failed, in one line.
+        tail: The last lines of output of a run that failed or hung.
+    """
+
+    variant: Variant
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+    status: str = "waiting"
+    reason: str | None = None
+    tail: list[str] = field(default_factory=list)
+
+
+class Runner:
+    """Runs an experiment in a directory, and goes on with one that was broken off.
+
+    Args:
+        experiment: What to run.
+        variants: Its variants.
+        directory: Where runs and their output are kept.
+        more: Arguments for every run that do not change its training, such as those of the tracker.
+        show: Called whenever there is something new to see.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        variants: list[Variant],
+        directory: Path,
+        more: list[str],
+        show: Callable[["Runner"], None] = lambda runner: None,
+    ) -> None:
+        self.experiment, self.directory, self.more, self.show = experiment, directory, more, show
+        self.outcomes = [Outcome(variant) for variant in variants]
+        self.running: tuple[Outcome, int, float] | None = None
+        for outcome in self.outcomes:
+            if outcome.variant.lacking:
+                outcome.status, outcome.reason = "skipped", outcome.variant.lacking
+            for repeat in range(1, experiment.repeats + 1):
+                record = self._read(outcome.variant, repeat)
+                if record.get("status") == "completed":
+                    outcome.records[repeat] = record
+            if len(outcome.records) == experiment.repeats:
+                outcome.status = "measured"
+
+    # -- where things are -----------------------------------------------------------------------------------
+
+    def run_dir(self, variant: Variant, repeat: int) -> Path:
+        """Directory of one run."""
+        return self.directory / "runs" / f"repeat_{repeat}" / variant.slug / "version_0"
+
+    def _read(self, variant: Variant, repeat: int) -> dict[str, Any]:
+        path = self.run_dir(variant, repeat) / "run.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def progress(self) -> dict[str, Any]:
+        """The record of the run in hand, as far as it is written."""
+        return self._read(self.running[0].variant, self.running[1]) if self.running else {}
+
+    def bookkeeping(self, variant: Variant, repeat: int) -> list[str]:
+        """Arguments that say where a run is kept and how it is measured; they do not change its training."""
+        flags = {
+            "run.root": str(self.directory / "runs" / f"repeat_{repeat}"),
+            "run.name": variant.slug,
+            "run.warmup_epochs": str(self.experiment.warmup_epochs),
+            "run.test": "false",
+            "trainer.enable_progress_bar": "false",
+            "trainer.enable_model_summary": "false",
+        }
+        return [*(word for key, value in flags.items() for word in (f"--{key}", value)), *self.more]
+
+    # -- running --------------------------------------------------------------------------------------------
+
+    def todo(self) -> Iterator[tuple[int, Outcome]]:
+        """The runs that are left, in turn: A B C, A B C. A variant that has failed is not tried again."""
+        for repeat in range(1, self.experiment.repeats + 1):
+            for outcome in self.outcomes:
+                if repeat not in outcome.records and outcome.status in ("waiting", "running"):
+                    yield repeat, outcome
+
+    def remaining_s(self) -> float | None:
+        """Seconds that the runs left will take, judged by those that are done; None before there is one."""
+        took = {id(o): [r["wall_s"] for r in o.records.values() if "wall_s" in r] for o in self.outcomes}
+        known = [seconds for of_variant in took.values() for seconds in of_variant]
+        if not known:
+            return None
+        mean = sum(known) / len(known)
+        each = (took[id(outcome)] or [mean] for _, outcome in self.todo())
+        left = sum(sum(seconds) / len(seconds) for seconds in each)
+        return max(left - (time.monotonic() - self.running[2] if self.running else 0.0), 0.0)
+
+    def run(self) -> None:
+        """Run what is left.
+
+        Raises:
+            KeyboardInterrupt: On Ctrl-C, after the run in hand has been ended.
+            SystemExit: On SIGTERM, likewise.
+        """
+        for repeat, outcome in self.todo():
+            outcome.status = "running"
+            self.running = outcome, repeat, time.monotonic()
+            try:
+                self._run_one(outcome, repeat)
+            finally:
+                self.running = None
+                if outcome.status == "running":
+                    outcome.status = "measured" if len(outcome.records) == self.experiment.repeats else "waiting"
+                self.show(self)
+
+    def _run_one(self, outcome: Outcome, repeat: int) -> None:
+        variant, began = outcome.variant, time.monotonic()
+        folder = self.run_dir(variant, repeat).parent
+        shutil.rmtree(folder, ignore_errors=True)  # what a broken-off run has left
+        folder.mkdir(parents=True)
+        port, words = _free_port(), [*variant.words, *self.bookkeeping(variant, repeat)]
+        limit = began + self.experiment.time_limit
+        output = folder / "output.txt"
+        with ExitStack() as stack:
+            processes: list[subprocess.Popen[bytes]] = []
+            stack.callback(_end, processes)
+            for node in range(variant.settings.trainer.num_nodes):
+                file = stack.enter_context((output if node == 0 else folder / f"output_node{node}.txt").open("w"))
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "app", *words],
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **variant.environment(node, port)},
+                        start_new_session=True,  # Ctrl-C comes to this process, which tells the run
+                        preexec_fn=end_with_parent,
+                    )
+                )
+            while any(process.poll() is None for process in processes):
+                if time.monotonic() > limit:
+                    outcome.status = "hanging"
+                    outcome.reason = f"not done after {self.experiment.time_limit:g} s: see --time_limit"
+                    break
+                if any(process.poll() for process in processes):  # the other nodes wait for one that is gone
+                    break
+                self.show(self)
+                with suppress(subprocess.TimeoutExpired):
+                    processes[0].wait(0.5)
+        codes = [process.returncode for process in processes]
+        record = self._read(variant, repeat)
+        if outcome.status != "hanging" and not any(codes) and record.get("status") == "completed":
+            record["wall_s"] = round(time.monotonic() - began, 3)
+            write_json(self.run_dir(variant, repeat) / "run.json", record)
+            outcome.records[repeat] = record
+            return
+        failed = next((node for node, code in enumerate(codes) if code and code > 0), 0)
+        output = folder / f"output_node{failed}.txt" if failed else output
+        lines = [_plain(line) for line in output.read_text(errors="replace").splitlines() if line.strip()]
+        outcome.tail = lines[-TAIL:]
+        if outcome.status == "hanging":
+            return
+        said = [line.partition("error: ")[2] for line in lines if "error: " in line]
+        refused = codes[failed] == 2
+        outcome.status = "skipped" if refused else "failed"
+        outcome.reason = said[-1] if said else record.get("error") or (lines[-1] if lines else "it said nothing")
+        if not refused:
+            outcome.reason = f"exit code {codes[failed]}: {outcome.reason}"
+
+
+def _plain(line: str) -> str:
+    """A line without the terminal's colours and with no tabs, at most 300 characters."""
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line).expandtabs().rstrip()[:300]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End a run and everything that it has started: in order if it can, at once if not."""
+    mine = [process for process in processes if process.poll() is None]
+    others = [child for process in mine for child in psutil.Process(process.pid).children(recursive=True)]
+    for process in mine:
+        process.terminate()
+    limit = time.monotonic() + GRACE
+    for process in mine:
+        try:
+            process.wait(max(limit - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for child in psutil.wait_procs(others, timeout=max(limit - time.monotonic(), 0.1))[1]:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
