@@ -23,6 +23,9 @@ CKPT_PATH = (
 class PlainParser(ArgumentParser):
     """Reports what a user did wrong in one line."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
+
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

@@ -48,8 +48,9 @@ def app(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tupl
     def run(*args: str | Path) -> tuple[int, str]:
         capfd.readouterr()
         words = [str(word) for word in args]
-        if len(words) > 1 and "--run.root" not in words:
-            words[1:1] = ["--run.root", str(tmp_path / "runs")]
+        root = "--root" if words[0] == "compare" else "--run.root"
+        if len(words) > 1 and root not in words:
+            words[1:1] = [root, str(tmp_path / "runs")]
         try:
             code = main(words)
         except SystemExit as end:  # argparse ends --help and --print_config this way

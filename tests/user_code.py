@@ -159,3 +159,19 @@ class Fails(TheirModel):
         if batch_idx == 2:
             raise RuntimeError("the third step is broken")
         return super().training_step(batch, batch_idx)
+
+
+class FailingModel(CIFARCNN):
+    """Breaks in its first step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise RuntimeError("this model fails")
+
+
+class HangingModel(CIFARCNN):
+    """Never comes to the end of its first step, nor to that of the process when it is told to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Event().wait(300)
+        return super().training_step(batch, batch_idx)

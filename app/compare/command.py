@@ -2,6 +2,7 @@
 
 import datetime
 import shlex
+import sys
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -46,7 +47,7 @@ def run(words: list[str]) -> int:
     """
     options, experiment = _parse(words)
     variants = expand(experiment)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=110)  # a pipe has no width
     folder = Path(options.root, "compare", str(experiment.name))
     name, new = _version(folder, experiment, variants, options.fresh)
     if options.dry_run:
@@ -87,16 +88,14 @@ def run(words: list[str]) -> int:
 
 def _parse(words: list[str]) -> tuple[Namespace, Experiment]:
     own, flags = _split(words)
-    parser = PlainParser(prog="python -m app compare", usage=USAGE, exit_on_error=False)
+    parser = PlainParser(prog="python -m app compare", usage=USAGE)
     parser.add_argument("--experiment", default=DEFAULT, help="the experiment file")
     parser.add_argument("--dry_run", action="store_true", help="only print the commands and the estimated time")
     parser.add_argument("--fresh", action="store_true", help="measure anew what was measured before")
     parser.add_argument("--wandb", action="store_true", help="track the runs and the report in Weights & Biases")
     parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
     settings = [field.name for field in fields(Experiment)]
-    parser.add_class_arguments(Experiment, "settings")
-    # settings are typed without the group's name
-    own = [_renamed(word, settings) for word in own]
+    parser.add_class_arguments(Experiment)
     file = next((own[i + 1] for i, word in enumerate(own[:-1]) if word == "--experiment"), None)
     file = next((word.partition("=")[2] for word in own if word.startswith("--experiment=")), file) or DEFAULT
     content: dict[str, Any] = {"name": Path(file).stem}
@@ -105,23 +104,19 @@ def _parse(words: list[str]) -> tuple[Namespace, Experiment]:
     for key in content:
         if key not in settings:
             raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")
-    base = parser.parse_object({"settings": content})
+    base = parser.parse_object(content)
     options = parser.parse_args(own, namespace=base)
-    if options.settings.quick:
+    if options.quick:
         form = dict(content.get("quick_form", {}))
         if not form:
             raise UserError(f"--experiment {file} has no quick_form: leave --quick out")
         added = {**content.get("flags", {}), **form.pop("flags", {})}
-        base = parser.parse_object({"settings": {**content, **form, "flags": added}})
+        base = parser.parse_object({**content, **form, "flags": added})
         options = parser.parse_args(own, namespace=base)
-    experiment = Experiment(**options.settings.as_dict())
+    options = parser.instantiate_classes(options)
+    experiment = Experiment(**{name: options[name] for name in settings})
     experiment.flags |= flags
     return options, experiment
-
-
-def _renamed(word: str, settings: list[str]) -> str:
-    flag = word.partition("=")[0].removeprefix("--")
-    return f"--settings.{word.removeprefix('--')}" if word.startswith("--") and flag in settings else word
 
 
 def _split(words: list[str]) -> tuple[list[str], dict[str, Any]]:

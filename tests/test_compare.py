@@ -1,0 +1,404 @@
+"""Comparing ways of running: from an experiment file to the report, through the real command."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+import yaml
+from conftest import ROOT, error_of, start_app
+from PIL import Image
+
+from app.compare.advice import advice
+from app.compare.results import COLUMNS
+
+App = Callable[..., tuple[int, str]]
+SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
+TINY = {
+    "flags": {
+        "trainer.accelerator": "cpu",
+        "data": "Synthetic",
+        "data.size": 240,
+        "data.batch_size": 24,
+        "trainer.log_every_n_steps": 2,
+    },
+    "max_epochs": 2,
+    "repeats": 1,
+    "time_limit": 60,
+}
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Callable[..., Path]:
+    """Write an experiment file: TINY with other settings."""
+
+    def write(**settings: Any) -> Path:
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump({**TINY, **settings}, sort_keys=False))
+        return path
+
+    return write
+
+
+def compare(path: Path, *words: str, timeout: int = 200) -> tuple[int, str]:
+    return start_app("compare", "--experiment", path, "--root", path.parent, *words, timeout=timeout)
+
+
+def results(path: Path, version: int = 0) -> dict[str, Any]:
+    return json.loads((path.parent / "compare" / "tiny" / f"version_{version}" / "results.json").read_text())
+
+
+def by_name(path: Path, version: int = 0) -> dict[str, dict[str, Any]]:
+    return {row["variant"]: row for row in results(path, version)["variants"]}
+
+
+# -- what is compared ---------------------------------------------------------------------------------------
+
+
+def commands(out: str) -> list[str]:
+    return [line for line in out.splitlines() if "python -m app fit" in line]
+
+
+def test_a_grid_is_every_combination_but_the_excluded(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(
+        grid={"trainer.strategy": ["dp", "ddp"], "trainer.devices": [1, 2], "data.num_workers": [0]},
+        exclude=[{"trainer.strategy": "dp", "trainer.devices": 1}],
+    )
+    code, out = app("compare", "--experiment", path, "--dry_run")
+    assert code == 0, out
+    found = [re.findall(r"--trainer.strategy (\w+) --trainer.devices (\d)", line)[0] for line in commands(out)]
+    assert found == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
+    assert "strategy=ddp devices=2 num_workers=0" in out
+    assert "3 runs to do" in out
+
+
+def test_the_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"one": {}, "two": {"trainer.strategy": "ddp", "trainer.devices": 2}})
+    _, out = app("compare", "--experiment", path, "--dry_run")
+    assert all("--data.batch_size 24" in line and "lr" not in line for line in commands(out))
+    _, out = app("compare", "--experiment", path, "--dry_run", "--scale_batch", "true")
+    one, two = commands(out)
+    assert "--data.batch_size 24" in one
+    assert "--model.optimizer.lr 0.001" in one
+    assert "--data.batch_size 48" in two
+    assert "--model.optimizer.lr 0.002" in two
+
+
+def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"one": {}, "other": {"trainer.precision": "bf16-mixed"}})
+    words = ["--repeats=4", "--max_epochs", "7", "--data.flip=true", "--seed_everything", "3"]
+    _, out = app("compare", "--experiment", path, "--dry_run", *words)
+    assert "8 runs to do" in out
+    assert all("--trainer.max_epochs 7" in line and "--data.flip true" in line for line in commands(out))
+    assert all("--seed_everything 3" in line for line in commands(out))
+
+
+def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
+    _, out = app("compare", "--experiment", path, "--dry_run")
+    first, second = commands(out)
+    assert "NODE_RANK=0" in first
+    assert first.endswith(" &")
+    assert "NODE_RANK=1" in second
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "neither variants nor a grid"),
+        ({"variants": {"a": {"trainer.strategi": "dp"}}}, "'a': --trainer.strategi: there is no such flag: did you"),
+        ({"variants": {"a": {}}, "repeates": 2}, "repeates: there is no such setting: did you mean repeats?"),
+        ({"variants": {"a": {}}, "repeats": "many"}, "repeats"),
+        ({"variants": {"a": {}}, "baseline": "b"}, "--baseline b: no such variant"),
+        ({"variants": {"a": {"run.name": "b"}}}, "run.name is set by compare itself"),
+        ({"variants": {"a": {}}, "max_epochs": 1}, "leaves nothing to measure after --warmup_epochs 1"),
+        ({"variants": {"a b": {}, "a_b": {}}}, "two variants have the folder a_b"),
+        ({"grid": {"trainer.devices": [1]}, "exclude": [{"trainer.device": 1}]}, "trainer.device is not in the grid"),
+        ({"variants": {"a": {}}, "published": {"hardware": "x"}}, "rows"),
+    ],
+)
+def test_an_experiment_that_cannot_be(
+    app: App, experiment: Callable[..., Path], settings: dict[str, Any], message: str
+) -> None:
+    assert message in error_of(*app("compare", "--experiment", experiment(**settings)))
+
+
+def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
+    assert "there is no such file" in error_of(*app("compare", "--experiment", tmp_path / "none.yaml"))
+    assert "--experimen: there is no such flag" in error_of(*app("compare", "--experimen", "x"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_experiments_can_be_read(app: App, path: Path) -> None:
+    code, out = app("compare", "--experiment", path, "--dry_run")
+    assert code == 0, out
+    code, out = app("compare", "--experiment", path, "--dry_run", "--quick", "true")
+    assert code == 0, out
+    content = yaml.safe_load(path.read_text())
+    for row in content.get("published", {}).get("rows", []):
+        assert row.get("variant", "") in {*content["variants"], ""}
+        assert row["figures"].keys() <= COLUMNS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_experiments_run_in_their_small_form(path: Path, tmp_path: Path) -> None:
+    code, out = start_app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path, timeout=280)
+    assert code == 0, out
+    folder = tmp_path / "compare" / path.stem / "version_0"
+    rows = json.loads((folder / "results.json").read_text())["variants"]
+    measured = [row for row in rows if row["status"] == "measured"]
+    assert len(measured) >= 2, rows
+    assert all(row["samples_per_s"] > 0 for row in measured)
+    assert not [row for row in rows if row["status"] not in ("measured", "skipped")]
+    published = "published" in yaml.safe_load(path.read_text())
+    assert ("Published, and here" in (folder / "report.md").read_text()) == published
+
+
+# -- running ------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment: Callable[..., Path]) -> None:
+    path = experiment(
+        variants={
+            "one": {},
+            "no GPU": {"trainer.accelerator": "gpu", "trainer.strategy": "ddp", "trainer.devices": 4096},
+            "too many": {"trainer.strategy": "ddp", "trainer.devices": 4096},
+            "odd batch": {"data.batch_size": 25, "trainer.strategy": "ddp", "trainer.devices": 2},
+            "fails": {"model": "user_code.FailingModel"},
+            "hangs": {"model": "user_code.HangingModel"},
+            "dp": {"trainer.strategy": "dp", "trainer.devices": 2},
+        },
+        repeats=2,
+    )
+    code, out = compare(path, "--time_limit", "15")
+    assert code == 1, out
+    found = by_name(path)
+    assert {name: row["status"] for name, row in found.items()} == {
+        "one": "measured",
+        "no GPU": "skipped",
+        "too many": "skipped",
+        "odd batch": "skipped",
+        "fails": "failed",
+        "hangs": "hanging",
+        "dp": "measured",
+    }
+    assert "GPU" in found["no GPU"]["reason"]
+    assert "needs 4096 CPU cores" in found["too many"]["reason"]
+    assert "cannot be shared equally by 2 ranks" in found["odd batch"]["reason"]
+    assert "this model fails" in found["fails"]["reason"]
+    assert any("this model fails" in line for line in found["fails"]["tail"])
+    assert "not done after 15 s" in found["hangs"]["reason"]
+    one, dp = found["one"], found["dp"]
+    assert one["loss_last"] == pytest.approx(dp["loss_last"], abs=1e-5)
+    assert (one["n"], one["speed_up"], one["efficiency"]) == (2, 1.0, 1.0)
+    assert dp["speed_up"] == pytest.approx(dp["samples_per_s"] / one["samples_per_s"])
+    assert dp["efficiency"] == pytest.approx(dp["speed_up"] / 2)
+    assert (one["global_batch"], dp["global_batch"], dp["replica_batch"]) == (24, 24, 12)
+    began = [Path(run, "metrics.csv").stat().st_mtime for i in (0, 1) for run in (one["runs"][i], dp["runs"][i])]
+    assert began == sorted(began), "repeats are in turn"
+    record = json.loads(Path(one["runs"][0], "run.json").read_text())
+    assert record["throughput"]["n"] == 4, "of 2 epochs of 9 steps, the first is warm-up"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(path.parent) in " ".join(p.info["cmdline"] or [])]
+
+
+def test_the_report(experiment: Callable[..., Path]) -> None:
+    path = experiment(
+        description="<script>alert(1)</script> Which?",
+        variants={"one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
+        published={"hardware": "a V100", "rows": [{"what": "x", "variant": "one", "figures": {"train_s": 576.94}}]},
+    )
+    code, out = compare(path)
+    assert code == 0, out
+    folder = path.parent / "compare" / "tiny" / "version_0"
+    pictures = {"throughput", "efficiency", "loss_epoch", "loss_time", "memory", "step"}
+    assert {file.name for file in folder.iterdir()} == {
+        "experiment.json",
+        "results.csv",
+        "results.json",
+        "report.md",
+        "report.html",
+        "runs",
+        *(f"{name}.png" for name in pictures),
+    }
+    for name in pictures:
+        with Image.open(folder / f"{name}.png") as picture:
+            assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 20, f"{name} is empty"
+    table = pd.read_csv(folder / "results.csv")
+    assert list(table.columns) == list(COLUMNS)
+    needed = [name for name in COLUMNS if not name.startswith("memory_others")]
+    assert table[needed].notna().all().all()
+    text = (folder / "report.md").read_text()
+    head = results(path)
+    assert f"`{head['command']}`" in text
+    for said in ("576.94", "a V100", "python -m app fit", head["hardware"]["cpu"], head["versions"]["torch"]):
+        assert said in text
+    html = (folder / "report.html").read_text()
+    assert html.count("data:image/png;base64,") == len(pictures)
+    assert "<script>" not in html
+    assert not re.findall(r'(?:src|href)="(?!data:)', html), "it needs no other file"
+    assert "The command of" in out
+    assert str(folder) in out
+
+
+def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
+    runs = path.parent / "compare" / "tiny" / "version_0" / "runs" / "repeat_1"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", "compare", "--experiment", str(path), "--root", str(path.parent)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        limit = time.monotonic() + 100
+        while not (runs / "dp" / "version_0" / "run.json").exists():
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+    assert children
+    assert not psutil.wait_procs(children, timeout=30)[1], "a run does not outlive the comparison"
+    first = (runs / "one" / "version_0" / "run.json").stat().st_mtime
+
+    code, out = compare(path)
+    assert code == 0, out
+    assert "1 runs are done already" in out
+    assert (runs / "one" / "version_0" / "run.json").stat().st_mtime == first
+    assert {name: row["n"] for name, row in by_name(path).items()} == {"one": 1, "dp": 1}
+    assert compare(path, "--fresh", "--dry_run")[1].count("version_1") == 2
+
+
+def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"one": {}, "hangs": {"model": "user_code.HangingModel"}})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", "compare", "--experiment", str(path), "--root", str(path.parent)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("one: run 1"):
+                break
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+    assert process.returncode == 130
+    assert "Not complete: hangs" in out
+    assert {name: row["status"] for name, row in by_name(path).items()} == {"one": "measured", "hangs": "waiting"}
+
+
+def test_nothing_can_run(experiment: Callable[..., Path]) -> None:
+    path = experiment(flags={"data": "CIFAR10", "data.root": "/nowhere"}, variants={"one": {}})
+    code, out = compare(path)
+    assert "no CIFAR-10 in" in error_of(code, out)
+
+
+@pytest.mark.slow
+def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"one": {}, "two": {"trainer.precision": "bf16-mixed"}})
+    words = ["compare", "--experiment", path, "--root", path.parent, "--wandb"]
+    code, out = start_app(*words, timeout=200, env={"WANDB_MODE": "offline"})
+    assert code == 0, out
+    folder = path.parent / "compare" / "tiny" / "version_0"
+    assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
+    assert len(list(folder.glob("wandb/offline-run-*"))) == 1
+    pictures = list(folder.glob("wandb/offline-run-*/files/media/images/*.png"))
+    assert len(pictures) == 6
+    config = yaml.safe_load((folder / "runs" / "repeat_1" / "one" / "version_0" / "config.yaml").read_text())
+    assert config["run"]["group"] == "tiny/version_0"
+
+
+# -- advice, on made-up results -----------------------------------------------------------------------------
+
+
+def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
+    """Results with a range of ±`spread` around samples_per_s, in three runs."""
+    table = []
+    for row in rows:
+        rate, spread = row["samples_per_s"], row.pop("spread", 0.01)
+        times = {f"{phase}_ms": 1.0 for phase in ("data", "communication", "optimizer", "rest")}
+        base = {
+            "nodes": 1,
+            "n": 3,
+            "precision": "32-true",
+            "samples_per_s_min": rate * (1 - spread),
+            "samples_per_s_max": rate * (1 + spread),
+            "memory_main_percent": 10.0,
+            "memory_others_percent": float("nan"),
+            "forward_backward_ms": 20.0,
+        }
+        table.append(base | times | row)
+    return pd.DataFrame(table, columns=list(COLUMNS))
+
+
+def told(*rows: dict[str, Any], on_gpu: bool = True) -> str:
+    table = made_up(*rows)
+    return "\n".join(advice(table, rows[0]["variant"], {row["variant"]: "python -m app fit" for row in rows}, on_gpu))
+
+
+ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
+FOUR = {"variant": "four", "devices": 4, "samples_per_s": 3600.0}
+
+
+def test_advice_names_the_fastest_and_the_best_for_each_device() -> None:
+    said = told(ONE, FOUR)
+    assert "**Fastest: four**, 3,600 samples/s. It is 3.60 times as fast as one, more than runs of the same" in said
+    assert "**Best for each device: one**, 1,000 samples/s" in said
+    assert "python -m app fit" in said
+
+
+def test_advice_does_not_claim_what_is_within_the_spread() -> None:
+    said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": 0.1})
+    assert "No real difference to one" in said
+    assert "one is as fast with 1 device" in said
+    said = told(ONE | {"n": 1}, FOUR | {"n": 1})
+    assert "in a single run: whether that is more than chance is not known" in said
+    assert "No real difference" not in said
+
+
+@pytest.mark.parametrize(
+    ("figures", "limit"),
+    [
+        ({"data_ms": 30.0}, "Data loading limits one"),
+        ({"communication_ms": 30.0}, "Communication limits one"),
+        ({"rest_ms": 30.0}, "Launch overhead limits one"),
+        ({"memory_main_percent": 97.0}, "Memory limits one"),
+        ({}, "own computation limits one"),
+    ],
+)
+def test_advice_names_what_limits(figures: dict[str, float], limit: str) -> None:
+    assert limit in told(ONE | figures)
+
+
+def test_advice_suggests_only_what_was_not_tried() -> None:
+    assert "more devices or `--trainer.precision bf16-mixed`" in told(ONE)
+    tried = told(ONE, FOUR | {"samples_per_s": 900.0, "precision": "bf16-mixed"})
+    assert "more devices" not in tried
+    assert "bf16" not in tried
+    assert "more devices" not in told(ONE, on_gpu=False)
+
+
+def test_advice_without_results() -> None:
+    assert "Nothing was measured" in told(ONE | {"samples_per_s": float("nan")})
