@@ -56,6 +56,10 @@ def main(args: Sequence[str] | None = None) -> int:
             from app.compare.command import run as compare
 
             return compare(sys.argv[2:])
+        if sys.argv[1] == "plan":
+            from app.plan.command import run as plan
+
+            return plan(sys.argv[2:])
         from app.commands import run
 
         return run()

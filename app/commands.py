@@ -5,14 +5,12 @@ import logging
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
 import torch
-from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -255,36 +253,6 @@ class CLI(LightningCLI):
         record = self._record()
         if record and (record["status"] == "completed" or record["train_s"] is not None):
             print("\n".join(["", *report(record, self.trainer.loggers, fitted=self.subcommand == "fit")]))
-
-
-class _Settings(CLI):
-    """Reads a command line as `fit` does, and goes no further."""
-
-    def _set_seed(self) -> None:
-        pass
-
-    def instantiate_classes(self) -> None:
-        pass
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
-
-
-def resolve(words: Sequence[str]) -> Namespace:
-    """What a command line means, with all defaults.
-
-    Args:
-        words: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
-
-    Raises:
-        UserError: When it cannot be read.
-    """
-    before, sys.argv = sys.argv, [sys.argv[0], *words]  # which LightningCLI reads
-    try:
-        cli = _Settings(chosen_classes(sys.argv[1:]))
-    finally:
-        sys.argv = before
-    return cli.config[cli.subcommand]
 
 
 def _quiet(record: logging.LogRecord) -> bool:

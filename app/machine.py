@@ -3,6 +3,7 @@
 import os
 import platform
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -43,6 +44,13 @@ def hardware() -> dict[str, Any]:
     """Names of processor and accelerators, and the number of cores."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": names}
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def driver() -> str | None:

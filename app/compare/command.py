@@ -21,6 +21,7 @@ from app.errors import UserError, nearest
 from app.files import write_json
 from app.machine import driver, hardware, versions
 from app.parsing import PlainParser, read_yaml
+from app.settings import split_words
 from app.tracking import Tracker, next_version
 
 DEFAULT = "configs/compare/this_machine.yaml"
@@ -87,7 +88,7 @@ def run(words: list[str]) -> int:
 
 
 def _parse(words: list[str]) -> tuple[Namespace, Experiment]:
-    own, flags = _split(words)
+    own, flags = split_words(words)
     parser = PlainParser(prog="python -m app compare", usage=USAGE)
     parser.add_argument("--experiment", default=DEFAULT, help="the experiment file")
     parser.add_argument("--dry_run", action="store_true", help="only print the commands and the estimated time")
@@ -115,23 +116,9 @@ def _parse(words: list[str]) -> tuple[Namespace, Experiment]:
         options = parser.parse_args(own, namespace=base)
     options = parser.instantiate_classes(options)
     experiment = Experiment(**{name: options[name] for name in settings})
-    experiment.flags |= flags
+    experiment.configs += [value for flag, value in flags if flag == "--config"]
+    experiment.flags |= {flag.removeprefix("--"): value for flag, value in flags if flag != "--config"}
     return options, experiment
-
-
-def _split(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words for compare itself, and the flags of fit: those with a dot, and the three that fit has without."""
-    own, flags, rest = [], {}, list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, given, value = word.partition("=")
-        if flag.startswith("--") and ("." in flag or flag in ("--model", "--data", "--seed_everything")):
-            if not given and not rest:
-                raise UserError(f"{flag} needs a value")
-            flags[flag.removeprefix("--")] = value if given else rest.pop(0)
-        else:
-            own.append(word)
-    return own, flags
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant]) -> dict[str, Any]:

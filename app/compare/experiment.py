@@ -12,8 +12,8 @@ import torch
 import yaml
 from jsonargparse import Namespace
 
-from app.commands import resolve
 from app.errors import UserError, nearest
+from app.settings import resolve
 
 # flags that say where a run is kept and how it is measured
 OWN = ("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group")

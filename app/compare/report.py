@@ -72,7 +72,8 @@ def _code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
 
@@ -114,7 +115,7 @@ def _tables(table: pd.DataFrame, baseline: str) -> list[str]:
 
     return [
         "## Speed",
-        _markdown_table(
+        markdown_table(
             [
                 "variant",
                 "devices × nodes",
@@ -127,12 +128,12 @@ def _tables(table: pd.DataFrame, baseline: str) -> list[str]:
             map(speed, rows),
         ),
         "## Training",
-        _markdown_table(
+        markdown_table(
             ["variant", "loss, first", "middle", "last epoch", "validation accuracy", "training (s)", "set-up (s)"],
             map(training, rows),
         ),
         "## Processes, batch and memory",
-        _markdown_table(
+        markdown_table(
             [
                 "variant",
                 "processes × threads",
@@ -145,7 +146,7 @@ def _tables(table: pd.DataFrame, baseline: str) -> list[str]:
             map(resources, rows),
         ),
         "## Where the time of a step goes, in milliseconds",
-        _markdown_table(
+        markdown_table(
             ["variant", *(phase.replace("_", " + ") for phase in PHASES)],
             ([row["variant"], *(_number(row[f"{phase}_ms"], ".2f") for phase in PHASES)] for row in rows),
         ),
@@ -167,7 +168,7 @@ def _published(experiment: Experiment, table: pd.DataFrame) -> list[str]:
     return [
         "## Published, and here",
         f"Published on {published.hardware}. {published.note}".strip(),
-        _markdown_table(["published for", "figure", "published", "here", "variant"], rows),
+        markdown_table(["published for", "figure", "published", "here", "variant"], rows),
     ]
 
 
@@ -176,7 +177,7 @@ def _failures(outcomes: Sequence[Outcome]) -> list[str]:
     if not absent:
         return []
     rows = [[outcome.variant.name, outcome.status, str(outcome.reason)] for outcome in absent]
-    parts = ["## Not measured", _markdown_table(["variant", "status", "why"], rows)]
+    parts = ["## Not measured", markdown_table(["variant", "status", "why"], rows)]
     for outcome in absent:
         if outcome.tail and outcome.status != "skipped":
             parts.append(f"The last lines that {outcome.variant.name} said:\n\n{_code(chr(10).join(outcome.tail))}")
@@ -210,7 +211,7 @@ def _machine(head: dict[str, Any]) -> list[str]:
         ["driver", head["driver"] or "—"],
         *([name, version or "—"] for name, version in versions.items()),
     ]
-    return [_markdown_table(["measured on", ""], rows)]
+    return [markdown_table(["measured on", ""], rows)]
 
 
 def _html(title: str, text: str, pictures: dict[str, Path]) -> str:

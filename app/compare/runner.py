@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 
 from app.compare.experiment import Experiment, Variant
 from app.files import write_json
+from app.machine import free_port
 from app.process import end_with_parent
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order
@@ -144,7 +144,7 @@ class Runner:
         folder = self.run_dir(variant, repeat).parent
         shutil.rmtree(folder, ignore_errors=True)  # what a broken-off run has left
         folder.mkdir(parents=True)
-        port, words = _free_port(), [*variant.words, *self.bookkeeping(variant, repeat)]
+        port, words = free_port(), [*variant.words, *self.bookkeeping(variant, repeat)]
         limit = began + self.experiment.time_limit
         output = folder / "output.txt"
         with ExitStack() as stack:
@@ -197,12 +197,6 @@ class Runner:
 def _plain(line: str) -> str:
     """A line without the terminal's colours and with no tabs, at most 300 characters."""
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line).expandtabs().rstrip()[:300]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -1,0 +1,123 @@
+"""How fast processes exchange gradients: an all-reduce measured over a range of sizes, and what it comes to."""
+
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from app.machine import free_port
+
+SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects two devices.
+
+    Attributes:
+        bandwidth: Bytes per second, in each direction.
+        latency: Seconds until the first byte arrives.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds to add up a buffer over a ring of ranks.
+
+        Each rank sends 2(N-1) parts of 1/N of the buffer, one after the other. Source: Patarasuk and Yuan,
+        https://doi.org/10.1016/j.jpdc.2008.09.002.
+
+        Args:
+            size: Bytes of the buffer.
+            ranks: Number of ranks, N.
+        """
+        steps = 2 * (ranks - 1)
+        return steps / ranks * size / self.bandwidth + steps * self.latency
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Offset and slope, neither below zero, of the line with the least squared *relative* errors."""
+    weights = 1 / np.asarray(y)
+    columns = np.stack([np.ones(len(x)), np.asarray(x)], axis=1) * weights[:, None]
+    candidates = [np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)[0]]
+    for kept in (0, 1):  # the line through zero, and the level one
+        only = columns[:, kept]
+        candidates.append(np.eye(2)[kept] * (only.sum() / (only @ only)))
+    fitting = [c for c in candidates if (c >= 0).all()]
+    offset, slope = min(fitting, key=lambda c: float(((columns @ c - 1) ** 2).sum()))
+    return float(offset), float(slope)
+
+
+def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
+    """The link on which an all-reduce takes what was measured.
+
+    Args:
+        measured: Bytes and seconds.
+        ranks: Number of ranks that took part.
+    """
+    steps = 2 * (ranks - 1)
+    offset, slope = fit_line([size for size, _ in measured], [seconds for _, seconds in measured])
+    return Link(bandwidth=steps / ranks / max(slope, 1e-15), latency=offset / steps)
+
+
+def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: float = 60.0) -> list[tuple[int, float]]:
+    """Measure an all-reduce between processes of this machine: on GPUs through NCCL if there are enough, else gloo.
+
+    Args:
+        ranks: Number of processes.
+        sizes: Bytes of the buffers.
+        timeout: Seconds after which it is given up.
+
+    Returns:
+        Bytes and median seconds of each size.
+
+    Raises:
+        TimeoutError: When the processes do not meet or do not answer in time.
+        RuntimeError: When one of them fails.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    cuda = torch.cuda.device_count() >= ranks and torch.distributed.is_nccl_available()
+    processes = spawn(_rank, (ranks, free_port(), tuple(sizes), cuda, answers), ranks, join=False)
+    assert processes is not None
+    limit = time.monotonic() + timeout
+    try:
+        while not processes.join(timeout=1.0):
+            if time.monotonic() > limit:
+                raise TimeoutError(f"the processes have not answered within {timeout:g} s")
+    finally:
+        for process in processes.processes:
+            process.kill()
+    return answers.get()
+
+
+def _rank(rank: int, ranks: int, port: int, sizes: tuple[int, ...], cuda: bool, answers: queue.SimpleQueue) -> None:
+    distributed = torch.distributed
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
+    )
+    measured = []
+    for size in sizes:
+        buffer = torch.zeros(size // 4, device=device)
+        times = []
+        for _ in range(23):
+            distributed.barrier()
+            began = time.perf_counter()
+            distributed.all_reduce(buffer)
+            if cuda:
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+        measured.append((size, float(np.median(times[3:]))))
+    distributed.destroy_process_group()
+    if rank == 0:
+        answers.put(measured)

@@ -1,0 +1,144 @@
+"""A step of training and the gradients of its model, measured on one device of this machine."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.data.module import ImageData
+from app.errors import UserError
+from app.modules import ImageClassifier
+from app.process import end_with_parent
+from app.settings import build
+
+QUIET = {
+    "trainer.devices": "1",
+    "trainer.num_nodes": "1",
+    "trainer.strategy": "auto",
+    "trainer.max_epochs": "-1",
+    "trainer.max_steps": "30",
+    "trainer.limit_val_batches": "0",
+    "trainer.enable_progress_bar": "false",
+    "trainer.enable_model_summary": "false",
+    "trainer.enable_checkpointing": "false",
+    "run.test": "false",
+    "run.wandb": "false",
+    "run.name": "plan",
+}
+LIMIT = 300  # seconds for one of the short runs
+
+
+def measure_steps(words: list[str]) -> list[tuple[float, dict[str, float]]]:
+    """Train for 30 steps on one device with the global batch, a quarter and a sixteenth of it.
+
+    Args:
+        words: The arguments of `python -m app`, beginning with `fit`.
+
+    Returns:
+        Images of a batch and its `time_per_step`, the global batch first; that one alone where the data cannot take
+        another batch size.
+
+    Raises:
+        UserError: When such a run fails.
+    """
+    first = _short_run(words)
+    batch = first["global_batch_size"]
+    if batch is None:
+        raise UserError("the data module is not one of this application, so that its batch is not known: give --data")
+    measured = [(float(batch), first["time_per_step"])]
+    for smaller in sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True):
+        measured.append((float(smaller), _short_run([*words, "--data.batch_size", str(smaller)])["time_per_step"]))
+    return measured
+
+
+def _short_run(words: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = [word for key, value in QUIET.items() for word in (f"--{key}", value)]
+        command = [sys.executable, "-m", "app", *words, *quiet, "--run.root", folder]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=LIMIT, check=False, preexec_fn=end_with_parent
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"30 steps on one device took more than {LIMIT} s: give --run with a run's record"
+            ) from error
+        path = Path(folder, "plan", "version_0", "run.json")
+        said = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()]
+        if done.returncode != 0:
+            raise UserError(said[-1] if said else f"the run on one device ended with exit code {done.returncode}")
+        return json.loads(path.read_text())
+
+
+def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
+    """Images of a batch on each device, `time_per_step` and the whole of a run's record.
+
+    Raises:
+        UserError: When there is no record, or it has not what is needed.
+    """
+    file = Path(path) if path.endswith(".json") else Path(path, "run.json")
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--run {path}: no run record there ({error}): give a run's directory") from error
+    if not record.get("time_per_step") or not record.get("global_batch_size") or not record.get("config"):
+        raise UserError(f"--run {path}: its record has no times of a step: give a run of 6 or more steps")
+    batch = record["global_batch_size"] / (record["devices"] * record["num_nodes"])
+    return batch, record["time_per_step"], record
+
+
+def profile_gradients(words: list[str], batch: int) -> tuple[float, list[tuple[int, float]]]:
+    """Run the model forward and back, and see when each gradient is there.
+
+    Args:
+        words: The arguments of `python -m app`, beginning with `fit`.
+        batch: Images of a batch.
+
+    Returns:
+        The part of both passes that is backward, and the bytes of each gradient with the part of the backward pass
+        after which it is there, in order.
+    """
+    model, data = build(words)
+    if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):
+        raise UserError("plan needs a model and data of this application: give --model and --data")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = model.network.to(device)
+    images = torch.randn(batch, *data.image_shape, device=device)
+    labels = torch.zeros(batch, dtype=torch.int64, device=device)
+    ready: dict[nn.Parameter, float] = {}
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def note(parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        ready[parameter] = now()
+
+    wanted = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    for parameter in wanted:
+        parameter.register_post_accumulate_grad_hook(note)
+    forward = backward = 0.0
+    parts = dict.fromkeys(wanted, 0.0)
+    passes = 12
+    for index in range(passes):
+        ready.clear()
+        began = now()
+        loss = model.criterion(network(images), labels).mean()
+        turned = now()
+        loss.backward()
+        ended = now()
+        if index < 2:
+            continue
+        forward, backward = forward + turned - began, backward + ended - turned
+        for parameter, at in ready.items():
+            parts[parameter] += (at - turned) / (ended - turned) / (passes - 2)
+    ordered = sorted(parts.items(), key=lambda item: item[1])
+    return backward / (forward + backward), [(p.numel() * p.element_size(), min(part, 1.0)) for p, part in ordered]

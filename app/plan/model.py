@@ -1,0 +1,246 @@
+"""How training would scale: step time on 1…N devices × nodes, predicted from a step and a network.
+
+A step of a batch of b images on one device takes data(b) + forward(b) + backward(b) + update + rest, of which the
+first three are lines in b, fitted to measured steps; their offset is what it costs to launch them at all.
+
+ddp: each of N devices takes b = B/N images of a global batch B. The gradients lie in buckets, as DDP makes them; a
+bucket is added up over a ring once the backward pass has made its last gradient, one bucket after the other:
+
+    all_reduce(bytes) = 2(N-1)/N · bytes/bandwidth + 2(N-1) · latency
+    end of bucket i   = max(end of bucket i-1, ready_i · backward(b)) + all_reduce(bytes_i)
+    step              = data(b) + forward(b) + max(backward(b), end of the last bucket) + update + rest
+
+so that communication costs only what the backward pass does not hide. Over several nodes the ring is as fast as its
+slowest link. Sources: Patarasuk and Yuan (ring), https://doi.org/10.1016/j.jpdc.2008.09.002; Li et al., VLDB 2020
+(buckets, overlap), https://arxiv.org/abs/2006.15704.
+
+dp: one process feeds all devices of one node. Python launches the replicas one after the other (they share its lock),
+the parameters go out to N-1 devices and their gradients come back on every step, nothing of it overlaps, and data,
+update and rest are those of the whole batch on the first device:
+
+    step = data(B) + N · (launch of forward and backward) + (forward + backward)(b) without launch
+           + 2(N-1) · (bytes of the parameters/bandwidth + latency) + update + rest
+
+It says nothing of stragglers, of other traffic, or of algorithms other than the ring (NCCL takes trees for small
+buffers among many ranks, whose latency grows with log N).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from app.network import Link, fit_line
+
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: torch.nn.parallel.DistributedDataParallel's defaults
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds as a function of the images of a batch."""
+
+    launch: float
+    per_image: float
+
+    def __call__(self, images: float) -> float:
+        """Seconds for a batch."""
+        return self.launch + self.per_image * images
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are added up together.
+
+    Attributes:
+        size: Bytes.
+        ready: Part of the backward pass after which the last of them is there, 0…1.
+    """
+
+    size: int
+    ready: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of the phases of a step on one device, and its gradients.
+
+    Attributes:
+        data: Fetching and preparing the batch.
+        forward: The forward pass.
+        backward: The backward pass.
+        update: The optimizer.
+        rest: Everything else.
+        buckets: The gradients, in the order in which they become ready.
+    """
+
+    data: Line
+    forward: Line
+    backward: Line
+    update: float
+    rest: float
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all gradients, as many as of the parameters."""
+        return sum(bucket.size for bucket in self.buckets)
+
+    def single(self, batch: float) -> float:
+        """Seconds of a step on one device."""
+        return self.data(batch) + self.forward(batch) + self.backward(batch) + self.update + self.rest
+
+    def ddp(self, batch: int, devices: int, link: Link) -> float:
+        """Seconds of a step of a global batch under ddp; `link` is the slowest one of the ring."""
+        if devices == 1:
+            return self.single(batch)
+        images = -(-batch // devices)
+        backward, end = self.backward(images), 0.0
+        for bucket in self.buckets:
+            end = max(end, bucket.ready * backward) + link.all_reduce(bucket.size, devices)
+        return self.data(images) + self.forward(images) + max(backward, end) + self.update + self.rest
+
+    def dp(self, batch: int, devices: int, link: Link, shared: bool = False) -> float:
+        """Seconds of a step of a global batch under dp; replicas with `shared` memory have no parameters to copy."""
+        if devices == 1:
+            return self.single(batch)
+        images = -(-batch // devices)
+        launch = self.forward.launch + self.backward.launch
+        compute = (self.forward.per_image + self.backward.per_image) * images
+        copies = 0.0 if shared else 2 * (devices - 1) * (self.parameter_bytes / link.bandwidth + link.latency)
+        return self.data(batch) + devices * launch + compute + copies + self.update + self.rest
+
+    def stretched(self, factor: float) -> "Step":
+        """The same where devices share a processor, so that all they compute takes longer."""
+
+        def slower(line: Line) -> Line:
+            return Line(line.launch * factor, line.per_image * factor)
+
+        return Step(
+            data=slower(self.data),
+            forward=slower(self.forward),
+            backward=slower(self.backward),
+            update=self.update * factor,
+            rest=self.rest * factor,
+            buckets=self.buckets,
+        )
+
+
+def fit_step(measured: Sequence[tuple[float, dict[str, float]]], backward: float, buckets: Iterable[Bucket]) -> Step:
+    """The step on one device for which batches take what was measured.
+
+    Args:
+        measured: Images of a batch on one device, and its `time_per_step` as in run.json, in milliseconds. With one
+            batch size alone, data, forward and backward are taken to be in proportion to the images.
+        backward: The part of forward and backward that is backward, 0…1.
+        buckets: The gradients.
+    """
+    images = [batch for batch, _ in measured]
+
+    def line(phase: str) -> Line:
+        seconds = [max(times[phase], 1e-6) / 1000 for _, times in measured]
+        if len(set(images)) == 1:
+            return Line(0.0, sum(seconds) / len(seconds) / images[0])
+        return Line(*fit_line(images, seconds))
+
+    def mean(phase: str) -> float:
+        return sum(times[phase] for _, times in measured) / len(measured) / 1000
+
+    both = line("forward_backward")
+    return Step(
+        data=line("data"),
+        forward=Line(both.launch * (1 - backward), both.per_image * (1 - backward)),
+        backward=Line(both.launch * backward, both.per_image * backward),
+        update=mean("optimizer"),
+        rest=mean("rest"),
+        buckets=tuple(buckets),
+    )
+
+
+def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
+    """Fill buckets as DDP does once it knows the order: the first one to 1 MiB, the others to 25 MiB.
+
+    Args:
+        gradients: Bytes of each gradient and the part of the backward pass after which it is ready, in order.
+    """
+    buckets: list[Bucket] = []
+    size = 0
+    for number, ready in gradients:
+        size += number
+        if size >= (BUCKET if buckets else FIRST_BUCKET):
+            buckets.append(Bucket(size, ready))
+            size = 0
+    if size:
+        buckets.append(Bucket(size, 1.0))
+    return buckets
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What there is, or would be, to train on.
+
+    Attributes:
+        per_node: Devices of a node.
+        link: Between the devices of a node.
+        node_link: Between nodes.
+        shared: Whether the devices of a node share one memory, as cores of a CPU do.
+        price_per_hour: Price of one device for an hour, or None.
+    """
+
+    per_node: int
+    link: Link
+    node_link: Link
+    shared: bool = False
+    price_per_hour: float | None = None
+
+    def slowest(self, devices: int) -> Link:
+        """The slowest link of a ring over that many devices."""
+        if devices <= self.per_node:
+            return self.link
+        bandwidth = min(self.link.bandwidth, self.node_link.bandwidth)
+        return Link(bandwidth, max(self.link.latency, self.node_link.latency))
+
+
+def predict(
+    step: Step, batch: int, counts: Iterable[int], machines: Machines, scale_batch: bool = False
+) -> pd.DataFrame:
+    """Predict training on each number of devices, under ddp, and under dp within a node.
+
+    Args:
+        step: A step on one device.
+        batch: The global batch; that of each device with `scale_batch`.
+        counts: Numbers of devices.
+        machines: What they are.
+        scale_batch: Whether the global batch grows with the devices.
+
+    Returns:
+        A row for each, with step_ms, samples_per_s, speed_up, efficiency, waiting_ms (communication that the backward
+        pass does not hide) and, with a price, cost_per_million_samples.
+    """
+    rows: list[dict[str, Any]] = []
+    alone = batch / step.single(batch)
+    for count in counts:
+        images = batch * count if scale_batch else batch
+        link = machines.slowest(count)
+        seconds = {"ddp": step.ddp(images, count, link)}
+        if 1 < count <= machines.per_node:
+            seconds["dp"] = step.dp(images, count, machines.link, machines.shared)
+        for strategy, time in seconds.items():
+            free = step.ddp(images, count, Link(float("inf"), 0.0))
+            rate = images / time
+            row = {
+                "strategy": strategy if count > 1 else "one device",
+                "devices": count,
+                "nodes": -(-count // machines.per_node),
+                "global_batch": images,
+                "replica_batch": -(-images // count),
+                "step_ms": 1000 * time,
+                "waiting_ms": 1000 * (time - free) if strategy == "ddp" else float("nan"),
+                "samples_per_s": rate,
+                "speed_up": rate / alone,
+                "efficiency": rate / alone / count,
+            }
+            if machines.price_per_hour is not None:
+                row["cost_per_million_samples"] = 1e6 / rate / 3600 * machines.price_per_hour * count
+            rows.append(row)
+    return pd.DataFrame(rows)
