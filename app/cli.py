@@ -25,6 +25,9 @@ commands:
   validate   measure a checkpoint on the validation split
   test       measure a checkpoint on the test split
   predict    write predictions.csv for the test split or a folder of images
+  compare    measure which way of running is best on this machine, with a report and advice
+  plan       predict what more devices or nodes would gain
+  doctor     say what this machine has and what will work on it, and test it
 
   python -m app fit --config configs/quickstart.yaml     try it: no download, no account, no GPU
   python -m app COMMAND --help                           all flags of a command
@@ -60,6 +63,10 @@ def main(args: Sequence[str] | None = None) -> int:
             from app.plan.command import run as plan
 
             return plan(sys.argv[2:])
+        if sys.argv[1] == "doctor":
+            from app.doctor import run as doctor
+
+            return doctor(sys.argv[2:])
         from app.commands import run
 
         return run()

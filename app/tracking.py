@@ -36,7 +36,8 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _logged_in() -> bool:
+def logged_in() -> bool:
+    """Whether there is a key for Weights & Biases; the server is not asked."""
     import wandb
 
     try:
@@ -71,7 +72,7 @@ class Tracker(WandbLogger):
         import wandb
 
         self.failed = False
-        self.mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+        self.mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         os.environ.setdefault("WANDB_SILENT", "true")  # spawned processes repeat its warnings; ours are said here
         # a spawned process that attaches to the run does not know its directory
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)

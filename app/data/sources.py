@@ -111,6 +111,7 @@ class Source(ABC):
     mean: Sequence[float]
     std: Sequence[float]
     splits: Collection[SplitName] = ("train", "test", "predict")
+    files: Sequence[Path] = ()  # those that must be there, where they are known
 
     @abstractmethod
     def prepare(self) -> None:
@@ -153,12 +154,15 @@ class CIFAR10Source(Source):
 
     def __init__(self, root: str) -> None:
         self.root = root
+        dataset = torchvision.datasets.CIFAR10
+        lists = [*dataset.train_list, *dataset.test_list, [dataset.meta["filename"], dataset.meta["md5"]]]
+        self.checksums = {Path(root, dataset.base_folder, name): md5 for name, md5 in lists}
+        self.files = list(self.checksums)
 
     def prepare(self) -> None:  # noqa: D102
         dataset = torchvision.datasets.CIFAR10
         folder = Path(self.root, dataset.base_folder)
-        files = [*dataset.train_list, *dataset.test_list, [dataset.meta["filename"], dataset.meta["md5"]]]
-        bad = [folder / name for name, md5 in files if not check_integrity(str(folder / name), md5)]
+        bad = [file for file, md5 in self.checksums.items() if not check_integrity(str(file), md5)]
         for file in bad:
             if file.exists():
                 raise UserError(f"{file} is truncated or corrupted: delete {folder} to have it made anew")
@@ -183,6 +187,8 @@ class FashionMNISTSource(Source):
 
     def __init__(self, root: str) -> None:
         self.root = root
+        names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
+        self.files = [Path(root, "FashionMNIST", "raw", name) for name in names]
 
     def prepare(self) -> None:
         """Download what is missing, and check the length of every file against its own header.
@@ -190,11 +196,10 @@ class FashionMNISTSource(Source):
         torchvision checks the extracted files only for being there.
         """
         folder = Path(self.root, "FashionMNIST", "raw")
-        names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
-        if not all((folder / name).exists() for name in names):
-            with _download("FashionMNIST", self.root, folder, ", ".join(f"{name}.gz" for name in names)):
+        if not all(file.exists() for file in self.files):
+            with _download("FashionMNIST", self.root, folder, ", ".join(f"{file.name}.gz" for file in self.files)):
                 torchvision.datasets.FashionMNIST(self.root, download=True)
-        counts = {name: self._count(folder / name) for name in names}
+        counts = {file.name: self._count(file) for file in self.files}
         for part in ("train", "t10k"):
             images, labels = (n for name, n in counts.items() if name.startswith(part))
             if images != labels:

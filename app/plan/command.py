@@ -249,4 +249,5 @@ def _draw(table: pd.DataFrame, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     speed.set_yscale("log", base=2)
+    speed.yaxis.set_major_formatter("{x:g}")
     figure.savefig(path, dpi=120)

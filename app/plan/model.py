@@ -9,6 +9,7 @@ bucket is added up over a ring once the backward pass has made its last gradient
     all_reduce(bytes) = 2(N-1)/N · bytes/bandwidth + 2(N-1) · latency
     end of bucket i   = max(end of bucket i-1, ready_i · backward(b)) + all_reduce(bytes_i)
     step              = data(b) + forward(b) + max(backward(b), end of the last bucket) + update + rest
+                        + all_reduce(8 bytes), by which the ranks agree whether to stop
 
 so that communication costs only what the backward pass does not hide. Over several nodes the ring is as fast as its
 slowest link. Sources: Patarasuk and Yuan (ring), https://doi.org/10.1016/j.jpdc.2008.09.002; Li et al., VLDB 2020
@@ -33,6 +34,7 @@ import pandas as pd
 
 from app.network import Link, fit_line
 
+AGREEMENT = 8  # bytes: app.stopping
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: torch.nn.parallel.DistributedDataParallel's defaults
 
 
@@ -98,7 +100,8 @@ class Step:
         backward, end = self.backward(images), 0.0
         for bucket in self.buckets:
             end = max(end, bucket.ready * backward) + link.all_reduce(bucket.size, devices)
-        return self.data(images) + self.forward(images) + max(backward, end) + self.update + self.rest
+        agreed = link.all_reduce(AGREEMENT, devices)
+        return self.data(images) + self.forward(images) + max(backward, end) + self.update + self.rest + agreed
 
     def dp(self, batch: int, devices: int, link: Link, shared: bool = False) -> float:
         """Seconds of a step of a global batch under dp; replicas with `shared` memory have no parameters to copy."""
