@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,7 +240,7 @@ def test_the_report(experiment: Callable[..., Path]) -> None:
     assert table[needed].notna().all().all()
     text = (folder / "report.md").read_text()
     head = results(path)
-    assert f"`{head['command']}`" in text
+    assert f"    {head['command']}\n" in text
     for said in ("576.94", "a V100", "python -m app fit", head["hardware"]["cpu"], head["versions"]["torch"]):
         assert said in text
     html = (folder / "report.html").read_text()
@@ -248,6 +249,37 @@ def test_the_report(experiment: Callable[..., Path]) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:)', html), "it needs no other file"
     assert "The command of" in out
     assert str(folder) in out
+
+
+@pytest.mark.browser
+def test_the_report_in_a_browser(experiment: Callable[..., Path]) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium")
+    path = experiment(variants={"one": {}, "<img src=x onerror=alert(1)>": {"trainer.precision": "bf16-mixed"}})
+    assert compare(path)[0] == 0
+    report = path.parent / "elsewhere" / "report.html"
+    report.parent.mkdir()
+    shutil.copy(path.parent / "compare" / "tiny" / "version_0" / "report.html", report)
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,5000"]
+    seen = subprocess.run(
+        [
+            browser,
+            *flags,
+            f"--user-data-dir={path.parent}/profile",
+            f"--screenshot={path.parent}/seen.png",
+            report.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "CONSOLE" not in seen.stderr, seen.stderr
+    with Image.open(path.parent / "seen.png") as picture:
+        colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 22) or []}
+    for drawn in ((0x42, 0x69, 0xD0), (0x6C, 0xC5, 0xB0), (0xEF, 0xB1, 0x18)):  # bars of four of the pictures
+        assert colours.get(drawn, 0) > 1000
 
 
 def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> None:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUIET, losses, start_app
+from conftest import QUIET, error_of, losses, start_app
+from torch import Tensor, nn
 
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
@@ -106,6 +107,56 @@ def test_reading_goes_on_at_the_trainers_position(placement: str) -> None:
     )
     expected = [batch.labels.tolist() for batch in whole][4:]
     assert [batch.labels.tolist() for batch in rest] == expected
+
+
+class Scramble(nn.Module):
+    """Adds a random number to an image."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image + torch.randint(100, (1,), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
+    def epochs(rank: int, world_size: int) -> list[Tensor]:
+        loader = GlobalBatches(
+            split(20),
+            torch.arange(20),
+            batch_size=8,
+            rank=rank,
+            world_size=world_size,
+            placement="disk",
+            num_workers=num_workers,
+            augment=Scramble(),
+        )
+        made = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            made += [batch.images[:, 0, 0, 0] for batch in loader]
+        return made
+
+    state = torch.get_rng_state()
+    alone = epochs(0, 1)
+    assert len({int(value) for batch in alone for value in batch}) > 20, "it does augment"
+    assert not torch.equal(alone[0], alone[3]), "each epoch differently"
+    for whole, *parts in zip(alone, epochs(0, 2), epochs(1, 2), strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.get_rng_state(), state), "global random state is left alone"
+
+
+def test_augmentation_that_cannot_be(app: App) -> None:
+    flags = ["--data", "Synthetic", "--data.size", "80", *TWO_STEPS, "--data.augment"]
+    elastic = "torchvision.transforms.v2.ElasticTransform"
+    assert "--data.placement disk, not memory" in error_of(*app("fit", *flags, elastic, "--data.placement", "memory"))
+    flags += ["torchvision.transforms.v2.Resize", "--data.augment.size", "7", "--data.num_workers", "0"]
+    assert "it must keep shape and type" in error_of(*app("fit", *flags))
+
+
+def test_spawned_processes_have_workers(tmp_path: Path) -> None:
+    flags = ["--data", "Synthetic", "--data.size", "80", "--data.placement", "disk", "--data.num_workers", "1"]
+    flags += ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--trainer.devices", "2"]
+    code, out = start_app("fit", *flags, *TWO_STEPS, "--run.root", tmp_path, "--run.test", "false")
+    assert code == 0, out
 
 
 def test_drop_last() -> None:

@@ -57,12 +57,37 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     speed = found["throughput"]
     assert (speed["n"], speed["unit"]) == (11, "samples/s")
     assert speed["min"] <= speed["median"] <= speed["max"]
+    assert found["threads"] == 1
+    times = found["time_per_step"]
+    phases = ("data", "forward_backward", "communication", "optimizer", "rest")
+    assert (times["n"], times["unit"]) == (20, "ms")
+    assert all(times[phase] > 0 for phase in phases if phase != "communication")
+    assert times["communication"] == 0
     assert found["peak_memory"][0]["rank"] == 0
+    assert found["peak_memory"][0]["total_gib"] > found["peak_memory"][0]["host_rss_gib"]
     assert found["peak_memory"][0]["host_rss_gib"] > 0.1
     assert set(found["versions"]) == {"python", "torch", "lightning", "cuda", "app", "commit"}
     assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
     assert app("fit", *SMALL, *flags, "--trainer.max_epochs", "1")[0] == 0
     assert (run.parent / "version_1").is_dir()
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
+    """The phases make up the whole, and what ranks or replicas exchange is seen."""
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
+    flags = ["--trainer.max_steps", "30", "--run.test", "false", "--run.root", tmp_path, "--run.name", "x"]
+    code, out = start_app("fit", *SMALL, *way, *flags)
+    assert code == 0, out
+    times = record(tmp_path / "x" / "version_0")["time_per_step"]
+    assert times["n"] == 20
+    assert min(times[phase] for phase in ("data", "forward_backward", "communication", "optimizer")) > 0
+
+
+def test_a_profiler_of_the_users_own_is_left_alone(app: App, tmp_path: Path) -> None:
+    code, out = app("fit", *SMALL, "--trainer.max_steps", "9", "--trainer.profiler", "simple", "--run.name", "x")
+    assert code == 0, out
+    assert record(tmp_path / "runs" / "x" / "version_0")["time_per_step"] is None
 
 
 def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:

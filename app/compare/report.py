@@ -22,7 +22,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
 th, td { border: 1px solid #ccc; padding: .3rem .6rem; text-align: right } th { background: #f3f3f3 }
 th:first-child, td:first-child { text-align: left } img { max-width: 100% }
-pre { background: #f6f6f6; padding: .7rem; overflow-x: auto } code { font-size: .9em }"""
+pre { background: #f6f6f6; padding: .7rem; white-space: pre-wrap } code { font-size: .9em }"""
 
 
 def write_report(
@@ -51,10 +51,10 @@ def write_report(
     write_json(folder / "results.json", {**head, "baseline": baseline, "variants": results})
 
     said = advice(table, baseline, commands, on_gpu=bool(head["hardware"]["gpus"]))
-    short = [f"# {experiment.name}", experiment.description, _state(outcomes), "## Advice", *said]
+    short = [f"# {experiment.name}", experiment.description, _head(head), _state(outcomes), "## Advice", *said]
     short += [*_tables(table, baseline), *_published(experiment, table), *_failures(outcomes)]
     long = [*short, "## Pictures", *(f"![{title}]({path.name})" for title, path in pictures.items())]
-    long += ["## How it was measured", *_method(experiment), *_machine(head), "## Commands"]
+    long += ["## How it was measured", _method(experiment), "## Commands"]
     long += [f"{name}:\n\n{_code(command)}" for name, command in commands.items()]
     text = "\n\n".join(part for part in long if part) + "\n"
     (folder / "report.md").write_text(text)
@@ -184,34 +184,32 @@ def _failures(outcomes: Sequence[Outcome]) -> list[str]:
     return parts
 
 
-def _method(experiment: Experiment) -> list[str]:
+def _method(experiment: Experiment) -> str:
     batch = (
         "The global batch and the learning rate grow with the number of replicas (linear scaling rule; the rate of a "
         "scheduler is left as it is): variants do not take the same steps, and losses at the same epoch differ."
         if experiment.scale_batch
         else "The global batch is the same for all variants unless a variant sets it, so that they take the same steps."
     )
-    return [
+    return (
         f"{batch} Runs were made in turn ({experiment.repeats} of each variant), each a process of its own. samples/s "
         f"is the median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then the "
         "median over the runs; min–max is over the runs, n is their number. Training runs from the first step to the "
         "last, validation included; set-up from the start of the process to the first step. Peak memory is what torch "
         "allocated on an accelerator; on a CPU it is that of the process. The phases of a step are medians over 20 "
         "steps near the beginning of rank zero; communication is what a step waits for after its last gradient."
-    ]
+    )
 
 
-def _machine(head: dict[str, Any]) -> list[str]:
+def _head(head: dict[str, Any]) -> str:
+    """On what it was measured, when, and how to do it again."""
     hardware, versions = head["hardware"], head["versions"]
-    rows = [
-        ["command", f"`{head['command']}`"],
-        ["date", head["date"]],
-        ["CPU", f"{hardware['cpu']}, {hardware['cores']} cores"],
-        ["GPUs", ", ".join(hardware["gpus"]) or "none"],
-        ["driver", head["driver"] or "—"],
-        *([name, version or "—"] for name, version in versions.items()),
-    ]
-    return [markdown_table(["measured on", ""], rows)]
+    gpus = f"{', '.join(hardware['gpus'])} (driver {head['driver']})" if hardware["gpus"] else "no GPU"
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return (
+        f"Measured on {hardware['cpu']}, {hardware['cores']} cores, {gpus}, at {head['date']}, with {known}, by\n\n"
+        f"{_code(head['command'])}"
+    )
 
 
 def _html(title: str, text: str, pictures: dict[str, Path]) -> str:

@@ -140,6 +140,7 @@ class GlobalBatches:
                 pin_memory=self._pin,
                 persistent_workers=num_workers > 0,
                 worker_init_fn=work_apart,
+                generator=torch.Generator(),  # it would draw from global random state
             )
             return
         self._images, self._where = split.tensor(num_workers), rows
