@@ -168,6 +168,7 @@ def test_shipped_experiments_run_in_their_small_form(path: Path, tmp_path: Path)
 # -- running ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment: Callable[..., Path]) -> None:
     path = experiment(
         variants={
@@ -282,6 +283,7 @@ def test_the_report_in_a_browser(experiment: Callable[..., Path]) -> None:
         assert colours.get(drawn, 0) > 1000
 
 
+@pytest.mark.slow
 def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
     runs = path.parent / "compare" / "tiny" / "version_0" / "runs" / "repeat_1"

@@ -152,6 +152,7 @@ def test_augmentation_that_cannot_be(app: App) -> None:
     assert "it must keep shape and type" in error_of(*app("fit", *flags))
 
 
+@pytest.mark.slow
 def test_spawned_processes_have_workers(tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", "--data.size", "80", "--data.placement", "disk", "--data.num_workers", "1"]
     flags += ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--trainer.devices", "2"]
