@@ -231,6 +231,7 @@ class RunRecord(Callback):
     def _measured(self, trainer: Trainer) -> None:
         """Bring times, throughput, losses and checkpoints up to date."""
         self.record["steps"] = trainer.global_step
+        self.record["steps_per_epoch"] = trainer.num_training_batches
         if self._first_step is not None:
             self.record["train_s"] = round(max(self._last_step - self._first_step, 0.0), 3)
         rates = self._rates

@@ -1,6 +1,7 @@
 """`python -m app compare`: its flags, what is seen while it runs, and where its report goes."""
 
 import datetime
+import math
 import shlex
 import sys
 import time
@@ -21,6 +22,8 @@ from app.errors import UserError, nearest
 from app.files import write_json
 from app.machine import driver, hardware, versions
 from app.parsing import PlainParser, read_yaml
+from app.plan.measure import short_run
+from app.profiling import PHASES
 from app.settings import split_words
 from app.tracking import Tracker, next_version
 
@@ -152,10 +155,28 @@ def _announce(runner: Runner, console: Console) -> None:
             more = runner.bookkeeping(outcome.variant, 1)
             console.print("\n".join(outcome.variant.lines(more)) + "\n", highlight=False, soft_wrap=True, markup=False)
     left = len(list(runner.todo()))
-    seconds = runner.remaining_s()
+    seconds, judged = runner.remaining_s(), "judged by earlier runs"
+    if seconds is None and left:
+        seconds, judged = _estimate(runner), "if all were as fast as one device, on which 30 steps were timed"
     most = datetime.timedelta(seconds=int(left * runner.experiment.time_limit))
-    guess = "" if seconds is None else f"about {datetime.timedelta(seconds=int(seconds))}, judged by earlier runs; "
-    console.print(f"{left} runs to do: {guess}at most {most}", highlight=False)
+    guess = "" if seconds is None else f"about {datetime.timedelta(seconds=int(seconds))} ({judged}); "
+    console.print(f"{left} runs to do: {guess}at most {most}", highlight=False, soft_wrap=True)
+
+
+def _estimate(runner: Runner) -> float | None:
+    """Seconds of the runs left, from a few steps of the first of them; None where these cannot be made."""
+    _, first = next(runner.todo())
+    try:
+        record = short_run(first.variant.words)
+    except UserError:
+        return None
+    step = sum(record["time_per_step"][phase] for phase in PHASES) / 1000
+    total = 0.0
+    for _, outcome in runner.todo():
+        trainer = outcome.variant.settings.trainer
+        steps = record["steps_per_epoch"] * (trainer.max_epochs or 1) if (trainer.max_epochs or 1) > 0 else math.inf
+        total += record["setup_s"] + step * min(steps, trainer.max_steps if trainer.max_steps > 0 else math.inf)
+    return total if math.isfinite(total) else None
 
 
 class _Screen:

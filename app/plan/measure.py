@@ -47,17 +47,22 @@ def measure_steps(words: list[str]) -> list[tuple[float, dict[str, float]]]:
     Raises:
         UserError: When such a run fails.
     """
-    first = _short_run(words)
+    first = short_run(words)
     batch = first["global_batch_size"]
     if batch is None:
         raise UserError("the data module is not one of this application, so that its batch is not known: give --data")
     measured = [(float(batch), first["time_per_step"])]
     for smaller in sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True):
-        measured.append((float(smaller), _short_run([*words, "--data.batch_size", str(smaller)])["time_per_step"]))
+        measured.append((float(smaller), short_run([*words, "--data.batch_size", str(smaller)])["time_per_step"]))
     return measured
 
 
-def _short_run(words: list[str]) -> dict[str, Any]:
+def short_run(words: list[str]) -> dict[str, Any]:
+    """The record of a run of 30 steps on one device.
+
+    Raises:
+        UserError: When it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         quiet = [word for key, value in QUIET.items() for word in (f"--{key}", value)]
         command = [sys.executable, "-m", "app", *words, *quiet, "--run.root", folder]
