@@ -159,7 +159,7 @@ class _Stopwatch(Profiler):
             assert self._ready is not None
             end = torch.cuda.Event(enable_timing=True)
             end.record()
-            end.synchronize()
+            torch.cuda.synchronize(self.device)  # of all streams: the gradient may have come on another one
             waited = self._ready.elapsed_time(end) / 1000
         else:
             waited = time.perf_counter() - self._last_gradient if self._last_gradient else 0.0

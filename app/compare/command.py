@@ -53,7 +53,8 @@ def run(words: list[str]) -> int:
     variants = expand(experiment)
     console = Console() if sys.stdout.isatty() else Console(width=110)  # a pipe has no width
     folder = Path(options.root, "compare", str(experiment.name))
-    name, new = _version(folder, experiment, variants, options.fresh)
+    fingerprint = _fingerprint(experiment, variants, options.wandb)
+    name, new = _version(folder, fingerprint, options.fresh)
     if options.dry_run:
         _announce(Runner(experiment, variants, folder / name, []), console)
         return 0
@@ -61,7 +62,7 @@ def run(words: list[str]) -> int:
     tracking = ["--run.wandb", "true", "--run.group", group] if options.wandb else ["--run.wandb", "false"]
     runner = Runner(experiment, variants, folder / name, tracking)
     if new:
-        write_json(folder / name / "experiment.json", asdict(experiment) | _fingerprint(experiment, variants))
+        write_json(folder / name / "experiment.json", asdict(experiment) | fingerprint)
     head = {
         "command": shlex.join(["python", "-m", "app", "compare", *words]),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -80,13 +81,14 @@ def run(words: list[str]) -> int:
         console.print(Markdown(short, code_theme="bw"))
         console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
     if options.wandb:
-        tracker = Tracker(str(folder / name), f"{group} summary", "data-parallel-lab", group)
+        project = variants[0].settings.run.project
+        tracker = Tracker(str(folder / name), f"{group} summary", project, group)
         tracker.log_comparison(table, pictures)
         tracker.finish()
         console.print(f"tracked  {tracker.where()}", soft_wrap=True)
-    reasons = {outcome.reason for outcome in runner.outcomes}
-    if not any(outcome.records for outcome in runner.outcomes) and len(reasons) == 1:
-        raise UserError(str(reasons.pop()))
+    if not any(outcome.records for outcome in runner.outcomes):
+        reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
+        raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
     return int(any(outcome.status in ("failed", "hanging") for outcome in runner.outcomes))
 
 
@@ -124,9 +126,10 @@ def _parse(words: list[str]) -> tuple[Namespace, Experiment]:
     return options, experiment
 
 
-def _fingerprint(experiment: Experiment, variants: list[Variant]) -> dict[str, Any]:
+def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
     """What must be the same for runs to belong together."""
     return {
+        "tracked": tracked,
         "commands": {variant.name: variant.words for variant in variants},
         "warmup_epochs": experiment.warmup_epochs,
         "hardware": hardware(),
@@ -134,14 +137,14 @@ def _fingerprint(experiment: Experiment, variants: list[Variant]) -> dict[str, A
     }
 
 
-def _version(folder: Path, experiment: Experiment, variants: list[Variant], fresh: bool) -> tuple[str, bool]:
+def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> tuple[str, bool]:
     """The directory of the report: the newest one where it is of the same, else a new one."""
     version = next_version(str(folder.parent), folder.name)
     number = int(version.removeprefix("version_"))
     newest = folder / f"version_{number - 1}" / "experiment.json"
     if not fresh and newest.exists():
         found = read_yaml(str(newest), "the last report's")
-        if all(found.get(key) == value for key, value in _fingerprint(experiment, variants).items()):
+        if all(found.get(key) == value for key, value in fingerprint.items()):
             return newest.parent.name, False
     return version, True
 
