@@ -91,7 +91,8 @@ def _limit(best: pd.Series, ranked: pd.DataFrame, on_gpu: bool) -> list[str]:
     remedies = {
         "data": (
             "Data loading",
-            "`--data.placement memory` or `device` where the images fit, else more `--data.num_workers`",
+            "`--data.placement memory` or `device` where the images fit and are not augmented one by one, else another "
+            "`--data.num_workers`",
         ),
         "communication": (
             "Communication",
