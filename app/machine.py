@@ -17,6 +17,9 @@ import torch
 import app
 
 GIB = 2**30
+# set by a launcher for each process that it starts; a run that finds them takes itself for one of several
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def versions() -> dict[str, str | None]:
@@ -44,6 +47,19 @@ def hardware() -> dict[str, Any]:
     """Names of processor and accelerators, and the number of cores."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": names}
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, by its affinity and by the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")  # quota and period in microseconds, or `max`
+    words = quota.read_text().split() if quota.exists() else ["max"]
+    return cores if words[0] == "max" else min(cores, max(int(words[0]) // int(words[1]), 1))
+
+
+def clean_environment() -> dict[str, str]:
+    """This process' environment without what a launcher has set for it, for runs that start on their own."""
+    return {key: value for key, value in os.environ.items() if key not in (*RANKS, *ADDRESSES)}
 
 
 def free_port() -> int:

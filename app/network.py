@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from app.machine import free_port
 
@@ -90,6 +90,8 @@ def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: fl
         while not processes.join(timeout=1.0):
             if time.monotonic() > limit:
                 raise TimeoutError(f"the processes have not answered within {timeout:g} s")
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise RuntimeError(str(error).strip().splitlines()[-1]) from error
     finally:
         for process in processes.processes:
             process.kill()
@@ -100,11 +102,14 @@ def _rank(rank: int, ranks: int, port: int, sizes: tuple[int, ...], cuda: bool, 
     distributed = torch.distributed
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
+    if cuda:
+        torch.cuda.set_device(device)
     distributed.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=ranks,
+        device_id=device if cuda else None,
     )
     measured = []
     for size in sizes:

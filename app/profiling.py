@@ -20,10 +20,12 @@ class StepProfile(Callback):
     Phases of rank zero's step, which add up to the whole of it:
 
     * data: waiting for the batch, moving it to the device, augmenting and normalising it
-    * forward_backward: the model's step and its backward pass
+    * forward_backward: the model's step and its backward pass; launch is the part of it in which the host was still
+      handing out work, all of it on a CPU: on a GPU that is nearly idle, both are nearly the same
     * communication: what the step waits for other ranks after its last gradient is ready; what overlaps with
       the backward pass costs nothing and is not seen. Under dp: scattering the batch, copying the model and
       gathering the outputs; the gradients that dp adds up during the backward pass are not told apart from it.
+      The agreement of the ranks whether to stop belongs to it, too.
     * optimizer: its update
     * rest: everything else, such as metrics, logging and Python between the calls
 
@@ -37,24 +39,41 @@ class StepProfile(Callback):
         self._seen = 0
         self._began = 0.0
         self._watch: _Stopwatch | None = None
+        self._ended_now = False
+
+    @property
+    def timing(self) -> bool:
+        """Whether the step that ends now was timed."""
+        return self._watch is not None and (self._watch.attached or self._ended_now)
 
     @property
     def time_per_step(self) -> dict[str, Any] | None:
         """Median milliseconds of each phase and their number; None where training was too short."""
         if not self._steps:
             return None
-        phases = {name: 1000 * statistics.median(step[name] for step in self._steps) for name in PHASES}
-        return {**{name: round(value, 4) for name, value in phases.items()}, "n": len(self._steps), "unit": "ms"}
+        names = (*PHASES, "launch")
+        phases = {name: round(1000 * statistics.median(step[name] for step in self._steps), 4) for name in names}
+        return {**phases, "n": len(self._steps), "unit": "ms"}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out what is between epochs."""
-        self._began = time.perf_counter()
+        self._begin()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out validation."""
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._watch is not None and self._watch.attached:
+            self._watch.take()
+            self._began = self._watch.now()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End a step; begin to time after the first ones, and end after the last."""
         self._seen += 1
+        self._ended_now = False
         watch = self._watch
         if watch is None:
             alone = isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
@@ -64,9 +83,11 @@ class StepProfile(Callback):
         elif watch.attached:
             whole = watch.now() - self._began
             spent = watch.take()
-            self._steps.append({**spent, "rest": max(whole - sum(spent.values()), 0.0)})
+            rest = max(whole - sum(spent[name] for name in PHASES if name in spent), 0.0)
+            self._steps.append({**spent, "rest": rest})
             if len(self._steps) == self.window:
                 watch.detach()
+                self._ended_now = True
         if watch is not None and watch.attached:
             self._began = watch.now()
 
@@ -88,7 +109,6 @@ class _Stopwatch(Profiler):
         self.attached = False
         self._handles: list[Any] = []
         self._begun: dict[str, float] = {}
-        self._ended: dict[str, float] = {}
         self._spent: dict[str, float] = {}
         self._last_gradient = 0.0
         self._ready = torch.cuda.Event(enable_timing=True) if self.cuda else None
@@ -101,7 +121,7 @@ class _Stopwatch(Profiler):
 
     def take(self) -> dict[str, float]:
         """Seconds of the phases in the step that ends here, and begin anew."""
-        spent = {name: self._spent.get(name, 0.0) for name in PHASES if name != "rest"}
+        spent = {name: self._spent.get(name, 0.0) for name in (*PHASES, "launch") if name != "rest"}
         self._spent = {}
         return spent
 
@@ -139,7 +159,7 @@ class _Stopwatch(Profiler):
 
     def start(self, action_name: str) -> None:
         name = action_name.rsplit(".", 1)[-1]
-        if name in _ACTIONS:
+        if name in _ACTIONS and self.trainer.training:
             self._begun[name] = self.now()
 
     def stop(self, action_name: str) -> None:
@@ -148,10 +168,13 @@ class _Stopwatch(Profiler):
             self._begun["optimizer"] = self.now()
         if name not in _ACTIONS or name not in self._begun:
             return
+        launched = time.perf_counter()  # the device may go on
         waited = self._waited() if name == "backward" else 0.0
-        seconds = self.now() - self._begun.pop(name)
-        self._add(_ACTIONS[name], seconds - waited)
+        began = self._begun.pop(name)
+        self._add(_ACTIONS[name], self.now() - began - waited)
         self._add("communication", waited)
+        if _ACTIONS[name] == "forward_backward":
+            self._add("launch", max(launched - began - (0.0 if self.cuda else waited), 0.0))
 
     def _waited(self) -> float:
         """Seconds from the last gradient to the end of the backward pass, where ranks add up their gradients."""
@@ -176,8 +199,9 @@ class _Stopwatch(Profiler):
             self._add("optimizer", self.now() - self._begun.pop("optimizer"))
 
     def _on_scatter(self, *_: Any) -> None:
-        self._begun["dp"] = self.now()
-        self._replicas = []
+        if self.trainer.training:
+            self._begun["dp"] = self.now()
+            self._replicas = []
 
     def _on_replica(self, *_: Any) -> None:
         if self.cuda:
@@ -185,6 +209,8 @@ class _Stopwatch(Profiler):
         self._replicas.append(time.perf_counter())
 
     def _on_gathered(self, *_: Any) -> None:
+        if "dp" not in self._begun:
+            return
         overhead = self.now() - self._begun.pop("dp") - (max(self._replicas) - min(self._replicas))
         self._add("communication", overhead)
         self._add("forward_backward", -overhead)  # it is inside of the step
@@ -195,4 +221,5 @@ _ACTIONS = {
     "batch_to_device": "data",
     "training_step": "forward_backward",
     "backward": "forward_backward",
+    "agree": "communication",
 }

@@ -34,7 +34,7 @@ class RunRecord(Callback):
     Throughput is measured over windows of `log_every_n_steps` steps (of an epoch, where that is shorter):
     global samples over seconds, from the end of one window to the end of the next, with the device
     synchronised; the first window of the run is left out, and all those of the first `warmup_epochs`.
-    Validation does not count.
+    Validation does not count, nor do windows in which the phases of a step were timed, where there are others.
 
     Args:
         command: What was typed.
@@ -64,7 +64,8 @@ class RunRecord(Callback):
         self._open_epoch: dict[str, Any] | None = None
         self._validated = False
         self._rates: list[float] = []
-        self._windows = 0
+        self._profiled_rates: list[float] = []
+        self._windows, self._window_profiled = 0, False
         self._window_start = 0.0
         self._window_samples = self._window_steps = 0
 
@@ -168,6 +169,7 @@ class RunRecord(Callback):
         else:
             self._window_samples += _count(batch) * trainer.world_size
         self._window_steps += 1
+        self._window_profiled |= any(isinstance(c, StepProfile) and c.timing for c in trainer.callbacks)  # type: ignore[attr-defined]
         self._last_step = time.perf_counter()
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
@@ -177,7 +179,9 @@ class RunRecord(Callback):
         first = not self._windows and not self._warmup_epochs
         self._windows += 1
         if not first and trainer.current_epoch >= self._warmup_epochs:
-            self._rates.append(self._window_samples / (now - self._window_start))
+            rates = self._profiled_rates if self._window_profiled else self._rates
+            rates.append(self._window_samples / (now - self._window_start))
+        self._window_profiled = False
         self._window_start = self._last_step = now
         self._window_samples = self._window_steps = 0
 
@@ -234,7 +238,7 @@ class RunRecord(Callback):
         self.record["steps_per_epoch"] = trainer.num_training_batches
         if self._first_step is not None:
             self.record["train_s"] = round(max(self._last_step - self._first_step, 0.0), 3)
-        rates = self._rates
+        rates = self._rates or self._profiled_rates
         self.record["throughput"] = {
             "median": round(statistics.median(rates), 1) if rates else None,
             "min": round(min(rates), 1) if rates else None,
@@ -244,7 +248,7 @@ class RunRecord(Callback):
         }
         losses = [row["train_loss"] for row in self.record.get("epochs", [])]
         if losses:
-            first, middle, last = losses[0], losses[len(losses) // 2], losses[-1]
+            first, middle, last = losses[0], losses[(len(losses) - 1) // 2], losses[-1]
             self.record["train_loss"] = {"first": first, "middle": middle, "last": last}
         paths = [c.best_model_path or None for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
         self.record["checkpoint"] = dict(zip(("best", "last"), [*paths, None, None], strict=False))

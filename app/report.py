@@ -1,7 +1,7 @@
 """What is said at the end of a run."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +90,9 @@ def _figures(measured: Mapping[str, float | None]) -> str:
         loss = measured["loss"]
         said.append("loss not finite" if loss is None else f"loss {loss:.4f}")
     return ", ".join(said)
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)

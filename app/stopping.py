@@ -100,9 +100,10 @@ def _agree(trainer: Trainer) -> int:
     assert isinstance(signals, Signals)
     number = signals.noted  # read once: a signal may come in the next line
     if trainer.world_size > 1:
-        shared = torch.tensor(number, device=trainer.strategy.root_device)
-        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
-        number = int(shared)
+        with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
+            shared = torch.tensor(number, device=trainer.strategy.root_device)
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+            number = int(shared)
     signals.stopped_by = number
     return number
 

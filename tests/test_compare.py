@@ -1,5 +1,6 @@
 """Comparing ways of running: from an experiment file to the report, through the real command."""
 
+import contextlib
 import json
 import os
 import re
@@ -51,8 +52,18 @@ def experiment(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def compare(path: Path, *words: str, timeout: int = 200) -> tuple[int, str]:
-    return start_app("compare", "--experiment", path, "--root", path.parent, *words, timeout=timeout)
+def compare(path: Path, *words: str, env: dict[str, str | None] | None = None) -> tuple[int, str]:
+    return start_app("compare", "--experiment", path, "--root", path.parent, *words, timeout=200, env=env)
+
+
+def marked(value: str) -> list[int]:
+    """Processes that have COMPARE_TEST=value in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"COMPARE_TEST={value}\0" in path.read_text():
+                found.append(int(path.parent.name))
+    return found
 
 
 def results(path: Path, version: int = 0) -> dict[str, Any]:
@@ -147,6 +158,7 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
         ({"variants": {"a": {}}, "baseline": "b"}, "--baseline b: no such variant"),
         ({"variants": {"a": {"run.name": "b"}}}, "run.name is set by compare itself"),
         ({"variants": {"a": {}}, "max_epochs": 1}, "leaves nothing to measure after --warmup_epochs 1"),
+        ({"variants": {"a": {"trainer.max_epochs": 1}}, "max_epochs": None}, "'a': --trainer.max_epochs 1 leaves"),
         ({"variants": {"a b": {}, "a_b": {}}}, "two variants have the folder a_b"),
         ({"grid": {"trainer.devices": [1]}, "exclude": [{"trainer.device": 1}]}, "trainer.device is not in the grid"),
         ({"variants": {"a": {}}, "published": {"hardware": "x"}}, "rows"),
@@ -156,6 +168,19 @@ def test_an_experiment_that_cannot_be(
     app: App, experiment: Callable[..., Path], settings: dict[str, Any], message: str
 ) -> None:
     assert message in error_of(*app("compare", "--experiment", experiment(**settings)))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--trainer.max_epochs=7", "the experiment sets max_epochs: give --max_epochs"),
+        ("--trainer.precision=64-true", "--trainer.precision is what the variants differ in"),
+        ("--run.test=true", "run.test is set by compare itself"),
+    ],
+)
+def test_nothing_typed_is_dropped(app: App, experiment: Callable[..., Path], word: str, message: str) -> None:
+    path = experiment(variants={"a": {}, "b": {"trainer.precision": "bf16-mixed"}})
+    assert message in error_of(*app("compare", "--experiment", path, word))
 
 
 def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
@@ -203,12 +228,13 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
             "too many": {"trainer.strategy": "ddp", "trainer.devices": 4096},
             "odd batch": {"data.batch_size": 25, "trainer.strategy": "ddp", "trainer.devices": 2},
             "fails": {"model": "user_code.FailingModel"},
-            "hangs": {"model": "user_code.HangingModel"},
+            "hangs": {"model": "user_code.HangingModel", "trainer.strategy": "ddp", "trainer.devices": 2},
+            "a node fails": {"model": "user_code.FailsOnRank1", "trainer.strategy": "ddp", "trainer.num_nodes": 2},
             "dp": {"trainer.strategy": "dp", "trainer.devices": 2},
         },
         repeats=2,
     )
-    code, out = compare(path, "--time_limit", "15")
+    code, out = compare(path, "--time_limit", "20", env={"COMPARE_TEST": "what_fails"})
     assert code == 1, out
     found = by_name(path)
     assert {name: row["status"] for name, row in found.items()} == {
@@ -218,6 +244,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
         "odd batch": "skipped",
         "fails": "failed",
         "hangs": "hanging",
+        "a node fails": "failed",
         "dp": "measured",
     }
     assert "GPU" in found["no GPU"]["reason"]
@@ -225,7 +252,8 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
     assert "cannot be shared equally by 2 ranks" in found["odd batch"]["reason"]
     assert "this model fails" in found["fails"]["reason"]
     assert any("this model fails" in line for line in found["fails"]["tail"])
-    assert "not done after 15 s" in found["hangs"]["reason"]
+    assert "only here" in found["a node fails"]["reason"]
+    assert "not done after 20 s" in found["hangs"]["reason"]
     one, dp = found["one"], found["dp"]
     assert one["loss_last"] == pytest.approx(dp["loss_last"], abs=1e-5)
     assert (one["n"], one["speed_up"], one["efficiency"]) == (2, 1.0, 1.0)
@@ -236,7 +264,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
     assert began == sorted(began), "repeats are in turn"
     record = json.loads(Path(one["runs"][0], "run.json").read_text())
     assert record["throughput"]["n"] == 4, "of 2 epochs of 9 steps, the first is warm-up"
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(path.parent) in " ".join(p.info["cmdline"] or [])]
+    assert not marked("what_fails"), "no process is left"
 
 
 def test_the_report(experiment: Callable[..., Path]) -> None:
@@ -263,7 +291,7 @@ def test_the_report(experiment: Callable[..., Path]) -> None:
             assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 20, f"{name} is empty"
     table = pd.read_csv(folder / "results.csv")
     assert list(table.columns) == list(COLUMNS)
-    needed = [name for name in COLUMNS if not name.startswith("memory_others")]
+    needed = [name for name in COLUMNS if not name.startswith(("memory_others", "not_finite"))]
     assert table[needed].notna().all().all()
     text = (folder / "report.md").read_text()
     head = results(path)
@@ -408,14 +436,19 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
             "memory_main_percent": 10.0,
             "memory_others_percent": float("nan"),
             "forward_backward_ms": 20.0,
+            "launch_ms": 10.0,
+            "accelerator": "cuda",
+            "placement": "memory",
+            "global_batch": 64,
         }
         table.append(base | times | row)
     return pd.DataFrame(table, columns=list(COLUMNS))
 
 
-def told(*rows: dict[str, Any], on_gpu: bool = True) -> str:
+def told(*rows: dict[str, Any]) -> str:
     table = made_up(*rows)
-    return "\n".join(advice(table, rows[0]["variant"], {row["variant"]: "python -m app fit" for row in rows}, on_gpu))
+    commands = {row["variant"]: f"python -m app fit --run.name {row['variant']}" for row in rows}
+    return "\n".join(advice(table, rows[0]["variant"], commands))
 
 
 ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
@@ -432,7 +465,8 @@ def test_advice_names_the_fastest_and_the_best_for_each_device() -> None:
 def test_advice_does_not_claim_what_is_within_the_spread() -> None:
     said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": 0.1})
     assert "No real difference to one" in said
-    assert "one is as fast with 1 device" in said
+    assert "one is as fast with 1 device(s)**: take that" in said
+    assert "--run.name one" in said, "the command is that of the one to take"
     said = told(ONE | {"n": 1}, FOUR | {"n": 1})
     assert "in a single run: whether that is more than chance is not known" in said
     assert "No real difference" not in said
@@ -457,7 +491,21 @@ def test_advice_suggests_only_what_was_not_tried() -> None:
     tried = told(ONE, FOUR | {"samples_per_s": 900.0, "precision": "bf16-mixed"})
     assert "more devices" not in tried
     assert "bf16" not in tried
-    assert "more devices" not in told(ONE, on_gpu=False)
+    assert "more devices" not in told(ONE | {"accelerator": "cpu"})
+    assert "--data.placement device" in told(ONE | {"data_ms": 30.0})
+    assert "--data.num_workers" in told(ONE | {"data_ms": 30.0, "placement": "disk"})
+
+
+def test_a_gpu_that_waits_for_the_host() -> None:
+    assert "Launch overhead limits one" in told(ONE | {"launch_ms": 19.0})
+    assert "Launch overhead" not in told(ONE | {"launch_ms": 19.0, "accelerator": "cpu"})
+
+
+def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() -> None:
+    said = told(ONE, FOUR | {"not_finite_since": 2})
+    assert "The loss of four is not finite" in said
+    assert "**Fastest: one**" in said
+    assert "compare losses, too" in told(ONE, FOUR | {"global_batch": 256})
 
 
 def test_advice_without_results() -> None:

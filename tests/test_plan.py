@@ -282,4 +282,4 @@ def test_two_hosts_as_predicted_from_the_rate_of_their_link(
                 process.kill()
                 process.wait(30)
     ratio = compared(f"2 hosts at {rate}", predicted_step().ddp(128, 2, link), seconds_of_a_step(tmp_path))
-    assert 0.5 < ratio < 2 or rate == "1gbit", "a slow link is what takes the time, and its rate is known"
+    assert (0.2 if rate == "1gbit" else 0.5) < ratio < 2, "a slow link is what takes the time, and its rate is known"

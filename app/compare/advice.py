@@ -7,44 +7,56 @@ import pandas as pd
 from app.profiling import PHASES
 
 OVERHEAD = 0.35  # share of a step from which on a phase, other than the model's own work, is what limits it
+LAUNCH_BOUND = 0.9  # share of its own work from which on a GPU waits for the host to launch it
+MOSTLY = 0.65  # share of a step that the model's own work should have
 NEARLY_FULL = 80.0  # percent of a device's memory
 
 
-def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str], on_gpu: bool) -> list[str]:
+def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> list[str]:
     """Sentences on what to use here, in Markdown.
 
     Two variants differ when the ranges of their runs do not overlap; with a single run there is no range, and
-    nothing is claimed.
+    nothing is claimed. A variant whose loss is not finite is not recommended.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
         baseline: The variant that the others are compared with.
         commands: The command of each variant.
-        on_gpu: Whether the devices are GPUs; several processes on one CPU compete for its cores.
     """
     measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
+    replicas = measured["devices"] * measured["nodes"]
+    diverged = [str(name) for name in measured.index[measured["not_finite_since"].notna()]]
+    measured = measured.assign(replicas=replicas, per_device=measured["samples_per_s"] / replicas).drop(diverged)
+    said = [f"**The loss of {', '.join(diverged)} is not finite**: left out of what follows."] if diverged else []
     if measured.empty:
-        return ["Nothing was measured: see below why."]
+        return [*said, "Nothing was measured: see below why."]
     ranked = measured.sort_values("samples_per_s", ascending=False)
-    best = ranked.iloc[0]
-    said = [f"**Fastest: {best.name}**, {best['samples_per_s']:,.0f} samples/s."]
+    best, taken = ranked.iloc[0], ranked.iloc[0]
+    said.append(f"**Fastest: {best.name}**, {best['samples_per_s']:,.0f} samples/s.")
     if len(ranked) > 1:
-        said[0] = f"{said[0]} {_against(best, ranked.iloc[1])}"
-    if best.name != baseline and baseline in measured.index and (len(ranked) < 2 or ranked.index[1] != baseline):
+        said[-1] += f" {_against(best, ranked.iloc[1])}"
+    if best.name != baseline and baseline in ranked.index[2:]:
         said.append(_against(best, ranked.iloc[list(ranked.index).index(baseline)]))
-    said += _others_no_better(ranked, best)
-    per_device = measured["samples_per_s"] / (measured["devices"] * measured["nodes"])
-    frugal = str(per_device.idxmax())
-    if per_device.nunique() > 1:
-        said.append(f"**Best for each device: {frugal}**, {per_device[frugal]:,.0f} samples/s from each.")
-    if not on_gpu and (measured["devices"] * measured["nodes"] > 1).any():
+    if ranked["global_batch"].nunique() > 1:
+        said.append(
+            "Their global batches differ: at the same epoch they have taken different steps, so compare losses, too."
+        )
+    fewer = [row for row in _as_good(ranked, best) if row["replicas"] < best["replicas"]]
+    if fewer:
+        taken = min(fewer, key=lambda row: row["replicas"])
+        said.append(f"**{taken.name} is as fast with {int(taken['replicas'])} device(s)**: take that.")
+    if ranked["per_device"].nunique() > 1:
+        frugal = ranked.sort_values("per_device").iloc[-1]
+        others = [str(row.name) for row in _as_good(ranked, frugal, "per_device")]
+        same = f", no better than {', '.join(others)} by the spread of the runs" if others else ""
+        said.append(f"**Best for each device: {frugal.name}**, {frugal['per_device']:,.0f} samples/s from each{same}.")
+    if (ranked["accelerator"] == "cpu").any() and (ranked["replicas"] > 1).any():
         said.append(
             "The devices here are processes or threads of one CPU, which share its cores: what they gain says little "
             "about GPUs, and the ideal line cannot be reached, for one process already uses several cores."
         )
-    said += _limit(best, ranked, on_gpu)
-    said += [f"The command of {best.name}:\n\n```\n{commands[str(best.name)]}\n```"]
-    return said
+    said += _limit(taken, ranked)
+    return [*said, f"The command of {taken.name}:\n\n```\n{commands[str(taken.name)]}\n```"]
 
 
 def _against(one: pd.Series, other: pd.Series) -> str:
@@ -65,18 +77,16 @@ def apart(one: pd.Series, other: pd.Series) -> bool:
     return bool(one["samples_per_s_min"] > other["samples_per_s_max"])
 
 
-def _others_no_better(ranked: pd.DataFrame, best: pd.Series) -> list[str]:
-    """Name the simplest variant that is as good as the best."""
-    same = [row for _, row in ranked.iloc[1:].iterrows() if row["n"] > 1 and best["n"] > 1 and not apart(best, row)]
-    fewer = [row for row in same if row["devices"] * row["nodes"] < best["devices"] * best["nodes"]]
-    if not fewer:
-        return []
-    least = min(fewer, key=lambda row: row["devices"] * row["nodes"])
-    return [f"{least.name} is as fast with {int(least['devices'] * least['nodes'])} device(s): take that."]
+def _as_good(ranked: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -> list[pd.Series]:
+    """The other variants whose runs overlap with those of the best one, as far as several runs show it."""
+    unit = {"samples_per_s": lambda row: 1, "per_device": lambda row: row["replicas"]}[by]
+    rows = [row for _, row in ranked.iterrows() if row.name != best.name and min(row["n"], best["n"]) > 1]
+    least = best["samples_per_s_min"] / unit(best)
+    return [row for row in rows if row["samples_per_s_max"] / unit(row) >= least]
 
 
-def _limit(best: pd.Series, ranked: pd.DataFrame, on_gpu: bool) -> list[str]:
-    """What limits the best variant, and what to try next that was not tried here."""
+def _limit(best: pd.Series, ranked: pd.DataFrame) -> list[str]:
+    """What limits a variant, and what to try next that was not tried here."""
     said = []
     fullest = max(best["memory_main_percent"], best["memory_others_percent"], key=lambda v: -1 if pd.isna(v) else v)
     if fullest >= NEARLY_FULL:
@@ -89,11 +99,7 @@ def _limit(best: pd.Series, ranked: pd.DataFrame, on_gpu: bool) -> list[str]:
         return said
     share = times / times.sum()
     remedies = {
-        "data": (
-            "Data loading",
-            "`--data.placement memory` or `device` where the images fit and are not augmented one by one, else another "
-            "`--data.num_workers`",
-        ),
+        "data": ("Data loading", _for_data(best)),
         "communication": (
             "Communication",
             "a larger `--data.batch_size`, which needs fewer exchanges for the same images, or fewer devices",
@@ -105,18 +111,28 @@ def _limit(best: pd.Series, ranked: pd.DataFrame, on_gpu: bool) -> list[str]:
         ),
     }
     phase = max(remedies, key=lambda name: share[f"{name}_ms"])
-    part = share[f"{phase}_ms"]
+    part, own = share[f"{phase}_ms"], share["forward_backward_ms"]
+    waits = best["accelerator"] == "cuda" and best["launch_ms"] >= LAUNCH_BOUND * best["forward_backward_ms"]
+    if part < OVERHEAD and waits:
+        phase, part = "rest", own
     if part >= OVERHEAD:
         what, remedy = remedies[phase]
-        said.append(f"**{what} limits {best.name}**: {part:.0%} of a step. Try {remedy}.")
-    else:
-        replicas = ranked["devices"] * ranked["nodes"]
-        ideas = ["more devices"] if on_gpu and not (replicas > best["devices"] * best["nodes"]).any() else []
-        if not ranked["precision"].str.startswith("bf16").any():
-            ideas.append("`--trainer.precision bf16-mixed`")
-        ideas.append("a larger `--data.batch_size`, which keeps the hardware busier")
-        said.append(
-            f"**The model's own computation limits {best.name}**: {share['forward_backward_ms']:.0%} of a step, as it "
-            f"should be. Try {' or '.join(ideas)}."
-        )
+        return [*said, f"**{what} limits {best.name}**: {part:.0%} of a step. Try {remedy}."]
+    ideas = []
+    if best["accelerator"] == "cuda" and not (ranked["replicas"] > best["replicas"]).any():
+        ideas.append("more devices")
+    if not ranked["precision"].str.startswith("bf16").any():
+        ideas.append("`--trainer.precision bf16-mixed`")
+    ideas.append("a larger `--data.batch_size`, which keeps the hardware busier")
+    judged = ", as it should be" if own >= MOSTLY else ""
+    said.append(
+        f"**The model's own computation limits {best.name}**: {own:.0%} of a step{judged}. Try {' or '.join(ideas)}."
+    )
     return said
+
+
+def _for_data(best: pd.Series) -> str:
+    """What may help a variant that waits for its data."""
+    if best["placement"] == "disk":
+        return "another `--data.num_workers`, or `--data.placement memory` where nothing is augmented image by image"
+    return "`--data.placement device`, or less augmentation" if best["placement"] == "memory" else "less augmentation"

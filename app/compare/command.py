@@ -13,6 +13,7 @@ from jsonargparse import Namespace
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
+from rich.markup import escape
 from rich.table import Table
 
 from app.compare.experiment import Experiment, Variant, expand
@@ -25,7 +26,7 @@ from app.parsing import PlainParser, read_yaml
 from app.plan.measure import short_run
 from app.profiling import PHASES
 from app.settings import split_words
-from app.tracking import Tracker, next_version
+from app.tracking import Tracker, make_loggers, next_version
 
 DEFAULT = "configs/compare/this_machine.yaml"
 USAGE = """\
@@ -49,8 +50,8 @@ def run(words: list[str]) -> int:
         UserError: For what a user did wrong, also when no variant can run here.
         KeyboardInterrupt: On Ctrl-C, after a report on what there is.
     """
-    options, experiment = _parse(words)
-    variants = expand(experiment)
+    options, experiment, typed = _parse(words)
+    variants = expand(experiment, typed)
     console = Console() if sys.stdout.isatty() else Console(width=110)  # a pipe has no width
     folder = Path(options.root, "compare", str(experiment.name))
     fingerprint = _fingerprint(experiment, variants, options.wandb)
@@ -82,17 +83,20 @@ def run(words: list[str]) -> int:
         console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
     if options.wandb:
         project = variants[0].settings.run.project
-        tracker = Tracker(str(folder / name), f"{group} summary", project, group)
-        tracker.log_comparison(table, pictures)
-        tracker.finish()
-        console.print(f"tracked  {tracker.where()}", soft_wrap=True)
+        loggers = make_loggers(str(folder.parent), str(experiment.name), name, True, project, group, ["summary"])
+        for tracker in loggers:
+            if isinstance(tracker, Tracker):
+                tracker.log_comparison(table, pictures)
+                tracker.finish()
+                console.print(f"tracked  {tracker.where()}", soft_wrap=True)
     if not any(outcome.records for outcome in runner.outcomes):
         reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
         raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
     return int(any(outcome.status in ("failed", "hanging") for outcome in runner.outcomes))
 
 
-def _parse(words: list[str]) -> tuple[Namespace, Experiment]:
+def _parse(words: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
+    """The options of compare itself, the experiment, and the flags of `fit` that were typed."""
     own, flags = split_words(words)
     parser = PlainParser(prog="python -m app compare", usage=USAGE)
     parser.add_argument("--experiment", default=DEFAULT, help="the experiment file")
@@ -122,8 +126,8 @@ def _parse(words: list[str]) -> tuple[Namespace, Experiment]:
     options = parser.instantiate_classes(options)
     experiment = Experiment(**{name: options[name] for name in settings})
     experiment.configs += [value for flag, value in flags if flag == "--config"]
-    experiment.flags |= {flag.removeprefix("--"): value for flag, value in flags if flag != "--config"}
-    return options, experiment
+    typed = {flag.removeprefix("--"): value for flag, value in flags if flag != "--config"}
+    return options, experiment, typed
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def _announce(runner: Runner, console: Console) -> None:
     """Print the commands, and how long they will take as far as that is known."""
     for outcome in runner.outcomes:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
-        console.print(f"[bold]{outcome.variant.name}[/bold]  ({state})", highlight=False)
+        console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
         if outcome.status != "skipped":
             more = runner.bookkeeping(outcome.variant, 1)
             console.print("\n".join(outcome.variant.lines(more)) + "\n", highlight=False, soft_wrap=True, markup=False)
@@ -189,7 +193,7 @@ class _Screen:
         self.console = console
         self.began = time.monotonic()
         self.live: Live | None = None
-        self.told: set[tuple[str, int]] = set()
+        self.told: set[tuple[str, int, str | None]] = set()
         self.printed: set[str] = set()
 
     def follow(self, runner: Runner) -> None:
@@ -213,11 +217,12 @@ class _Screen:
             self.live.update(self._table(runner), refresh=True)
             return
         for outcome in runner.outcomes:
-            key = (outcome.variant.name, len(outcome.records))
+            key = (outcome.variant.name, len(outcome.records), outcome.reason)
             if key not in self.told and (outcome.records or outcome.reason):
                 said = _rate(list(outcome.records.values())[-1]) if outcome.records else ""
                 state = outcome.reason or f"run {len(outcome.records)} of {runner.experiment.repeats}, {said}"
-                self.console.print(f"{outcome.variant.name}: {state}  ({self._clock(runner)})", soft_wrap=True)
+                said = f"{outcome.variant.name}: {state}  ({self._clock(runner)})"
+                self.console.print(said, soft_wrap=True, markup=False)
                 self.told.add(key)
 
     def _clock(self, runner: Runner) -> str:
@@ -237,10 +242,10 @@ class _Screen:
                 of = record.get("max_epochs") or "?"
                 state = f"[bold]epoch {epochs + 1} of {of}[/bold]" if record else "[bold]starting[/bold]"
             elif outcome.reason:
-                state = f"{outcome.status}: {outcome.reason[:50]}"
+                state = escape(f"{outcome.status}: {outcome.reason[:50]}")
             rates = [_rate(record) for record in outcome.records.values()]
             runs = f"{len(outcome.records)} of {runner.experiment.repeats}"
-            table.add_row(outcome.variant.name, runs, state, rates[-1] if rates else "")
+            table.add_row(escape(outcome.variant.name), runs, state, rates[-1] if rates else "")
         return table
 
 

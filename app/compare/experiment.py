@@ -5,7 +5,9 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import yaml
 from jsonargparse import Namespace
 
 from app.errors import UserError, nearest
+from app.machine import usable_cores
 from app.settings import resolve
 
 # flags that say where a run is kept and how it is measured
@@ -143,12 +146,18 @@ class Variant:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
         each = _devices(trainer)
         if _gpus(trainer):
-            return address | {"CUDA_VISIBLE_DEVICES": ",".join(str(node * each + i) for i in range(each))}
+            given = os.environ.get("CUDA_VISIBLE_DEVICES")
+            visible = given.split(",") if given else [str(i) for i in range(self.replicas)]
+            return address | {"CUDA_VISIBLE_DEVICES": ",".join(visible[node * each : (node + 1) * each])}
         return address | {"OMP_NUM_THREADS": str(max(usable_cores() // self.replicas, 1))}
 
 
-def expand(experiment: Experiment) -> list[Variant]:
+def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:
     """Make the variants of an experiment, every flag checked.
+
+    Args:
+        experiment: What to compare.
+        typed: Flags of `fit` from the command line, which hold for every variant.
 
     Raises:
         UserError: When there is nothing to compare, or a variant cannot be read by `fit`.
@@ -162,15 +171,24 @@ def expand(experiment: Experiment) -> list[Variant]:
             f"--max_epochs {experiment.max_epochs} leaves nothing to measure after --warmup_epochs "
             f"{experiment.warmup_epochs}: give more epochs or less warm-up"
         )
-    for flag in {key for flags in (experiment.flags, *experiment.variants.values(), experiment.grid) for key in flags}:
+    for flag in {
+        key for flags in (experiment.flags, typed, *experiment.variants.values(), experiment.grid) for key in flags
+    }:
         if flag in OWN:
             raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
+    varied = {key for flags in (*experiment.variants.values(), experiment.grid) for key in flags}
+    for flag in typed:
+        limit = flag.rpartition(".")[2]
+        if flag in ("trainer.max_epochs", "trainer.max_steps") and getattr(experiment, limit) is not None:
+            raise UserError(f"--{flag}: the experiment sets {limit}: give --{limit}")
+        if flag in varied:
+            raise UserError(f"--{flag} is what the variants differ in: leave it out, or change the experiment")
     named = {**experiment.variants, **_product(experiment)}
     if not named:
         raise UserError("the experiment has neither variants nor a grid: give one of them")
     if experiment.baseline is not None and experiment.baseline not in named:
         raise UserError(f"--baseline {experiment.baseline}: no such variant{nearest(experiment.baseline, named)}")
-    variants = [_variant(experiment, name, flags) for name, flags in named.items()]
+    variants = [_variant(experiment, name, {**experiment.flags, **flags, **typed}) for name, flags in named.items()]
     slugs = [variant.slug for variant in variants]
     for variant in variants:
         if slugs.count(variant.slug) > 1:
@@ -205,8 +223,7 @@ def text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _variant(experiment: Experiment, name: str, own: dict[str, Any]) -> Variant:
-    flags = {**experiment.flags, **own}
+def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Variant:
     if experiment.max_epochs is not None:
         flags["trainer.max_epochs"] = experiment.max_epochs
     if experiment.max_steps is not None:
@@ -219,17 +236,22 @@ def _variant(experiment: Experiment, name: str, own: dict[str, Any]) -> Variant:
             variant = Variant(name, words, resolve(words))
     except UserError as error:
         raise UserError(f"variant {name!r}: {error}") from error
+    limit, warmup = variant.settings.trainer.max_epochs, experiment.warmup_epochs
+    if limit is not None and 0 <= limit <= warmup:
+        raise UserError(
+            f"variant {name!r}: --trainer.max_epochs {limit} leaves nothing to measure after --warmup_epochs {warmup}: "
+            "give more epochs or less warm-up"
+        )
     variant.lacking = _lacking(variant)
     return variant
 
 
 def _words(configs: list[str], flags: dict[str, Any]) -> list[str]:
-    flags = {key: value for key, value in flags.items() if value is not None}
-    stacked = itertools.chain.from_iterable(("--config", config) for config in configs)
-    given = itertools.chain.from_iterable(
-        (f"--{key}", text(value)) for key, value in flags.items() if value is not None
-    )
-    return ["fit", *stacked, *given]
+    given = [(key, value) for key, value in flags.items() if value is not None]
+    given.sort(key=lambda item: item[0] not in ("model", "data"))  # before their settings
+    stacked = (("--config", config) for config in configs)
+    typed = ((f"--{key}", text(value)) for key, value in given)
+    return ["fit", *itertools.chain.from_iterable((*stacked, *typed))]
 
 
 def _gpus(trainer: Namespace) -> bool:
@@ -244,14 +266,9 @@ def _devices(trainer: Namespace) -> int:
     if isinstance(devices, list):
         return len(devices)
     if devices in ("auto", "-1", -1):
-        one = trainer.strategy == "auto" and trainer.num_nodes == 1
+        one = devices == "auto" and trainer.strategy == "auto" and trainer.num_nodes == 1
         return torch.cuda.device_count() if _gpus(trainer) and not one else 1
     return int(devices)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _lacking(variant: Variant) -> str | None:

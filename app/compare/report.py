@@ -2,7 +2,7 @@
 
 import base64
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from app.compare.results import COLUMNS, tabulate
 from app.compare.runner import Outcome
 from app.files import write_json
 from app.profiling import PHASES
+from app.report import markdown_table
 
 STYLE = """\
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -50,7 +51,7 @@ def write_report(
     results = [{**row, "command": commands[n], **notes[n], "runs": runs[n]} for row in rows for n in (row["variant"],)]
     write_json(folder / "results.json", {**head, "baseline": baseline, "variants": results})
 
-    said = advice(table, baseline, commands, on_gpu=bool(head["hardware"]["gpus"]))
+    said = advice(table, baseline, commands)
     short = [f"# {experiment.name}", experiment.description, _head(head), _state(outcomes), "## Advice", *said]
     short += [*_tables(table, baseline), *_published(experiment, table), *_failures(outcomes)]
     long = [*short, "## Pictures", *(f"![{title}]({path.name})" for title, path in pictures.items())]
@@ -70,12 +71,6 @@ def _state(outcomes: Sequence[Outcome]) -> str:
 def _code(text: str) -> str:
     """A block of text as it is, whatever is in it."""
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
@@ -159,6 +154,7 @@ def _published(experiment: Experiment, table: pd.DataFrame) -> list[str]:
     if not published:
         return []
     here = table.set_index("variant")
+    small = " **Here it is the small form of the experiment**, whose seconds are not comparable." * experiment.quick
     rows = []
     for entry in published.rows:
         for key, value in entry.figures.items():
@@ -167,7 +163,7 @@ def _published(experiment: Experiment, table: pd.DataFrame) -> list[str]:
             rows.append([entry.what, COLUMNS.get(key, key), theirs, _number(mine, ",.6g"), entry.variant or "—"])
     return [
         "## Published, and here",
-        f"Published on {published.hardware}. {published.note}".strip(),
+        f"Published on {published.hardware}. {published.note}{small}".strip(),
         markdown_table(["published for", "figure", "published", "here", "variant"], rows),
     ]
 

@@ -38,6 +38,9 @@ COLUMNS = {
     "memory_main_percent": "peak memory, main device (%)",
     "memory_others_percent": "peak memory, largest other (%)",
     **{f"{phase}_ms": f"{phase.replace('_', ' + ')} (ms)" for phase in PHASES},
+    "launch_ms": "of which launching (ms)",
+    "accelerator": "accelerator",
+    "not_finite_since": "loss not finite since epoch",
 }
 
 
@@ -89,7 +92,9 @@ def _row(outcome: Outcome) -> dict[str, Any]:
             "samples_per_s_min": min(rates),
             "samples_per_s_max": max(rates),
         }
-    for phase in PHASES:
+    row["not_finite_since"] = next((since for r in records if (since := r.get("not_finite_since")) is not None), None)
+    row["accelerator"] = record["peak_memory"][0]["device"].partition(":")[0] if record["peak_memory"] else None
+    for phase in (*PHASES, "launch"):
         row[f"{phase}_ms"] = _median((r.get("time_per_step") or {}).get(phase) for r in records)
     return row | _memory(records)
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import psutil
 
 from app.compare.experiment import Experiment, Variant
 from app.files import write_json
-from app.machine import free_port
+from app.machine import clean_environment, free_port
 from app.process import end_with_parent
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order
@@ -70,7 +71,7 @@ class Runner:
                 outcome.status, outcome.reason = "skipped", outcome.variant.lacking
             for repeat in range(1, experiment.repeats + 1):
                 record = self._read(outcome.variant, repeat)
-                if record.get("status") == "completed":
+                if record.get("status") == "completed" and "wall_s" in record:  # which is added when it has ended well
                     outcome.records[repeat] = record
             if len(outcome.records) == experiment.repeats:
                 outcome.status = "measured"
@@ -158,40 +159,47 @@ class Runner:
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, **variant.environment(node, port)},
+                        env={**clean_environment(), **variant.environment(node, port)},
                         start_new_session=True,  # Ctrl-C comes to this process, which tells the run
                         preexec_fn=end_with_parent,
                     )
                 )
-            while any(process.poll() is None for process in processes):
+            ended: dict[int, int] = {}  # node and exit code of those that ended by themselves
+            while len(ended) < len(processes):
+                ended |= {node: code for node, p in enumerate(processes) if (code := p.poll()) is not None}
                 if time.monotonic() > limit:
                     outcome.status = "hanging"
                     outcome.reason = f"not done after {self.experiment.time_limit:g} s: see --time_limit"
                     break
-                if any(process.poll() for process in processes):  # the other nodes wait for one that is gone
+                if any(ended.values()):  # the other nodes wait for one that is gone
                     break
                 self.show(self)
                 with suppress(subprocess.TimeoutExpired):
-                    processes[0].wait(0.5)
-        codes = [process.returncode for process in processes]
+                    next(p for p in processes if p.returncode is None or p is processes[-1]).wait(0.5)
         record = self._read(variant, repeat)
-        if outcome.status != "hanging" and not any(codes) and record.get("status") == "completed":
+        if outcome.status != "hanging" and not any(ended.values()) and record.get("status") == "completed":
             record["wall_s"] = round(time.monotonic() - began, 3)
             write_json(self.run_dir(variant, repeat) / "run.json", record)
             outcome.records[repeat] = record
+            if record["throughput"]["median"] is None:
+                outcome.reason = (
+                    f"{record['steps']} steps end before a window of --trainer.log_every_n_steps after the warm-up of "
+                    f"{self.experiment.warmup_epochs} epoch(s): no throughput"
+                )
             return
-        failed = next((node for node, code in enumerate(codes) if code and code > 0), 0)
+        # one that was killed or broke comes before one that only says that another has stopped
+        failed = min(ended, key=lambda node: (ended[node] == 0, ended[node] == 2, node), default=0)
         output = folder / f"output_node{failed}.txt" if failed else output
         lines = [_plain(line) for line in output.read_text(errors="replace").splitlines() if line.strip()]
         outcome.tail = lines[-TAIL:]
         if outcome.status == "hanging":
             return
         said = [line.partition("error: ")[2] for line in lines if "error: " in line]
-        refused = codes[failed] == 2
+        refused = ended.get(failed) == 2 and record.get("setup_s") is None
         outcome.status = "skipped" if refused else "failed"
         outcome.reason = said[-1] if said else record.get("error") or (lines[-1] if lines else "it said nothing")
         if not refused:
-            outcome.reason = f"exit code {codes[failed]}: {outcome.reason}"
+            outcome.reason = f"exit code {ended.get(failed)}: {outcome.reason}"
 
 
 def _plain(line: str) -> str:
@@ -215,3 +223,6 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     for child in psutil.wait_procs(others, timeout=max(limit - time.monotonic(), 0.1))[1]:
         with suppress(psutil.NoSuchProcess):
             child.kill()
+    for process in processes:  # what was started since, and is in the group of the run
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)

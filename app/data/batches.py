@@ -60,9 +60,10 @@ class Reader(Dataset[Tensor]):
         image = self.split[row]
         if self.augment is None:
             return image
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            augmented = self.augment(image)
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)  # of the CPU alone, unlike torch.manual_seed
+        augmented = self.augment(image)
+        torch.set_rng_state(before)
         if augmented.shape != image.shape or augmented.dtype != image.dtype:
             raise UserError(
                 f"--data.augment {type(self.augment).__name__} makes {augmented.dtype} {tuple(augmented.shape)} of an "
@@ -129,6 +130,7 @@ class GlobalBatches:
         self._pin = device.type == "cuda" and placement != "device"
         self._labels = split.labels[rows]
         self._workers: DataLoader[Tensor] | None = None
+        self._augmented = augment is not None
         if placement == "disk":
             self._shares: list[list[tuple[int, int]]] = []
             reader = Reader(split, augment)
@@ -192,9 +194,12 @@ class GlobalBatches:
 
     def _items(self, order: Tensor, epoch: int, step: int) -> list[tuple[int, int]]:
         """Row of each sample of this rank, and the seed of its augmentation."""
+        rows = self.rows[self._share(order, step)].tolist()
+        if not self._augmented:
+            return [(row, 0) for row in rows]
         generator = stream(self.seed, 3, epoch, step)
         seeds = torch.randint(2**62, (self.global_count(step),), generator=generator).tensor_split(self.world_size)
-        return list(zip(self.rows[self._share(order, step)].tolist(), seeds[self.rank].tolist(), strict=True))
+        return list(zip(rows, seeds[self.rank].tolist(), strict=True))
 
     def _draw(self, epoch: int, step: int) -> Tensor | None:
         """Draw for the whole global batch and take this rank's part: a sample's draws do not tell ranks apart."""

@@ -14,15 +14,14 @@ from matplotlib.figure import Figure  # not pyplot, whose state a notebook share
 from rich.console import Console
 from rich.markdown import Markdown
 
-from app.compare.experiment import usable_cores
-from app.compare.report import markdown_table
 from app.errors import UserError
 from app.files import write_json
-from app.machine import hardware, versions
+from app.machine import hardware, usable_cores, versions
 from app.network import Link, fit_link, measure_all_reduce
-from app.parsing import PlainParser
+from app.parsing import PlainParser, read_yaml
 from app.plan.measure import measure_steps, profile_gradients, read_record
 from app.plan.model import Machines, Step, fit_step, make_buckets, predict
+from app.report import markdown_table
 from app.settings import split_words
 from app.tracking import next_version
 
@@ -134,10 +133,16 @@ def _step(options: Namespace, fit: list[str], console: Console) -> tuple[Step, i
     """The step, its global batch, and where both come from."""
     if options.run:
         read = [read_record(path) for path in options.run]
-        configs = {record["config"] for _, _, record in read}
+        configs = [record["config"] for _, _, record in read]
+        models = [
+            (read_yaml(config).get("model"), record["precision"])
+            for config, (_, _, record) in zip(configs, read, strict=True)
+        ]
+        if any(model != models[0] for model in models):
+            raise UserError("the runs of --run are of different models or precisions: give runs of one")
         measured = [(batch, times) for batch, times, _ in read]
         whole = max(record["global_batch_size"] for _, _, record in read)
-        fit = fit if len(fit) > 1 else ["fit", "--config", min(configs)]
+        fit = ["fit", "--config", configs[0], *fit[1:]]
         source = f"the steps of {', '.join(options.run)}"
     else:
         console.print("measuring steps on one device …")
@@ -181,7 +186,7 @@ def _report(
         shown = [
             row["strategy"],
             f"{row['devices']} = {row['nodes']} × {min(row['devices'], machines.per_node)}",
-            f"{row['global_batch']} / {row['replica_batch']}",
+            f"{row['global_batch']} / {row['replica_batch']}{'' if row['shared_equally'] else ' *'}",
             f"{row['step_ms']:.2f}",
             "—" if pd.isna(row["waiting_ms"]) else f"{row['waiting_ms']:.2f}",
             f"{row['samples_per_s']:,.0f}",
@@ -202,15 +207,19 @@ def _report(
     yield "## Predicted"
     yield markdown_table(headers, [cells(row) for _, row in table.iterrows()])
     yield "Waiting is communication that the backward pass does not hide."
+    if not table["shared_equally"].all():
+        yield "\\* on paper only: `fit` refuses a batch that the devices cannot share equally."
     yield "## From what"
     yield f"Step: {source}. Buckets of gradients, and when in the backward pass they are ready: {buckets}."
     yield (
         f"Network, {network}: {', '.join(links)}. The model is a ring all-reduce of DDP's buckets that overlaps with "
-        "the backward pass; its formulas and sources are in app/plan/model.py."
+        "the backward pass; its formulas and sources are in app/plan/model.py. Among many ranks NCCL takes trees for "
+        "small buffers, whose latency grows less than that of a ring."
     )
 
 
 def _advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
+    table = table[table["shared_equally"]]
     ranked = table.sort_values("samples_per_s", ascending=False)
     best = ranked.iloc[0]
     worth = table[(table["efficiency"] >= 0.5) & (table["strategy"] != "dp")].iloc[-1]
@@ -223,7 +232,10 @@ def _advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
         f"**Fastest: {best['devices']} devices in {best['nodes']} node(s) under {best['strategy']}**, "
         f"{best['speed_up']:.2f} times one device, {best['efficiency']:.0%} of the ideal."
     )
-    yield f"**Worth it up to {worth['devices']} device(s)**: from there on less than half of each one is used."
+    if worth["devices"] == table["devices"].max():
+        yield f"**Worth it up to {worth['devices']} devices at least**, the most that were looked at."
+    else:
+        yield f"**Worth it up to {worth['devices']} device(s)**: from there on less than half of each one is used."
     ddp = table[table["strategy"] != "dp"]
     if (ddp["nodes"] == 2).any():
         gain = ddp[ddp["nodes"] == 2].iloc[-1]["samples_per_s"] / ddp[ddp["nodes"] == 1].iloc[-1]["samples_per_s"]

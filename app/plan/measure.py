@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from app.data.module import ImageData
 from app.errors import UserError
+from app.machine import clean_environment
 from app.modules import ImageClassifier
 from app.process import end_with_parent
-from app.settings import build
+from app.settings import build, resolve
 
 QUIET = {
     "trainer.devices": "1",
@@ -68,7 +69,13 @@ def short_run(words: list[str]) -> dict[str, Any]:
         command = [sys.executable, "-m", "app", *words, *quiet, "--run.root", folder]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=LIMIT, check=False, preexec_fn=end_with_parent
+                command,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+                check=False,
+                env=clean_environment(),
+                preexec_fn=end_with_parent,
             )
         except subprocess.TimeoutExpired as error:
             raise UserError(
@@ -78,7 +85,10 @@ def short_run(words: list[str]) -> dict[str, Any]:
         said = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()]
         if done.returncode != 0:
             raise UserError(said[-1] if said else f"the run on one device ended with exit code {done.returncode}")
-        return json.loads(path.read_text())
+        record = json.loads(path.read_text())
+    if record["time_per_step"] is None:
+        raise UserError("the steps could not be timed: leave --trainer.profiler out")
+    return record
 
 
 def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
@@ -94,7 +104,9 @@ def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
         raise UserError(f"--run {path}: no run record there ({error}): give a run's directory") from error
     if not record.get("time_per_step") or not record.get("global_batch_size") or not record.get("config"):
         raise UserError(f"--run {path}: its record has no times of a step: give a run of 6 or more steps")
-    batch = record["global_batch_size"] / (record["devices"] * record["num_nodes"])
+    if record["world_size"] < record["devices"] * record["num_nodes"]:
+        raise UserError(f"--run {path} was under dp, whose step is not that of one device: give another run")
+    batch = record["global_batch_size"] / record["world_size"]
     return batch, record["time_per_step"], record
 
 
@@ -112,7 +124,10 @@ def profile_gradients(words: list[str], batch: int) -> tuple[float, list[tuple[i
     model, data = build(words)
     if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):
         raise UserError("plan needs a model and data of this application: give --model and --data")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trainer = resolve(words).trainer
+    device = torch.device("cuda" if torch.cuda.is_available() and trainer.accelerator != "cpu" else "cpu")
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16 if device.type == "cuda" else torch.bfloat16}
+    autocast = torch.autocast(device.type, mixed.get(trainer.precision), enabled=trainer.precision in mixed)
     network = model.network.to(device)
     images = torch.randn(batch, *data.image_shape, device=device)
     labels = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -136,7 +151,8 @@ def profile_gradients(words: list[str], batch: int) -> tuple[float, list[tuple[i
     for index in range(passes):
         ready.clear()
         began = now()
-        loss = model.criterion(network(images), labels).mean()
+        with autocast:
+            loss = model.criterion(network(images), labels).mean()
         turned = now()
         loss.backward()
         ended = now()

@@ -237,6 +237,7 @@ def predict(
                 "nodes": -(-count // machines.per_node),
                 "global_batch": images,
                 "replica_batch": -(-images // count),
+                "shared_equally": images % count == 0,
                 "step_ms": 1000 * time,
                 "waiting_ms": 1000 * (time - free) if strategy == "ddp" else float("nan"),
                 "samples_per_s": rate,
