@@ -28,7 +28,7 @@ from app.machine import ADDRESSES, GIB, RANKS, clean_environment, driver, hardwa
 from app.modules import CIFARCNN
 from app.network import fit_link, measure_all_reduce
 from app.parsing import PlainParser
-from app.process import end_with_parent
+from app.process import started_by_me
 from app.tracking import logged_in
 
 USAGE = """\
@@ -263,8 +263,7 @@ def _one_step(strategy: str, devices: str, folder: str, losses: dict[str, float]
             text=True,
             timeout=LIMIT,
             check=False,
-            env=clean_environment(),
-            preexec_fn=end_with_parent,
+            env=clean_environment() | started_by_me(),
         )
     except subprocess.TimeoutExpired:
         return Check(

@@ -43,8 +43,8 @@ class StepProfile(Callback):
 
     @property
     def timing(self) -> bool:
-        """Whether the step that ends now was timed."""
-        return self._watch is not None and (self._watch.attached or self._ended_now)
+        """Whether the step that ends now was disturbed by being timed: on a CPU it is not."""
+        return self._watch is not None and self._watch.cuda and (self._watch.attached or self._ended_now)
 
     @property
     def time_per_step(self) -> dict[str, Any] | None:
@@ -213,7 +213,8 @@ class _Stopwatch(Profiler):
             return
         overhead = self.now() - self._begun.pop("dp") - (max(self._replicas) - min(self._replicas))
         self._add("communication", overhead)
-        self._add("forward_backward", -overhead)  # it is inside of the step
+        for phase in ("forward_backward", "launch"):  # it is inside of the step
+            self._add(phase, -overhead)
 
 
 _ACTIONS = {

@@ -173,7 +173,7 @@ def test_an_experiment_that_cannot_be(
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--trainer.max_epochs=7", "the experiment sets max_epochs: give --max_epochs"),
+        ("--trainer.max_epochs=7", "the experiment sets max_epochs for all variants: give only --max_epochs"),
         ("--trainer.precision=64-true", "--trainer.precision is what the variants differ in"),
         ("--run.test=true", "run.test is set by compare itself"),
     ],
@@ -241,7 +241,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
         "one": "measured",
         "no GPU": "skipped",
         "too many": "skipped",
-        "odd batch": "skipped",
+        "odd batch": "failed",
         "fails": "failed",
         "hangs": "hanging",
         "a node fails": "failed",
@@ -291,7 +291,7 @@ def test_the_report(experiment: Callable[..., Path]) -> None:
             assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 20, f"{name} is empty"
     table = pd.read_csv(folder / "results.csv")
     assert list(table.columns) == list(COLUMNS)
-    needed = [name for name in COLUMNS if not name.startswith(("memory_others", "not_finite"))]
+    needed = [name for name in COLUMNS if not name.startswith(("memory_others", "not_finite", "efficiency"))]
     assert table[needed].notna().all().all()
     text = (folder / "report.md").read_text()
     head = results(path)
@@ -455,6 +455,11 @@ ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
 FOUR = {"variant": "four", "devices": 4, "samples_per_s": 3600.0}
 
 
+def test_advice_doubts_what_cannot_be() -> None:
+    assert "four: more than the ideal**" in told(ONE, FOUR | {"samples_per_s": 9000.0, "efficiency": 2.25})
+    assert "more than the ideal" not in told(ONE, FOUR | {"efficiency": 0.9})
+
+
 def test_advice_names_the_fastest_and_the_best_for_each_device() -> None:
     said = told(ONE, FOUR)
     assert "**Fastest: four**, 3,600 samples/s. It is 3.60 times as fast as one, more than runs of the same" in said
@@ -465,6 +470,8 @@ def test_advice_names_the_fastest_and_the_best_for_each_device() -> None:
 def test_advice_does_not_claim_what_is_within_the_spread() -> None:
     said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": 0.1})
     assert "No real difference to one" in said
+    said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": 0.03})
+    assert "No real difference to one" in said, "apart by less than the runs of one differ"
     assert "one is as fast with 1 device(s)**: take that" in said
     assert "--run.name one" in said, "the command is that of the one to take"
     said = told(ONE | {"n": 1}, FOUR | {"n": 1})

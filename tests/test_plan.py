@@ -84,10 +84,12 @@ def test_a_step_from_records() -> None:
     times = {"data": 1.0, "forward_backward": 30.0, "optimizer": 2.0, "rest": 4.0}
     half = {"data": 1.0, "forward_backward": 20.0, "optimizer": 4.0, "rest": 4.0}
     found = fit_step([(100, times), (50, half)], backward=0.6, buckets=[Bucket(8, 1.0)])
+    assert found.launch_known
     assert found.forward(100) + found.backward(100) == pytest.approx(0.030)
     assert found.backward(50) == pytest.approx(0.6 * 0.020)
     assert (found.backward.launch, found.update, found.rest) == pytest.approx((0.006, 0.003, 0.004))
     alone = fit_step([(100, times)], 0.6, [])
+    assert not alone.launch_known
     assert alone.forward(10) + alone.backward(10) == pytest.approx(0.003)
 
 
@@ -131,6 +133,7 @@ NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]
 
 def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     more = ["--node_bandwidth=100Mbit/s", "--per_node", "8", "--max_devices", "16384", "--price_per_hour", "2.5"]
+    more += ["--scale_batch", "true"]
     code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, *more)
     assert code == 0, out
     assert "Fastest:" in out
@@ -140,14 +143,28 @@ def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     ddp = table[table["strategy"] != "dp"]
     assert list(ddp["devices"]) == [2**exponent for exponent in range(15)]
     assert list(ddp["nodes"]) == [1, 1, 1, 1, *(2**exponent for exponent in range(1, 12))]
-    assert set(table[table["strategy"] == "dp"]["devices"]) == {2, 4, 8}
+    assert "dp" not in set(table["strategy"]), "one batch size does not tell what dp costs"
+    assert "what it costs to launch a step is not known" in out
     assert (ddp["cost_per_million_samples"].diff().iloc[1:] > 0).all(), "the same work on more devices costs more"
     found = json.loads((folder / "plan.json").read_text())
     assert found["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
     assert sum(bucket["size"] for bucket in found["step"]["buckets"]) == 62006 * 4
+    assert list(ddp["global_batch"])[-1] == 64 * 16384
     measured = json.loads((run_dir / "run.json").read_text())["time_per_step"]
     step_ms = sum(measured[phase] for phase in ("data", "forward_backward", "optimizer", "rest"))
     assert ddp["step_ms"].iloc[0] == pytest.approx(step_ms, rel=0.01)
+
+
+def test_a_fixed_batch_has_an_end(app: App, run_dir: Path) -> None:
+    code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--max_devices", "64", "--per_node", "6")
+    assert code == 0, out
+    table = pd.read_csv(run_dir / "plan" / "version_0" / "plan.csv")
+    assert list(table["devices"]) == [1, 2, 4, 6, 12, 24, 48]
+    assert list(table["shared_equally"]) == [True, True, True, False, False, False, False]
+    assert "on paper only" in out
+    code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--data.batch_size", "8")
+    assert code == 0, out
+    assert "More than 8 devices have no images of a batch of 8" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ NEARLY_FULL = 80.0  # percent of a device's memory
 def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> list[str]:
     """Sentences on what to use here, in Markdown.
 
-    Two variants differ when the ranges of their runs do not overlap; with a single run there is no range, and
+    Two variants differ when the ranges of their runs do not overlap and their medians differ by more than either
+    range; with a single run there is no range, and
     nothing is claimed. A variant whose loss is not finite is not recommended.
 
     Args:
@@ -45,11 +46,17 @@ def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> l
     if fewer:
         taken = min(fewer, key=lambda row: row["replicas"])
         said.append(f"**{taken.name} is as fast with {int(taken['replicas'])} device(s)**: take that.")
-    if ranked["per_device"].nunique() > 1:
-        frugal = ranked.sort_values("per_device").iloc[-1]
+    frugal = ranked.sort_values("per_device").iloc[-1]
+    if frugal.name != best.name:
         others = [str(row.name) for row in _as_good(ranked, frugal, "per_device")]
         same = f", no better than {', '.join(others)} by the spread of the runs" if others else ""
         said.append(f"**Best for each device: {frugal.name}**, {frugal['per_device']:,.0f} samples/s from each{same}.")
+    impossible = ranked[(ranked["efficiency"] > 1.2) & (ranked["replicas"] > 1)]
+    if len(impossible):
+        said.append(
+            f"**{', '.join(map(str, impossible.index))}: more than the ideal**. Something must have disturbed the "
+            "others: measure again on a quiet machine, with `--fresh`."
+        )
     if (ranked["accelerator"] == "cpu").any() and (ranked["replicas"] > 1).any():
         said.append(
             "The devices here are processes or threads of one CPU, which share its cores: what they gain says little "
@@ -73,16 +80,21 @@ def _against(one: pd.Series, other: pd.Series) -> str:
 
 
 def apart(one: pd.Series, other: pd.Series) -> bool:
-    """Whether the runs of the one are all faster than those of the other."""
-    return bool(one["samples_per_s_min"] > other["samples_per_s_max"])
+    """Whether the runs of the one are all faster than those of the other, and by more than runs of either differ."""
+    spread = max(row["samples_per_s_max"] - row["samples_per_s_min"] for row in (one, other))
+    faster = one["samples_per_s_min"] > other["samples_per_s_max"]
+    return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)
 
 
 def _as_good(ranked: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -> list[pd.Series]:
     """The other variants whose runs overlap with those of the best one, as far as several runs show it."""
-    unit = {"samples_per_s": lambda row: 1, "per_device": lambda row: row["replicas"]}[by]
+    rates = [name for name in ranked.columns if name.startswith("samples_per_s")]
+
+    def scaled(row: pd.Series) -> pd.Series:
+        return row[rates] / (row["replicas"] if by == "per_device" else 1)
+
     rows = [row for _, row in ranked.iterrows() if row.name != best.name and min(row["n"], best["n"]) > 1]
-    least = best["samples_per_s_min"] / unit(best)
-    return [row for row in rows if row["samples_per_s_max"] / unit(row) >= least]
+    return [row for row in rows if not apart(scaled(best), scaled(row))]
 
 
 def _limit(best: pd.Series, ranked: pd.DataFrame) -> list[str]:
@@ -121,7 +133,7 @@ def _limit(best: pd.Series, ranked: pd.DataFrame) -> list[str]:
     ideas = []
     if best["accelerator"] == "cuda" and not (ranked["replicas"] > best["replicas"]).any():
         ideas.append("more devices")
-    if not ranked["precision"].str.startswith("bf16").any():
+    if best["accelerator"] == "cuda" and not ranked["precision"].str.startswith("bf16").any():
         ideas.append("`--trainer.precision bf16-mixed`")
     ideas.append("a larger `--data.batch_size`, which keeps the hardware busier")
     judged = ", as it should be" if own >= MOSTLY else ""

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import os
 import shlex
 import sys
 import time
@@ -56,17 +57,17 @@ def run(words: list[str]) -> int:
     folder = Path(options.root, "compare", str(experiment.name))
     fingerprint = _fingerprint(experiment, variants, options.wandb)
     name, new = _version(folder, fingerprint, options.fresh)
-    if options.dry_run:
-        _announce(Runner(experiment, variants, folder / name, []), console)
-        return 0
     group = f"{experiment.name}/{name}"
     tracking = ["--run.wandb", "true", "--run.group", group] if options.wandb else ["--run.wandb", "false"]
+    if options.dry_run:
+        _announce(Runner(experiment, variants, folder / name, tracking), console)
+        return 0
     runner = Runner(experiment, variants, folder / name, tracking)
     if new:
         write_json(folder / name / "experiment.json", asdict(experiment) | fingerprint)
-    head = {
+    head: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "app", "compare", *words]),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "load": os.getloadavg()[0],
         "hardware": hardware(),
         "driver": driver(),
         "versions": versions(),
@@ -75,9 +76,12 @@ def run(words: list[str]) -> int:
     console.print(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
     if done:
         console.print(f"{done} runs are done already; --fresh starts over", highlight=False)
+    if head["load"] > 0.5:
+        console.print(f"warning: the load average is {head['load']:.1f}: what else runs here will disturb the figures")
     try:
         _Screen(console).follow(runner)
     finally:
+        head["date"] = runner.measured_at()
         short, table, pictures = write_report(experiment, runner.outcomes, head, folder / name)
         console.print(Markdown(short, code_theme="bw"))
         console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
@@ -88,7 +92,9 @@ def run(words: list[str]) -> int:
             if isinstance(tracker, Tracker):
                 tracker.log_comparison(table, pictures)
                 tracker.finish()
-                console.print(f"tracked  {tracker.where()}", soft_wrap=True)
+                offline = f"offline; upload with  wandb sync $(find {folder / name} -name 'offline-run-*')"
+                where = offline if tracker.where().startswith("offline") else tracker.where()
+                console.print(f"tracked  {where}", soft_wrap=True, markup=False)
     if not any(outcome.records for outcome in runner.outcomes):
         reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
         raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
@@ -158,24 +164,27 @@ def _announce(runner: Runner, console: Console) -> None:
     for outcome in runner.outcomes:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
-        if outcome.status != "skipped":
+        if outcome.status != "measured":
             more = runner.bookkeeping(outcome.variant, 1)
             console.print("\n".join(outcome.variant.lines(more)) + "\n", highlight=False, soft_wrap=True, markup=False)
     left = len(list(runner.todo()))
     seconds, judged = runner.remaining_s(), "judged by earlier runs"
     if seconds is None and left:
-        seconds, judged = _estimate(runner), "if all were as fast as one device, on which 30 steps were timed"
+        seconds, judged = _estimate(runner, console), "if all were as fast as one device, on which 30 steps were timed"
     most = datetime.timedelta(seconds=int(left * runner.experiment.time_limit))
+    if not left and runner.experiment.quick_form and not runner.experiment.quick:
+        console.print("--quick true takes the experiment's small form")
     guess = "" if seconds is None else f"about {datetime.timedelta(seconds=int(seconds))} ({judged}); "
     console.print(f"{left} runs to do: {guess}at most {most}", highlight=False, soft_wrap=True)
 
 
-def _estimate(runner: Runner) -> float | None:
+def _estimate(runner: Runner, console: Console) -> float | None:
     """Seconds of the runs left, from a few steps of the first of them; None where these cannot be made."""
     _, first = next(runner.todo())
     try:
         record = short_run(first.variant.words)
-    except UserError:
+    except UserError as error:
+        console.print(f"the time is not known: {error}", soft_wrap=True, markup=False, highlight=False)
         return None
     step = sum(record["time_per_step"][phase] for phase in PHASES) / 1000
     total = 0.0

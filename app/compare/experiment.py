@@ -177,10 +177,10 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
         if flag in OWN:
             raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
     varied = {key for flags in (*experiment.variants.values(), experiment.grid) for key in flags}
+    for limit in ("max_epochs", "max_steps"):
+        if getattr(experiment, limit) is not None and f"trainer.{limit}" in {*varied, *experiment.flags, *typed}:
+            raise UserError(f"trainer.{limit}: the experiment sets {limit} for all variants: give only --{limit}")
     for flag in typed:
-        limit = flag.rpartition(".")[2]
-        if flag in ("trainer.max_epochs", "trainer.max_steps") and getattr(experiment, limit) is not None:
-            raise UserError(f"--{flag}: the experiment sets {limit}: give --{limit}")
         if flag in varied:
             raise UserError(f"--{flag} is what the variants differ in: leave it out, or change the experiment")
     named = {**experiment.variants, **_product(experiment)}

@@ -50,7 +50,8 @@ def draw(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, folder
     if len(measured):
         picture("throughput", lambda axes: _throughput(axes, measured, baseline), len(measured))
     if measured["efficiency"].notna().any():
-        picture("efficiency", lambda axes: _efficiency(axes, measured), len(measured))
+        scaled = measured.dropna(subset=["efficiency"])
+        picture("efficiency", lambda axes: _efficiency(axes, scaled), len(scaled))
     if any(outcome.records for outcome in outcomes):
         picture("loss_epoch", lambda axes: _loss(axes, outcomes, against_time=False))
         picture("loss_time", lambda axes: _loss(axes, outcomes, against_time=True))

@@ -88,14 +88,14 @@ def _tables(table: pd.DataFrame, baseline: str) -> list[str]:
             row["variant"],
             f"{row['devices']:.0f} × {row['nodes']:.0f}",
             rates[0],
-            "–".join(rates[1:]),
+            "–".join(rates[1:]) if row["n"] > 1 else "—",
             f"{row['n']:.0f}",
             _number(row["speed_up"], ".2f"),
             _number(row["efficiency"], ".0%"),
         ]
 
     def training(row: pd.Series) -> list[str]:
-        losses = [_number(row[f"loss_{name}"], ".6g") for name in ("first", "middle", "last")]
+        losses = [_number(row[f"loss_{name}"], ".4f") for name in ("first", "middle", "last")]
         times = [_number(row[name], ",.1f") for name in ("train_s", "setup_s")]
         return [row["variant"], *losses, _number(row["val_acc"], ".2%"), *times]
 
@@ -203,7 +203,8 @@ def _head(head: dict[str, Any]) -> str:
     gpus = f"{', '.join(hardware['gpus'])} (driver {head['driver']})" if hardware["gpus"] else "no GPU"
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return (
-        f"Measured on {hardware['cpu']}, {hardware['cores']} cores, {gpus}, at {head['date']}, with {known}, by\n\n"
+        f"Measured on {hardware['cpu']}, {hardware['cores']} cores, {gpus}, at {head['date'] or '—'}, with {known}; "
+        f"load average at the start {head['load']:.1f}; by\n\n"
         f"{_code(head['command'])}"
     )
 

@@ -49,15 +49,16 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
 
     samples_per_s is the median over the runs of each run's median over its windows; min and max are over the
     runs, and n is their number. Times, losses and memory are medians over the runs, but for peak memory, which
-    is the largest. Speed-up is the ratio of samples/s to the baseline's, efficiency the speed-up for each device
-    that the baseline has not.
+    is the largest. Speed-up is the ratio of samples/s to the baseline's; efficiency, of variants with another number of
+    devices, the speed-up over what the number of devices has grown by.
     """
     table = pd.DataFrame([_row(outcome) for outcome in outcomes], columns=list(COLUMNS))
     base = table[table["variant"] == baseline].iloc[0]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
     replicas, base_replicas = table["devices"] * table["nodes"], base["devices"] * base["nodes"]
-    table["efficiency"] = table["speed_up"] / (replicas / base_replicas)
-    return table
+    scaled = (replicas != base_replicas) | (table["variant"] == baseline)  # else nothing was scaled
+    table["efficiency"] = (table["speed_up"] / (replicas / base_replicas)).where(scaled)
+    return table.astype(dict.fromkeys(("devices", "nodes", "processes", "threads", "global_batch", "n"), "Int64"))
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:

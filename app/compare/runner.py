@@ -1,5 +1,6 @@
 """Runs every variant in processes of its own, repeats in turn, and keeps what became of each run."""
 
+import datetime
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import psutil
 from app.compare.experiment import Experiment, Variant
 from app.files import write_json
 from app.machine import clean_environment, free_port
-from app.process import end_with_parent
+from app.process import started_by_me
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order
 TAIL = 12  # lines of a failed run's output that the report shows
@@ -85,6 +86,18 @@ class Runner:
     def _read(self, variant: Variant, repeat: int) -> dict[str, Any]:
         path = self.run_dir(variant, repeat) / "run.json"
         return json.loads(path.read_text()) if path.exists() else {}
+
+    def measured_at(self) -> str | None:
+        """When the last of the runs was done."""
+        files = [
+            self.run_dir(outcome.variant, repeat) / "run.json"
+            for outcome in self.outcomes
+            for repeat in outcome.records
+        ]
+        if not files:
+            return None
+        last = datetime.datetime.fromtimestamp(max(file.stat().st_mtime for file in files)).astimezone()
+        return last.isoformat(timespec="seconds")
 
     def progress(self) -> dict[str, Any]:
         """The record of the run in hand, as far as it is written."""
@@ -159,9 +172,8 @@ class Runner:
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=subprocess.STDOUT,
-                        env={**clean_environment(), **variant.environment(node, port)},
+                        env={**clean_environment(), **variant.environment(node, port), **started_by_me()},
                         start_new_session=True,  # Ctrl-C comes to this process, which tells the run
-                        preexec_fn=end_with_parent,
                     )
                 )
             ended: dict[int, int] = {}  # node and exit code of those that ended by themselves
@@ -191,20 +203,19 @@ class Runner:
         failed = min(ended, key=lambda node: (ended[node] == 0, ended[node] == 2, node), default=0)
         output = folder / f"output_node{failed}.txt" if failed else output
         lines = [_plain(line) for line in output.read_text(errors="replace").splitlines() if line.strip()]
-        outcome.tail = lines[-TAIL:]
+        outcome.tail = [line[:300] for line in lines[-TAIL:]]
         if outcome.status == "hanging":
             return
         said = [line.partition("error: ")[2] for line in lines if "error: " in line]
-        refused = ended.get(failed) == 2 and record.get("setup_s") is None
-        outcome.status = "skipped" if refused else "failed"
+        outcome.status = "failed"
         outcome.reason = said[-1] if said else record.get("error") or (lines[-1] if lines else "it said nothing")
-        if not refused:
+        if ended.get(failed) != 2:  # which stands for a mistake that is explained in one line
             outcome.reason = f"exit code {ended.get(failed)}: {outcome.reason}"
 
 
 def _plain(line: str) -> str:
-    """A line without the terminal's colours and with no tabs, at most 300 characters."""
-    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line).expandtabs().rstrip()[:300]
+    """A line without the terminal's colours and with no tabs."""
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line).expandtabs().rstrip()
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -68,8 +68,16 @@ def run(words: list[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=110)
     fit = ["fit", *(word for pair in flags for word in pair)]
     step, batch, source = _step(options, fit, console)
+    typed = [value for flag, value in flags if flag == "--data.batch_size" and options.run]
+    if typed:
+        if not typed[-1].isdigit() or int(typed[-1]) < 1:
+            raise UserError(f"--data.batch_size {typed[-1]}: give a number of images to plan for")
+        batch = int(typed[-1])
     machines, network = _machines(options, console)
-    table = predict(step, batch, _counts(options.max_devices, machines.per_node), machines, options.scale_batch)
+    most = options.max_devices if options.scale_batch else min(options.max_devices, batch)
+    table = predict(step, batch, _counts(most, machines.per_node), machines, options.scale_batch)
+    if most < options.max_devices:
+        network += f" More than {most} devices have no images of a batch of {batch}: see `--scale_batch true`."
 
     folder = Path(options.root, "plan")
     folder = folder / next_version(str(folder.parent), "plan")
@@ -143,7 +151,14 @@ def _step(options: Namespace, fit: list[str], console: Console) -> tuple[Step, i
         measured = [(batch, times) for batch, times, _ in read]
         whole = max(record["global_batch_size"] for _, _, record in read)
         fit = ["fit", "--config", configs[0], *fit[1:]]
+        if len({record["threads"] for _, _, record in read}) > 1:
+            raise UserError("the runs of --run had different numbers of threads: give runs of one")
         source = f"the steps of {', '.join(options.run)}"
+        if len({batch for batch, _ in measured}) == 1:
+            source += (
+                ", of one batch size: what it costs to launch a step is not known and taken to be nothing, so that the "
+                "predictions are the best that can be hoped for, and dp, which it matters most to, is left out"
+            )
     else:
         console.print("measuring steps on one device …")
         measured = measure_steps(fit)
@@ -166,7 +181,10 @@ def _machines(options: Namespace, console: Console) -> tuple[Machines, str]:
             raise UserError(f"the network could not be measured ({error}): give --bandwidth and --latency") from error
         found = fit_link(measured, 2)
         link = Link(options.bandwidth or found.bandwidth, found.latency if options.latency is None else options.latency)
-        source = "measured between two processes of this machine"
+        names = [name for name in ("bandwidth", "latency") if options[name] is None]
+        source = f"{' and '.join(names)} measured between two processes of this machine"
+    if options.node_bandwidth is None and options.node_latency is None:
+        source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
     node_latency = link.latency if options.node_latency is None else options.node_latency
     gpus = torch.cuda.device_count()
     machines = Machines(
@@ -212,7 +230,7 @@ def _report(
     yield "## From what"
     yield f"Step: {source}. Buckets of gradients, and when in the backward pass they are ready: {buckets}."
     yield (
-        f"Network, {network}: {', '.join(links)}. The model is a ring all-reduce of DDP's buckets that overlaps with "
+        f"Network: {', '.join(links)}; {network}. The model is a ring all-reduce of DDP's buckets that overlaps with "
         "the backward pass; its formulas and sources are in app/plan/model.py. Among many ranks NCCL takes trees for "
         "small buffers, whose latency grows less than that of a ring."
     )

@@ -15,7 +15,7 @@ from app.data.module import ImageData
 from app.errors import UserError
 from app.machine import clean_environment
 from app.modules import ImageClassifier
-from app.process import end_with_parent
+from app.process import started_by_me
 from app.settings import build, resolve
 
 QUIET = {
@@ -74,8 +74,7 @@ def short_run(words: list[str]) -> dict[str, Any]:
                 text=True,
                 timeout=LIMIT,
                 check=False,
-                env=clean_environment(),
-                preexec_fn=end_with_parent,
+                env=clean_environment() | started_by_me(),
             )
         except subprocess.TimeoutExpired as error:
             raise UserError(

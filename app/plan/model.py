@@ -74,6 +74,7 @@ class Step:
         update: The optimizer.
         rest: Everything else.
         buckets: The gradients, in the order in which they become ready.
+        launch_known: Whether the lines were fitted to more than one batch size.
     """
 
     data: Line
@@ -82,6 +83,7 @@ class Step:
     update: float
     rest: float
     buckets: tuple[Bucket, ...]
+    launch_known: bool = True
 
     @property
     def parameter_bytes(self) -> int:
@@ -126,6 +128,7 @@ class Step:
             update=self.update * factor,
             rest=self.rest * factor,
             buckets=self.buckets,
+            launch_known=self.launch_known,
         )
 
 
@@ -157,6 +160,7 @@ def fit_step(measured: Sequence[tuple[float, dict[str, float]]], backward: float
         update=mean("optimizer"),
         rest=mean("rest"),
         buckets=tuple(buckets),
+        launch_known=len(set(images)) > 1,
     )
 
 
@@ -226,7 +230,7 @@ def predict(
         images = batch * count if scale_batch else batch
         link = machines.slowest(count)
         seconds = {"ddp": step.ddp(images, count, link)}
-        if 1 < count <= machines.per_node:
+        if 1 < count <= machines.per_node and step.launch_known:
             seconds["dp"] = step.dp(images, count, machines.link, machines.shared)
         for strategy, time in seconds.items():
             free = step.ddp(images, count, Link(float("inf"), 0.0))
