@@ -1,7 +1,9 @@
 """Train image classifiers with data parallelism, from one device to many nodes, by changing flags.
 
 `cli` turns flags into a run; `networks` and `modules` hold the models, `data` the images, `parallel` the
-strategies; `callbacks` and `tracking` watch and record a run; `errors` holds what a user did wrong.
+strategies; `callbacks`, `record`, `profiling` and `tracking` watch and record a run. `compare` measures many runs,
+`plan` predicts them from a step and a `network`, `doctor` says what this machine can run. `errors` holds what a user
+did wrong, `settings` what a command line means.
 """
 
 import warnings

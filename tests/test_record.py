@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import QUIET, start_app
 
@@ -101,6 +102,21 @@ def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
     assert 0.2 < sum(times[phase] for phase in phases) / whole < 5, "the parts make up a step, within a noisy machine's"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", ["auto", "dp", "ddp"])
+def test_where_the_time_of_a_step_goes_on_cuda(strategy: str, tmp_path: Path) -> None:
+    flags = ["--trainer.accelerator", "cuda", "--trainer.strategy", strategy, "--trainer.max_steps", "90"]
+    flags += ["--trainer.log_every_n_steps", "5", "--run.test", "false", "--run.root", tmp_path, "--run.name", "x"]
+    code, out = start_app("fit", *SMALL, *flags)
+    assert code == 0, out
+    found = record(tmp_path / "x" / "version_0")
+    times = found["time_per_step"]
+    assert 0 < times["launch"] <= times["forward_backward"] * 1.01
+    assert found["throughput"]["n"] < 17, "the windows that were timed do not count"
+    assert (times["communication"] > 0) == (torch.cuda.device_count() > 1 and strategy != "auto")
+
+
 def test_a_profiler_of_the_users_own_is_left_alone(app: App, tmp_path: Path) -> None:
     code, out = app("fit", *SMALL, "--trainer.max_steps", "9", "--trainer.profiler", "simple", "--run.name", "x")
     assert code == 0, out
@@ -110,7 +126,6 @@ def test_a_profiler_of_the_users_own_is_left_alone(app: App, tmp_path: Path) -> 
 def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
     """As in a notebook: a checkpoint loads without a trainer, and drawing leaves the notebook's pyplot alone."""
     import matplotlib
-    import torch
 
     from app.modules import CIFARCNN
 

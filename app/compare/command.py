@@ -22,7 +22,7 @@ from app.compare.report import write_report
 from app.compare.runner import Runner
 from app.errors import UserError, nearest
 from app.files import write_json
-from app.machine import driver, hardware, versions
+from app.machine import driver, hardware, usable_cores, versions
 from app.parsing import PlainParser, read_yaml
 from app.plan.measure import short_run
 from app.profiling import PHASES
@@ -76,7 +76,7 @@ def run(words: list[str]) -> int:
     console.print(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
     if done:
         console.print(f"{done} runs are done already; --fresh starts over", highlight=False)
-    if head["load"] > 0.5:
+    if head["load"] > usable_cores() / 4:
         console.print(f"warning: the load average is {head['load']:.1f}: what else runs here will disturb the figures")
     try:
         _Screen(console).follow(runner)
@@ -210,7 +210,6 @@ class _Screen:
         if not self.console.is_terminal:
             runner.run()
             return
-        # no thread of its own: a run is started by fork, which does not like threads
         with Live(console=self.console, auto_refresh=False) as self.live:
             runner.run()
             self._show(runner)
