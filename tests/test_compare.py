@@ -229,7 +229,11 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
             "odd batch": {"data.batch_size": 25, "trainer.strategy": "ddp", "trainer.devices": 2},
             "fails": {"model": "user_code.FailingModel"},
             "hangs": {"model": "user_code.HangingModel", "trainer.strategy": "ddp", "trainer.devices": 2},
-            "a node fails": {"model": "user_code.FailsOnRank1", "trainer.strategy": "ddp", "trainer.num_nodes": 2},
+            "a node fails": {
+                "model": "user_code.FailsWhileRankZeroIsStuck",
+                "trainer.strategy": "ddp",
+                "trainer.num_nodes": 2,
+            },
             "dp": {"trainer.strategy": "dp", "trainer.devices": 2},
         },
         repeats=2,
