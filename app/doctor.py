@@ -24,11 +24,11 @@ from rich.console import Console
 
 from app.data.sources import CIFAR10Source, FashionMNISTSource
 from app.errors import UserError
-from app.machine import ADDRESSES, GIB, RANKS, clean_environment, driver, hardware, usable_cores
+from app.machine import GIB, driver, hardware, usable_cores
 from app.modules import CIFARCNN
 from app.network import fit_link, measure_all_reduce
 from app.parsing import PlainParser
-from app.process import started_by_me
+from app.process import ADDRESSES, RANKS, run_app
 from app.tracking import logged_in
 
 USAGE = """\
@@ -255,20 +255,11 @@ def _one_step(strategy: str, devices: str, folder: str, losses: dict[str, float]
         "run.test": "false",
         "run.wandb": "false",
     }
-    command = [sys.executable, "-m", "app", "fit", *(word for k, v in flags.items() for word in (f"--{k}", v))]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-            env=clean_environment() | started_by_me(),
-        )
+        done = run_app(["fit", *(word for k, v in flags.items() for word in (f"--{k}", v))], LIMIT)
     except subprocess.TimeoutExpired:
-        return Check(
-            name, "red", f"not done after {LIMIT} s", "a firewall or a wrong network interface may be in the way"
-        )
+        remedy = "a firewall or a wrong network interface may be in the way"
+        return Check(name, "red", f"not done after {LIMIT} s", remedy)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         return Check(name, "red", lines[-1].removeprefix("error: "), "APP_DEBUG=1 python -m app fit … shows more")

@@ -17,9 +17,6 @@ import torch
 import app
 
 GIB = 2**30
-# set by a launcher for each process that it starts; a run that finds them takes itself for one of several
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def versions() -> dict[str, str | None]:
@@ -55,11 +52,6 @@ def usable_cores() -> int:
     quota = Path("/sys/fs/cgroup/cpu.max")  # quota and period in microseconds, or `max`
     words = quota.read_text().split() if quota.exists() else ["max"]
     return cores if words[0] == "max" else min(cores, max(int(words[0]) // int(words[1]), 1))
-
-
-def clean_environment() -> dict[str, str]:
-    """This process' environment without what a launcher has set for it, for runs that start on their own."""
-    return {key: value for key, value in os.environ.items() if key not in (*RANKS, *ADDRESSES)}
 
 
 def free_port() -> int:

@@ -1,14 +1,19 @@
-"""How a process of this application begins, before anything heavy is imported."""
+"""How a process of this application begins, before anything heavy is imported, and how it starts another."""
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 PARENT = "APP_PARENT"  # environment of a process that `ddp` starts: id of the one that started it
 STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# set by a launcher for each process that it starts; a run that finds them takes itself for one of several
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def begin() -> None:
@@ -23,12 +28,30 @@ def begin() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def started_by_me() -> dict[str, str]:
-    """Environment for a run that shall not outlive this process.
+def environment_of_a_run() -> dict[str, str]:
+    """Environment for a run that starts on its own and shall not outlive this process.
 
-    Not a `preexec_fn`: Python runs hooks after such a fork, and a Ctrl-C that comes in one of them is lost.
+    Without what a launcher has set for this one. Not a `preexec_fn`, which could see to the end with its parent, too:
+    Python runs hooks after such a fork, and a Ctrl-C that comes in one of them is lost.
     """
-    return {STARTER: str(os.getpid())}
+    own = {key: value for key, value in os.environ.items() if key not in (*RANKS, *ADDRESSES)}
+    return own | {STARTER: str(os.getpid())}
+
+
+def run_app(words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run `python -m app …` in a process of its own, to the end.
+
+    Raises:
+        subprocess.TimeoutExpired: When it is not done in time.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", "app", *words],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        env=environment_of_a_run(),
+    )
 
 
 def end_with_parent() -> None:

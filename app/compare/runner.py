@@ -19,8 +19,8 @@ import psutil
 
 from app.compare.experiment import Experiment, Variant
 from app.files import write_json
-from app.machine import clean_environment, free_port
-from app.process import started_by_me
+from app.machine import free_port
+from app.process import environment_of_a_run
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order
 TAIL = 12  # lines of a failed run's output that the report shows
@@ -172,7 +172,7 @@ class Runner:
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=subprocess.STDOUT,
-                        env={**clean_environment(), **variant.environment(node, port), **started_by_me()},
+                        env=environment_of_a_run() | variant.environment(node, port),
                         start_new_session=True,  # Ctrl-C comes to this process, which tells the run
                     )
                 )

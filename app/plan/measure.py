@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 
 from app.data.module import ImageData
 from app.errors import UserError
-from app.machine import clean_environment
 from app.modules import ImageClassifier
-from app.process import started_by_me
+from app.process import run_app
 from app.settings import build, resolve
 
 QUIET = {
@@ -66,16 +64,8 @@ def short_run(words: list[str]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         quiet = [word for key, value in QUIET.items() for word in (f"--{key}", value)]
-        command = [sys.executable, "-m", "app", *words, *quiet, "--run.root", folder]
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT,
-                check=False,
-                env=clean_environment() | started_by_me(),
-            )
+            done = run_app([*words, *quiet, "--run.root", folder], LIMIT)
         except subprocess.TimeoutExpired as error:
             raise UserError(
                 f"30 steps on one device took more than {LIMIT} s: give --run with a run's record"
