@@ -167,6 +167,11 @@ def test_a_fixed_batch_has_an_end(app: App, run_dir: Path) -> None:
     assert "More than 8 devices have no images of a batch of 8" in " ".join(out.split())
 
 
+def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> None:
+    words = ["--root", run_dir, "--run", run_dir, *NETWORK, "--model.network", "lenet"]
+    assert "--model.network lenet: with --run" in error_of(*app("plan", *words))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -67,6 +67,9 @@ def run(words: list[str]) -> int:
     options = _parse(own)
     console = Console() if sys.stdout.isatty() else Console(width=110)
     fit = ["fit", *(word for pair in flags for word in pair)]
+    for flag, value in flags:
+        if options.run and not flag.startswith("--data."):
+            raise UserError(f"{flag} {value}: with --run the steps are those of the run: leave it out")
     step, batch, source = _step(options, fit, console)
     typed = [value for flag, value in flags if flag == "--data.batch_size" and options.run]
     if typed:
@@ -151,7 +154,7 @@ def _step(options: Namespace, fit: list[str], console: Console) -> tuple[Step, i
         measured = [(batch, times) for batch, times, _ in read]
         whole = max(record["global_batch_size"] for _, _, record in read)
         fit = ["fit", "--config", configs[0], *fit[1:]]
-        if len({record["threads"] for _, _, record in read}) > 1:
+        if len({record.get("threads") for _, _, record in read}) > 1:
             raise UserError("the runs of --run had different numbers of threads: give runs of one")
         source = f"the steps of {', '.join(options.run)}"
         if len({batch for batch, _ in measured}) == 1:
