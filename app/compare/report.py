@@ -185,7 +185,7 @@ def _method(experiment: Experiment) -> str:
         "The global batch and the learning rate grow with the number of replicas (linear scaling rule; the rate of a "
         "scheduler is left as it is): variants do not take the same steps, and losses at the same epoch differ."
         if experiment.scale_batch
-        else "The global batch is the same for all variants unless a variant sets it, so that they take the same steps: "
+        else "The global batch is the same for all variants unless one sets it, so that they take the same steps: "
         "their losses differ by rounding alone, which a high learning rate amplifies over many steps."
     )
     return (
