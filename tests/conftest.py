@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import torchvision
+import yaml
 from PIL import Image
 
 from app.cli import main
@@ -164,3 +166,30 @@ def image_root(tmp_path: Path) -> Path:
                 pixels = rng.integers(256, size=(20 + i, 30, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{i:02}.{'png' if i % 2 else 'jpg'}")
     return tmp_path / "images"
+
+
+SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
+TINY = {
+    "flags": {
+        "trainer.accelerator": "cpu",
+        "data": "Synthetic",
+        "data.size": 240,
+        "data.batch_size": 24,
+        "trainer.log_every_n_steps": 2,
+    },
+    "max_epochs": 2,
+    "repeats": 1,
+    "time_limit": 60,
+}
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Callable[..., Path]:
+    """Write an experiment file: TINY with other settings."""
+
+    def write(**settings: Any) -> Path:
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump({**TINY, **settings}, sort_keys=False))
+        return path
+
+    return write

@@ -1,4 +1,4 @@
-"""Sources in their real formats, placements, and how ranks share the batches."""
+"""Sources in their real formats, pixels and placements."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,25 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QUIET, error_of, losses, start_app
-from torch import Tensor, nn
+from conftest import QUIET, losses, start_app
 
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.data.sources import Split
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import Transform
 from app.errors import UserError
 
 App = Callable[..., tuple[int, str]]
 TWO_STEPS = ["--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET]
-
-
-def split(count: int) -> Split:
-    """Images that are told apart by their first pixel."""
-    images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4).contiguous()
-    return Split(images, torch.arange(count))
 
 
 def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
@@ -37,131 +29,6 @@ def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageDa
     data.prepare_data()
     data.setup(stage)
     return data
-
-
-# -- sharing ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("placement", ["disk", "memory", "device"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool) -> None:
-    rows = torch.arange(3, 40)  # 37 samples: batches of 8, the last one of 5
-    loaders = [
-        GlobalBatches(
-            split(50),
-            rows,
-            batch_size=8,
-            rank=rank,
-            world_size=world_size,
-            placement=placement,  # type: ignore[arg-type]
-            shuffle=shuffle,
-            seed=5,
-            draws=2,
-        )
-        for rank in range(world_size)
-    ]
-    reference = GlobalBatches(split(50), rows, batch_size=8, shuffle=shuffle, seed=5, draws=2)
-    for epoch in (0, 1):
-        for loader in (*loaders, reference):
-            loader.set_epoch(epoch)
-        shares = list(zip(*loaders, strict=True))
-        assert len(shares) == len(reference) == 5
-        for step, (parts, whole) in enumerate(zip(shares, reference, strict=True)):
-            for ours, expected in zip(zip(*parts, strict=True), whole, strict=True):
-                assert torch.equal(torch.cat(list(ours)), expected)
-            sizes = [len(part.labels) for part in parts]
-            assert max(sizes) - min(sizes) <= 1
-            assert sum(sizes) == reference.global_count(step)
-            assert torch.equal(whole.images[:, 0, 0, 0].long(), whole.labels)
-        assert sorted(torch.cat([batch.labels for batch in reference]).tolist()) == rows.tolist()
-
-
-def test_epochs_have_permutations_of_their_own() -> None:
-    loader = GlobalBatches(split(50), torch.arange(50), batch_size=50, shuffle=True)
-    first = next(iter(loader)).labels
-    loader.set_epoch(1)
-    assert not torch.equal(first, next(iter(loader)).labels)
-    loader.set_epoch(0)
-    assert torch.equal(first, next(iter(loader)).labels)
-
-
-def test_a_rank_holds_only_its_share_of_what_is_not_shuffled() -> None:
-    shared = {"batch_size": 8, "world_size": 4, "placement": "device"}
-    evaluated = GlobalBatches(split(37), torch.arange(37), rank=1, **shared)  # type: ignore[arg-type]
-    assert len(evaluated._images) == 4 * 2 + 1  # of the last 5 it has one
-    trained = GlobalBatches(split(37), torch.arange(30), rank=1, shuffle=True, **shared)  # type: ignore[arg-type]
-    assert len(trained._images) == 30  # the permutation of an epoch may give it any
-
-
-@pytest.mark.parametrize("placement", ["disk", "memory"])
-def test_reading_goes_on_at_the_trainers_position(placement: str) -> None:
-    whole = GlobalBatches(split(50), torch.arange(50), batch_size=8, shuffle=True, placement=placement)  # type: ignore[arg-type]
-    rest = GlobalBatches(
-        split(50),
-        torch.arange(50),
-        batch_size=8,
-        shuffle=True,
-        placement=placement,  # type: ignore[arg-type]
-        position=lambda: 4,
-    )
-    expected = [batch.labels.tolist() for batch in whole][4:]
-    assert [batch.labels.tolist() for batch in rest] == expected
-
-
-class Scramble(nn.Module):
-    """Adds a random number to an image."""
-
-    def forward(self, image: Tensor) -> Tensor:
-        return image + torch.randint(100, (1,), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
-    def epochs(rank: int, world_size: int) -> list[Tensor]:
-        loader = GlobalBatches(
-            split(20),
-            torch.arange(20),
-            batch_size=8,
-            rank=rank,
-            world_size=world_size,
-            placement="disk",
-            num_workers=num_workers,
-            augment=Scramble(),
-        )
-        made = []
-        for epoch in range(2):
-            loader.set_epoch(epoch)
-            made += [batch.images[:, 0, 0, 0] for batch in loader]
-        return made
-
-    state = torch.get_rng_state()
-    alone = epochs(0, 1)
-    assert len({int(value) for batch in alone for value in batch}) > 20, "it does augment"
-    assert not torch.equal(alone[0], alone[3]), "each epoch differently"
-    for whole, *parts in zip(alone, epochs(0, 2), epochs(1, 2), strict=True):
-        assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(torch.get_rng_state(), state), "global random state is left alone"
-
-
-def test_augmentation_that_cannot_be(app: App) -> None:
-    flags = ["--data", "Synthetic", "--data.size", "80", *TWO_STEPS, "--data.augment"]
-    elastic = "torchvision.transforms.v2.ElasticTransform"
-    assert "--data.placement disk, not memory" in error_of(*app("fit", *flags, elastic, "--data.placement", "memory"))
-    flags += ["torchvision.transforms.v2.Resize", "--data.augment.size", "7", "--data.num_workers", "0"]
-    assert "it must keep shape and type" in error_of(*app("fit", *flags))
-
-
-@pytest.mark.slow
-def test_spawned_processes_have_workers(tmp_path: Path) -> None:
-    flags = ["--data", "Synthetic", "--data.size", "80", "--data.placement", "disk", "--data.num_workers", "1"]
-    flags += ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--trainer.devices", "2"]
-    code, out = start_app("fit", *flags, *TWO_STEPS, "--run.root", tmp_path, "--run.test", "false")
-    assert code == 0, out
-
-
-def test_drop_last() -> None:
-    assert [len(b.labels) for b in GlobalBatches(split(20), torch.arange(20), batch_size=8, drop_last=True)] == [8, 8]
 
 
 # -- pixels -----------------------------------------------------------------------------------------------------

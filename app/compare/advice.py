@@ -16,8 +16,8 @@ def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> l
     """Sentences on what to use here, in Markdown.
 
     Two variants differ when the ranges of their runs do not overlap and their medians differ by more than either
-    range; with a single run there is no range, and
-    nothing is claimed. A variant whose loss is not finite is not recommended.
+    range; with a single run there is no range, and nothing is claimed. A variant whose loss is not finite is not
+    recommended.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.

@@ -166,19 +166,13 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
         value = getattr(experiment, name)
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: give {least} or more")
-    if experiment.max_epochs is not None and experiment.max_epochs <= experiment.warmup_epochs:
-        raise UserError(
-            f"--max_epochs {experiment.max_epochs} leaves nothing to measure after --warmup_epochs "
-            f"{experiment.warmup_epochs}: give more epochs or less warm-up"
-        )
-    for flag in {
-        key for flags in (experiment.flags, typed, *experiment.variants.values(), experiment.grid) for key in flags
-    }:
-        if flag in OWN:
-            raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
     varied = {key for flags in (*experiment.variants.values(), experiment.grid) for key in flags}
+    given = {*varied, *experiment.flags, *typed}
+    for flag in OWN:
+        if flag in given:
+            raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
     for limit in ("max_epochs", "max_steps"):
-        if getattr(experiment, limit) is not None and f"trainer.{limit}" in {*varied, *experiment.flags, *typed}:
+        if getattr(experiment, limit) is not None and f"trainer.{limit}" in given:
             raise UserError(f"trainer.{limit}: the experiment sets {limit} for all variants: give only --{limit}")
     for flag in typed:
         if flag in varied:
@@ -285,7 +279,7 @@ def _lacking(variant: Variant) -> str | None:
 def _scaled(variant: Variant) -> dict[str, Any]:
     """Batch and learning rate by the linear scaling rule. Source: Goyal et al., https://arxiv.org/abs/1706.02677."""
     count, settings = variant.replicas, variant.settings
-    batch = settings.data.init_args.get("batch_size")
+    batch = settings.get("data.init_args.batch_size")
     rate = settings.get("model.init_args.optimizer.init_args.lr")
     if not isinstance(batch, int) or rate is None:
         raise UserError(

@@ -45,10 +45,17 @@ def write_report(
     pictures = draw(table, outcomes, baseline, folder)
     table.to_csv(folder / "results.csv", index=False)
     commands = {outcome.variant.name: outcome.variant.command for outcome in outcomes}
-    notes = {outcome.variant.name: {"reason": outcome.reason, "tail": outcome.tail} for outcome in outcomes}
-    runs = {o.variant.name: [record["run_dir"] for record in o.records.values()] for o in outcomes}
     rows = table.astype(object).where(table.notna(), None).to_dict("records")
-    results = [{**row, "command": commands[n], **notes[n], "runs": runs[n]} for row in rows for n in (row["variant"],)]
+    results = [
+        {
+            **row,
+            "command": outcome.variant.command,
+            "reason": outcome.reason,
+            "tail": outcome.tail,
+            "runs": [record["run_dir"] for record in outcome.records.values()],
+        }
+        for row, outcome in zip(rows, outcomes, strict=True)
+    ]
     write_json(folder / "results.json", {**head, "baseline": baseline, "variants": results})
 
     said = advice(table, baseline, commands)

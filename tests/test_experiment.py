@@ -1,0 +1,139 @@
+"""What an experiment file means: variants, grids and their commands; what is wrong with one."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import SHIPPED, error_of
+
+from app.compare.results import COLUMNS
+from app.errors import UserError
+
+App = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the few steps from which a dry run estimates the time."""
+
+    def fail(words: list[str]) -> dict[str, Any]:
+        raise UserError("not now")
+
+    monkeypatch.setattr("app.compare.command.short_run", fail)
+
+
+def test_a_dry_run_estimates_the_time(app: App, experiment: Callable[..., Path], tmp_path: Path) -> None:
+    path = experiment(variants={"one": {}, "bf16": {"trainer.precision": "bf16-mixed"}}, max_epochs=3, repeats=4)
+    code, out = app("compare", "--experiment", path, "--dry_run")
+    assert code == 0, out
+    hours, minutes, seconds = map(int, re.findall(r"8 runs to do: about (\d+):(\d+):(\d+) \(if all", out)[0])
+    assert 8 < 3600 * hours + 60 * minutes + seconds < 8 * 60, "at least a second for each run to begin"
+    assert "at most 0:08:00" in out
+    assert not (tmp_path / "runs" / "compare").exists(), "nothing is kept"
+
+
+def commands(out: str) -> list[str]:
+    return [line for line in out.splitlines() if "python -m app fit" in line]
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_grid_is_every_combination_but_the_excluded(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(
+        grid={"trainer.strategy": ["dp", "ddp"], "trainer.devices": [1, 2], "data.num_workers": [0]},
+        exclude=[{"trainer.strategy": "dp", "trainer.devices": 1}],
+    )
+    code, out = app("compare", "--experiment", path, "--dry_run")
+    assert code == 0, out
+    found = [re.findall(r"--trainer.strategy (\w+) --trainer.devices (\d)", line)[0] for line in commands(out)]
+    assert found == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
+    assert "strategy=ddp devices=2 num_workers=0" in out
+    assert "3 runs to do" in out
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"one": {}, "two": {"trainer.strategy": "ddp", "trainer.devices": 2}})
+    _, out = app("compare", "--experiment", path, "--dry_run")
+    assert all("--data.batch_size 24" in line and "lr" not in line for line in commands(out))
+    _, out = app("compare", "--experiment", path, "--dry_run", "--scale_batch", "true")
+    one, two = commands(out)
+    assert "--data.batch_size 24" in one
+    assert "--model.optimizer.lr 0.001" in one
+    assert "--data.batch_size 48" in two
+    assert "--model.optimizer.lr 0.002" in two
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"one": {}, "other": {"trainer.precision": "bf16-mixed"}})
+    words = ["--repeats=4", "--max_epochs", "7", "--data.flip=true", "--seed_everything", "3"]
+    _, out = app("compare", "--experiment", path, "--dry_run", *words)
+    assert "8 runs to do" in out
+    assert all("--trainer.max_epochs 7" in line and "--data.flip true" in line for line in commands(out))
+    assert all("--seed_everything 3" in line for line in commands(out))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
+    _, out = app("compare", "--experiment", path, "--dry_run")
+    first, second = commands(out)
+    assert "NODE_RANK=0" in first
+    assert first.endswith(" &")
+    assert "NODE_RANK=1" in second
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "neither variants nor a grid"),
+        ({"variants": {"a": {"trainer.strategi": "dp"}}}, "'a': --trainer.strategi: there is no such flag: did you"),
+        ({"variants": {"a": {}}, "repeates": 2}, "repeates: there is no such setting: did you mean repeats?"),
+        ({"variants": {"a": {}}, "repeats": "many"}, "repeats"),
+        ({"variants": {"a": {}}, "baseline": "b"}, "--baseline b: no such variant"),
+        ({"variants": {"a": {"run.name": "b"}}}, "run.name is set by compare itself"),
+        ({"variants": {"a": {}}, "max_epochs": 1}, "leaves nothing to measure after --warmup_epochs 1"),
+        ({"variants": {"a": {"trainer.max_epochs": 1}}, "max_epochs": None}, "'a': --trainer.max_epochs 1 leaves"),
+        ({"variants": {"a b": {}, "a_b": {}}}, "two variants have the folder a_b"),
+        ({"grid": {"trainer.devices": [1]}, "exclude": [{"trainer.device": 1}]}, "trainer.device is not in the grid"),
+        ({"variants": {"a": {}}, "published": {"hardware": "x"}}, "rows"),
+    ],
+)
+def test_an_experiment_that_cannot_be(
+    app: App, experiment: Callable[..., Path], settings: dict[str, Any], message: str
+) -> None:
+    assert message in error_of(*app("compare", "--experiment", experiment(**settings)))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--trainer.max_epochs=7", "the experiment sets max_epochs for all variants: give only --max_epochs"),
+        ("--trainer.precision=64-true", "--trainer.precision is what the variants differ in"),
+        ("--run.test=true", "run.test is set by compare itself"),
+    ],
+)
+def test_nothing_typed_is_dropped(app: App, experiment: Callable[..., Path], word: str, message: str) -> None:
+    path = experiment(variants={"a": {}, "b": {"trainer.precision": "bf16-mixed"}})
+    assert message in error_of(*app("compare", "--experiment", path, word))
+
+
+def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
+    assert "there is no such file" in error_of(*app("compare", "--experiment", tmp_path / "none.yaml"))
+    assert "--experimen: there is no such flag" in error_of(*app("compare", "--experimen", "x"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("unmeasured")
+def test_shipped_experiments_can_be_read(app: App, path: Path) -> None:
+    code, out = app("compare", "--experiment", path, "--dry_run")
+    assert code == 0, out
+    code, out = app("compare", "--experiment", path, "--dry_run", "--quick", "true")
+    assert code == 0, out
+    content = yaml.safe_load(path.read_text())
+    for row in content.get("published", {}).get("rows", []):
+        assert row.get("variant", "") in {*content["variants"], ""}
+        assert row["figures"].keys() <= COLUMNS.keys()
