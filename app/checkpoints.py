@@ -105,7 +105,49 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
     return str(max(found, key=lambda path: path.stat().st_mtime_ns))
 
 
-def check_checkpoint(path: str, model: LightningModule, resumed_by: Trainer | None) -> None:
+def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
+    """The newest checkpoint that can be read, or None.
+
+    Args:
+        root: Directory of all runs.
+        run: Name of the run.
+        of: Only those of runs with this command that one of these launchers has started.
+    """
+    found: list[Path] = []
+    for record in Path(root, run).glob("version_*/run.json"):
+        content = json.loads(record.read_text())
+        if of is None or (content["command"] == of[0] and set(of[1]) & set(content.get("launchers", ()))):
+            found += record.parent.glob("checkpoints/*.ckpt")
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            _load(path)
+        except UserError as error:
+            rank_zero_info(f"left out: {error}")
+        else:
+            return str(path)
+    return None
+
+
+def tracked_as(checkpoint: str, command: str) -> str | None:
+    """Id in the tracker of the run that wrote a checkpoint, if it had this command, too."""
+    record = Path(checkpoint).parent.with_name("run.json")
+    content = json.loads(record.read_text()) if record.is_file() else {}
+    return content.get("tracker") if content.get("command") == command else None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint["state_dict"].keys()
+    except Exception as error:  # unpickling what is no pickle can raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+        raise UserError(f"--ckpt_path {path}: not a checkpoint, or truncated ({reason}): give another one") from error
+    return checkpoint
+
+
+def check_checkpoint(
+    path: str, model: LightningModule, resumed_by: Trainer | None, may_be_finished: bool = False
+) -> None:
     """Check that a checkpoint can be read and is of this model and, to resume, of this optimizer and unfinished.
 
     Raises:
@@ -116,12 +158,8 @@ def check_checkpoint(path: str, model: LightningModule, resumed_by: Trainer | No
     file = Path(path)
     if not file.is_file():
         raise UserError(f"--ckpt_path {path}: there is no such file")
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        saved = checkpoint["state_dict"]
-    except Exception as error:  # unpickling what is no pickle can raise anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:80]
-        raise UserError(f"--ckpt_path {path}: not a checkpoint, or truncated ({reason}): give another one") from error
+    checkpoint = _load(file)
+    saved = checkpoint["state_dict"]
     weights = model.state_dict()
     for key in [*weights, *saved]:
         here, there = (tuple(d[key].shape) if key in d else None for d in (weights, saved))
@@ -133,7 +171,8 @@ def check_checkpoint(path: str, model: LightningModule, resumed_by: Trainer | No
             )
     if resumed_by is None:
         return
-    _check_unfinished(path, checkpoint, resumed_by)
+    if not may_be_finished:
+        _check_unfinished(path, checkpoint, resumed_by)
     own = isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier)
     if own and checkpoint.get("optimizer_states"):
         assert isinstance(model, ImageClassifier)

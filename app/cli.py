@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from app.errors import UserError
+from app.errors import RankError, UserError
 from app.process import begin
 
 HELP = """\
@@ -72,9 +72,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return run()
     except KeyboardInterrupt:
         return 130
-    except UserError as error:
+    except (UserError, RankError) as error:
         if os.environ.get("APP_DEBUG"):
             traceback.print_exc()
         rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code if isinstance(error, RankError) else 2

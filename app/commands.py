@@ -1,16 +1,18 @@
 """`fit`, `validate`, `test` and `predict`: Lightning's command line, with this application's defaults."""
 
+import contextlib
 import json
 import logging
+import os
 import shlex
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -21,44 +23,24 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import app.data
 import app.modules
+from app.beginning import Run, decide
 from app.callbacks import PredictionWriter, TestFigures
-from app.checkpoints import RunCheckpoint, check_checkpoint, find_checkpoint
-from app.errors import RankError, UserError, nearest, one_line
+from app.checkpoints import RunCheckpoint, check_checkpoint
+from app.errors import UserError, nearest, one_line
 from app.parallel import refuse_impossible
-from app.parallel.launchers import LOST, use_our_launcher
+from app.parallel.agreement import agree
+from app.parallel.environment import launched, plan_processes, started_anew
+from app.parallel.launchers import use_our_launcher
+from app.parallel.rendezvous import Cluster
 from app.parsing import Parser, chosen_classes, find_class
+from app.process import PARENT, requeue
 from app.profiling import StepProfile
 from app.record import RunRecord
 from app.report import report
 from app.stopping import EXIT_CODES, Signals, StopTogether, cause
-from app.tracking import SaveConfig, Tracker, make_loggers, next_version
+from app.tracking import SaveConfig, Tracker, make_loggers
 
 LIGHTNING = Path(lightning.pytorch.__file__).parent
-
-
-@dataclass
-class Run:
-    """Where a run is kept and tracked.
-
-    Args:
-        name: Name of the experiment.
-        root: Directory of all runs: each gets `root/name/version_N`.
-        test: Whether fit ends with a test of the best checkpoint.
-        wandb: Whether to track in Weights & Biases; offline without a key.
-        project: Project in Weights & Biases.
-        group: Group of the run in Weights & Biases.
-        tags: Tags of the run in Weights & Biases.
-        warmup_epochs: Epochs left out of the throughput in run.json.
-    """
-
-    name: str = "cifar_cnn"
-    root: str = "runs"
-    test: bool = True
-    wandb: bool = True
-    project: str = "data-parallel-lab"
-    group: str | None = None
-    tags: list[str] | None = None
-    warmup_epochs: int = 0
 
 
 class CLI(LightningCLI):
@@ -72,6 +54,8 @@ class CLI(LightningCLI):
 
     def __init__(self, chosen: dict[str, str]) -> None:
         self.chosen = chosen
+        self.command = shlex.join(["python", "-m", "app", *sys.argv[1:]])
+        self.asked_for: str | None = None
         self.checkpoint: str | None = None
         super().__init__(
             LightningModule,
@@ -97,6 +81,7 @@ class CLI(LightningCLI):
         if self.linked:
             parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
         parser.add_class_arguments(Run, "run")
+        parser.add_class_arguments(Cluster, "cluster")
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
@@ -139,9 +124,7 @@ class CLI(LightningCLI):
             raise UserError(f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}: give 1 or more")
         if self.linked and any(word.startswith("--model.num_classes") for word in sys.argv):
             raise UserError("--model.num_classes comes from the data: leave it out")
-        if config.ckpt_path:
-            files = [str(file) for file in config.config or []]
-            self.checkpoint = find_checkpoint(config.ckpt_path, files, config.run.root, config.run.name)
+        self.asked_for = config.ckpt_path
         config.ckpt_path = None  # the saved config is for new runs, too; the record says what was resumed
 
     def _set_seed(self) -> None:
@@ -160,13 +143,7 @@ class CLI(LightningCLI):
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UserError(one_line(str(error))) from error
         refuse_impossible(self.trainer)
-        if not self._keeps_nothing():  # such a run has Lightning's own ways to end
-            record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
-            use_our_launcher(self.trainer, record.on_exception)
-        if self.checkpoint is not None:
-            check_checkpoint(self.checkpoint, self.model, self.trainer if self.subcommand == "fit" else None)
-        elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
-            raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
+        config = self.config[self.subcommand]
         if isinstance(self.datamodule, app.data.ImageData):
             if isinstance(self.model, app.modules.ImageClassifier):
                 self.model.check_image_shape(self.datamodule.image_shape)
@@ -174,30 +151,69 @@ class CLI(LightningCLI):
                 self.datamodule.check_world_size(self.trainer.world_size)
             if self.trainer.is_global_zero:
                 self.datamodule.prepare_data()
+        decided = agree(self.trainer, self._decide, config.cluster.timeout)
+        self.checkpoint = decided["checkpoint"]
+        if not self._keeps_nothing():  # such a run has Lightning's own ways to end
+            self._keep(decided)
+        try:
+            if self.checkpoint is not None:
+                resumed_by = self.trainer if self.subcommand == "fit" else None
+                check_checkpoint(self.checkpoint, self.model, resumed_by, may_be_finished=decided["may_be_finished"])
+            elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
+                raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
+        except UserError:
+            if self.trainer.is_global_zero and decided["version"]:
+                with contextlib.suppress(OSError):  # not empty: something of the user's
+                    Path(config.run.root, config.run.name, decided["version"]).rmdir()
+            raise
+
+    def _decide(self, launchers: list[str]) -> dict[str, Any]:
+        config = self.config_init[self.subcommand]
+        return decide(
+            config.run,
+            self.command,
+            launchers,
+            self.asked_for,
+            configs=[str(file) for file in self.config[self.subcommand].config or []],
+            goes_on=self.subcommand == "fit" and started_anew(),
+            keeps=not self._keeps_nothing(),
+        )
+
+    def _keep(self, decided: dict[str, Any]) -> None:
+        """Give the run its directory, its record and its loggers."""
+        run: Run = self.config_init[self.subcommand].run
+        loggers = make_loggers(
+            run.root, run.name, decided["version"], run.wandb, run.project, run.group, run.tags, decided["tracker"]
+        )
+        self.trainer.loggers = loggers + self.trainer.loggers
+        record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
+        record.record["resumed_from"], record.record["launchers"] = self.checkpoint, decided["launchers"]
+        use_our_launcher(self.trainer, record.on_exception)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the loggers and callbacks that belong to every run."""
+        """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""
         config = self.config_init[self.subcommand]
         run, trainer = config.run, config.trainer
         parser = self._parser(self.subcommand)
-        if (trainer.strategy, trainer.devices, trainer.num_nodes) == ("auto", "auto", 1):
-            kwargs["devices"] = 1  # several only when they are asked for
+        given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins] * bool(trainer.plugins)
+        plan = plan_processes(trainer.strategy, trainer.devices, trainer.num_nodes, config.cluster)
+        if any(isinstance(plugin, ClusterEnvironment) for plugin in given):
+            plan["environment"] = None
+        kwargs["plugins"] = [*given, *filter(None, [plan.pop("environment", None)])]
+        kwargs |= plan
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
             parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
         if trainer.barebones:
             parser.callback_keys = []
         if self._keeps_nothing():
             return super().instantiate_trainer(**kwargs)
-        own = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
-        version = next_version(run.root, run.name)
-        loggers = make_loggers(run.root, run.name, version, run.wandb, run.project, run.group, run.tags)
-        kwargs["logger"] = loggers + [logger for logger in own if not isinstance(logger, bool | None)]
+        if isinstance(trainer.logger, bool | None):
+            kwargs["logger"] = False  # Lightning's own; ours come when the directory is known
         callbacks = trainer.callbacks or []
-        record = RunRecord(shlex.join(["python", "-m", "app", *sys.argv[1:]]), self.checkpoint, run.warmup_epochs)
         kwargs["callbacks"] = [
             *(callbacks if isinstance(callbacks, list) else [callbacks]),
             StepProfile(),
-            record,
+            RunRecord(self.command, run.warmup_epochs),
             StopTogether(),
             TestFigures(),
             PredictionWriter(),
@@ -281,9 +297,6 @@ def run() -> int:
         if isinstance(end.code, str):
             raise
         return end.code or 0
-    except RankError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
         # a worker or a spawned process hands on its error as the text of a traceback
         *_, last = str(error).rsplit("UserError: ", 1)
@@ -296,8 +309,9 @@ def run() -> int:
             raise UserError(one_line(str(error))) from error  # Lightning itself says what it was asked wrongly
         if raised_in == torch.optim.lr_scheduler.__file__:
             raise UserError(f"--model.scheduler: {error}") from error
-        if not LOST.search(str(error)):
-            raise
-        raise UserError("stopped because another rank did: see what that one says") from error
-    # the others end with 0: Lightning would take anything else for a failure of theirs, and end rank zero
-    return EXIT_CODES.get(cli.stopped_by or "", 0) if cli.trainer.is_global_zero else 0
+        raise
+    if cli.stopped_by == "SIGUSR1":
+        requeue()
+    # others than the first process of a node end with 0: what started them would take anything else for a failure
+    first = PARENT not in os.environ and (launched() is None or cli.trainer.is_global_zero)
+    return EXIT_CODES.get(cli.stopped_by or "", 0) if first else 0

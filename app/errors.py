@@ -11,18 +11,22 @@ class UserError(Exception):
 
 
 class RankError(Exception):
-    """Another process of the run has failed, of which this one only sees that it is gone.
+    """Another process of the run has failed, of which this one only sees that it is gone, or silent.
 
     Args:
-        rank: Which one.
-        pid: Its process.
-        code: Its exit code, below zero for a signal.
+        message: What is known of it.
+        exit_code: Of this process.
     """
 
-    def __init__(self, rank: int, pid: int | None, code: int) -> None:
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    @classmethod
+    def ended(cls, rank: int, pid: int | None, code: int) -> "RankError":
+        """One that has left an exit code, below zero for a signal."""
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        super().__init__(f"rank {rank} (process {pid}) {how}")
-        self.exit_code = 2 if code == 2 else 1
+        return cls(f"rank {rank} (process {pid}) {how}", 2 if code == 2 else 1)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

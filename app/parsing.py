@@ -15,8 +15,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from app.errors import UserError, nearest, one_line
 
 CKPT_PATH = (
-    "The checkpoint to begin with: a file, `last` or `best`. These mean the run that a --config in a run's directory "
-    "belongs to, else the newest of --run.name. fit goes on from it."
+    "The checkpoint to begin with: a file, `last` or `best`, which mean the run that a --config in a run's directory "
+    "belongs to, else the newest of --run.name; or `auto`, the newest of --run.name that can be read, if there is one. "
+    "fit goes on from it."
 )
 
 

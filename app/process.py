@@ -24,8 +24,31 @@ def begin() -> None:
             end_with_parent()
             if os.getppid() != int(pid):
                 os._exit(1)
+    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:  # of a torchrun that is killed, the workers go on
+        end_with_parent()
     if PARENT not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        if "SLURM_STEP_ID" in os.environ:
+            signal.signal(signal.SIGUSR1, lambda *_: requeue())
+
+
+def requeue() -> None:
+    """Have SLURM start this job again, which it has announced to end: SLURM then ends its tasks with SIGTERM."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it comes twice
+    if os.environ["SLURM_PROCID"] != "0":
+        return
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
+        refused = done.stderr.strip() if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        refused = str(error)
+    if refused:
+        print(f"SLURM does not start job {job} again ({refused}): submit it anew with --ckpt_path auto", flush=True)
+    else:
+        print(f"SLURM starts job {job} again, which goes on from its last checkpoint", flush=True)
 
 
 def environment_of_a_run() -> dict[str, str]:
@@ -34,7 +57,7 @@ def environment_of_a_run() -> dict[str, str]:
     Without what a launcher has set for this one. Not a `preexec_fn`, which could see to the end with its parent, too:
     Python runs hooks after such a fork, and a Ctrl-C that comes in one of them is lost.
     """
-    own = {key: value for key, value in os.environ.items() if key not in (*RANKS, *ADDRESSES)}
+    own = {key: value for key, value in os.environ.items() if key not in (*RANKS, *ADDRESSES) and key[:6] != "SLURM_"}
     return own | {STARTER: str(os.getpid())}
 
 
@@ -54,7 +77,7 @@ def run_app(words: Sequence[str], seconds: float) -> subprocess.CompletedProcess
     )
 
 
-def end_with_parent() -> None:
-    """Have the kernel end this process when its parent dies, however that happens; Linux only."""
+def end_with_parent(by: signal.Signals | None = signal.SIGKILL) -> None:
+    """Have the kernel end this process when its parent dies, however that happens, or no longer; Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by or 0)

@@ -38,11 +38,10 @@ class RunRecord(Callback):
 
     Args:
         command: What was typed.
-        resumed_from: The checkpoint that the run continues.
         warmup_epochs: Epochs left out of the throughput.
     """
 
-    def __init__(self, command: str, resumed_from: str | None = None, warmup_epochs: int = 0) -> None:
+    def __init__(self, command: str, warmup_epochs: int = 0) -> None:
         # set where the run was typed: a spawned process would begin the count at its own start
         self._started = psutil.Process().create_time()
         self.path: Path | None = None
@@ -50,7 +49,9 @@ class RunRecord(Callback):
             "status": "running",
             "error": None,
             "command": command,
-            "resumed_from": resumed_from,
+            "resumed_from": None,
+            "launchers": [],
+            "tracker": None,
             "epochs": [],
             "peak_memory": [],
             "steps": 0,
@@ -82,6 +83,7 @@ class RunRecord(Callback):
         self.record["status"] = "running"
         self.record.update(_way_of_running(trainer), versions=versions(), hardware=hardware())
         self.record["run_dir"] = directory
+        self.record["tracker"] = next((logger.id for logger in trainer.loggers if isinstance(logger, Tracker)), None)
         self._write()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -107,7 +109,7 @@ class RunRecord(Callback):
         lines = str(exception).strip().splitlines() or [""]
         reason = f"{type(exception).__name__}: {lines[-1]}"
         if not trainer.is_global_zero:
-            if Path(directory).exists():
+            if Path(directory).exists() and not isinstance(exception, RankError):
                 Path(directory, f"error_rank{trainer.global_rank}.txt").write_text(reason)
             return
         if self.path is None:  # spawned processes had it, or nothing had begun yet

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: training ends after the step in hand, on every rank, with a checkpoint to go on from.
+"""Ctrl-C, SIGTERM and SLURM's warning: training ends after the step in hand, with a checkpoint to go on from.
 
 A signal handler only takes note. The ranks agree at the end of a step, so that none leaves the others waiting
 in a collective call.
@@ -16,8 +16,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
+from app.parallel.environment import in_slurm_job
+
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 EXIT_CODES = {name: 128 + number for number, name in CAUSES.items()}
+IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # announces the end of the job: `--signal=SIGUSR1@90`
 
 
 class Signals(_SignalConnector):
@@ -41,8 +44,9 @@ class Signals(_SignalConnector):
         if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
             return
         self._process, self._spawned = os.getpid(), multiprocessing.parent_process() is not None
-        heard = [number for number in CAUSES if self._spawned or signal.getsignal(number) is not signal.SIG_IGN]
-        super().register_signal_handlers()  # SLURM's; it also remembers what `teardown` restores
+        meant = IN_SLURM if in_slurm_job() else CAUSES
+        heard = [number for number in meant if self._spawned or signal.getsignal(number) is not signal.SIG_IGN]
+        super().register_signal_handlers()  # which also remembers what `teardown` restores
         for number in heard:
             signal.signal(number, self._note)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # ddp starts its processes deaf to it
@@ -111,4 +115,4 @@ def _agree(trainer: Trainer) -> int:
 def cause(trainer: Trainer) -> str | None:
     """What a training was stopped by."""
     number = getattr(trainer._signal_connector, "stopped_by", 0)
-    return CAUSES[number] if number else None
+    return IN_SLURM[number] if number else None

@@ -1,7 +1,9 @@
 """Where metrics go: a CSV file always, Weights & Biases on top."""
 
+import contextlib
 import os
 import re
+import uuid
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -59,6 +61,10 @@ class Tracker(WandbLogger):
         project: Project of the run.
         group: Group of the run.
         tags: Tags of the run.
+        resumed: Id of an earlier run that this one goes on with, under its name there.
+
+    Attributes:
+        id: Id of the run.
     """
 
     def __init__(
@@ -68,10 +74,12 @@ class Tracker(WandbLogger):
         project: str,
         group: str | None = None,
         tags: Sequence[str] | None = None,
+        resumed: str | None = None,
     ) -> None:
         import wandb
 
         self.failed = False
+        self.id = resumed or uuid.uuid4().hex[:8]
         self.mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         os.environ.setdefault("WANDB_SILENT", "true")  # spawned processes repeat its warnings; ours are said here
         # a spawned process that attaches to the run does not know its directory
@@ -85,6 +93,8 @@ class Tracker(WandbLogger):
             tags=tags,
             mode=self.mode,
             settings=settings,
+            id=self.id,
+            resume="allow" if resumed else None,
         )
         del self._wandb_init["anonymous"]  # only a warning by now
 
@@ -214,6 +224,15 @@ def next_version(root: str, name: str) -> str:
     return f"version_{max((int(match[1]) for match in taken if match), default=-1) + 1}"
 
 
+def claim_version(root: str, name: str) -> str:
+    """Make the first free `version_N` under `root/name`, which no other run that starts now can have, too."""
+    while True:
+        version = next_version(root, name)
+        with contextlib.suppress(FileExistsError):
+            Path(root, name, version).mkdir(parents=True)
+            return version
+
+
 def make_loggers(
     root: str,
     name: str,
@@ -222,13 +241,14 @@ def make_loggers(
     project: str,
     group: str | None,
     tags: Sequence[str] | None,
+    resumed: str | None = None,
 ) -> list[Logger]:
-    """The CSV logger, first because run directories follow it, and the tracker."""
+    """The CSV logger, first because run directories follow it, and the tracker, with a run of its own or an earlier."""
     csv = MetricsFile(root, name=name, version=version)
     if not wandb or os.environ.get("WANDB_MODE") == "disabled":
         return [csv]
     try:
-        return [csv, Tracker(csv.log_dir, f"{name}/{version}", project, group, tags)]
+        return [csv, Tracker(csv.log_dir, f"{name}/{version}", project, group, tags, resumed)]
     except Exception as error:
         rank_zero_warn(f"Weights & Biases does not start, training goes on without it: {one_line(str(error))}")
         return [csv]

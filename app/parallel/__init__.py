@@ -4,12 +4,12 @@ import atexit
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from app.errors import UserError
-from app.parallel.data_parallel import DataParallelStrategy, launched_with_several_tasks
+from app.parallel.data_parallel import DataParallelStrategy
+from app.parallel.environment import check_settings, launched
 
 if DataParallelStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(
@@ -35,17 +35,13 @@ def refuse_impossible(trainer: Trainer) -> None:
         UserError: When several processes were started for a strategy that is one, or that starts its own; or
             when SyncBatchNorm would have nothing to do.
     """
-    launcher = launched_with_several_tasks()
-    if TorchElasticEnvironment.detect() and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+    launcher = launched()
+    if launcher is not None and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise UserError(
-            "ddp_spawn, ddp_fork and ddp_notebook start their own processes, which torchrun has done already: "
-            "use --trainer.strategy ddp, or start without torchrun"
+            f"ddp_spawn, ddp_fork and ddp_notebook start their own processes, which {launcher.by} has done already: "
+            f"use --trainer.strategy ddp, or start without {launcher.by}"
         )
-    if launcher and trainer.world_size == 1:
-        raise UserError(
-            f"{launcher} started several processes, but this run is one, so that each would train a model of its own: "
-            "use --trainer.strategy ddp with as many --trainer.devices"
-        )
+    check_settings(trainer)
     if trainer._accelerator_connector._layer_sync is not None:
         if trainer.world_size == 1:
             raise UserError(

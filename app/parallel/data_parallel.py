@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from app.errors import UserError
+from app.parallel.environment import launched
 
 
 class Replica(nn.Module):
@@ -98,10 +98,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use "
                 "--trainer.strategy ddp"
             )
-        environment = launched_with_several_tasks()
-        if environment:
+        launcher = launched()
+        if launcher is not None and launcher.world_size > 1:
             raise UserError(
-                f"--trainer.strategy dp is one process, but {environment} started several, which would train as "
+                f"--trainer.strategy dp is one process, but {launcher.by} started several, which would train as "
                 "many models: start it without, or use --trainer.strategy ddp"
             )
 
@@ -175,15 +175,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
             replica.index = index
             replica.module._device = devices[index]  # what `self.device` says in the forward
         return gather(parallel_apply(replicas, parts, kwargs_parts, devices), devices[0])
-
-
-def launched_with_several_tasks() -> str | None:
-    """Name of the launcher that started this process as one of several, or None."""
-    if TorchElasticEnvironment.detect() and TorchElasticEnvironment().world_size() > 1:
-        return "torchrun"
-    if SLURMEnvironment.detect() and SLURMEnvironment().world_size() > 1:
-        return "srun"
-    return None
 
 
 def _forward_in_threads(replica: Replica, threads: list[ThreadPoolExecutor], args: Any, kwargs: Any) -> Any:

@@ -1,29 +1,36 @@
 """Lightning's launchers, so that the processes of a run end together and in order."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import re
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from app.errors import RankError, UserError
+from app.parallel.environment import launched
+from app.parallel.rendezvous import Rendezvous
 from app.process import PARENT, end_with_parent
 from app.stopping import CAUSES, EXIT_CODES, Signals
 
 GRACE = 10.0  # seconds in which rank zero may notice by itself that another rank has failed
-LOST = re.compile("(closed|reset) by peer|Broken pipe|likely closed")
+# what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
+LOST = re.compile("(closed|reset) by peer|Broken pipe|likely closed|remotely closed")
+SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -47,17 +54,38 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             threading.Thread(target=self._watch, args=(trainer,), daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            return function(*args, **kwargs)
+            first = PARENT in os.environ and self.cluster_environment.local_rank() == 1 and hasattr(os, "pidfd_open")
+            with _noticing_the_end_of(self._rank(0)) if first else contextlib.nullcontext():
+                return function(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit):
             self.kill(signal.SIGKILL)  # before they complain that this process is gone
             self.procs.clear()  # ends the watch
             raise
         except Exception as error:
-            failed = self._failed(5.0) if isinstance(error, RuntimeError) and LOST.search(str(error)) else None
+            failed = self._explain(error) if isinstance(error, RuntimeError) else None
+            self.kill(signal.SIGKILL)
             self.procs.clear()
             if failed is not None:
                 raise failed from error
             raise
+
+    def _rank(self, local_rank: int) -> int:
+        return self.cluster_environment.node_rank() * self.num_processes + local_rank
+
+    def _explain(self, error: RuntimeError) -> RankError | None:
+        """What another rank has done that this one fails in a communication."""
+        text = str(error)
+        if LOST.search(text):
+            environment = self.cluster_environment
+            where = environment.name_of(text) if isinstance(environment, Rendezvous) else None
+            lost = RankError(f"lost the connection to {where or 'another rank'}: see what that one says")
+            return self._failed(5.0) or lost
+        if SILENT.search(text) and torch.distributed.is_initialized():
+            _end_stopped()
+            return self._failed(1.0) or RankError(
+                "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
+            )
+        return None
 
     def _failed(self, seconds: float) -> RankError | None:
         """The first other process that has failed, if one does within a time."""
@@ -65,8 +93,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         while True:
             for index, process in enumerate(self.procs):
                 if process.poll():
-                    rank = self.cluster_environment.node_rank() * self.num_processes + index + 1
-                    return RankError(rank, process.pid, process.returncode)
+                    return RankError.ended(self._rank(index + 1), process.pid, process.returncode)
             if time.monotonic() > limit:
                 return None
             time.sleep(0.1)
@@ -143,7 +170,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
                     "--trainer.strategy ddp, or define what is named at the top level of a module"
                 ) from error
             if isinstance(error, torch.multiprocessing.ProcessExitedException):
-                raise RankError(error.error_index, error.error_pid, error.exit_code) from error
+                raise RankError.ended(error.error_index, error.error_pid, error.exit_code) from error
             raise
         else:
             if self.stopped_by and trainer is not None and isinstance(trainer._signal_connector, Signals):
@@ -187,6 +214,45 @@ class ProcessLauncher(_MultiProcessingLauncher):
         if not parent.is_alive():
             os._exit(1)
         super()._wrapping_function(*args, **kwargs)
+
+
+def _end_stopped() -> None:
+    """End what was stopped of the run's processes on this node: nobody else would end the one that started them."""
+    if PARENT not in os.environ and launched() is None:
+        return  # the parent is the user's, and so are its other children
+    parent = psutil.Process(os.getppid())
+    for process in (*([parent] if PARENT in os.environ else []), *parent.children()):
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.kill()
+
+
+@contextlib.contextmanager
+def _noticing_the_end_of(rank: int) -> Iterator[None]:
+    """Have a process say that the one that started it, of this rank, was killed, and end.
+
+    Otherwise the kernel would end all of them without a word.
+    """
+    parent, done = os.pidfd_open(int(os.environ[PARENT])), threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            if select.select([parent], [], [], 0.5)[0]:
+                print(f"error: rank {rank} (process {os.environ[PARENT]}) was killed", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    end_with_parent(None)
+    watching.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if LOST.search(str(error)) and select.select([parent], [], [], 1.0)[0]:
+            watching.join()
+        raise
+    finally:
+        done.set()
+        end_with_parent()
 
 
 def use_our_launcher(trainer: Trainer, on_failure: Callable[[Trainer, LightningModule, BaseException], None]) -> None:

@@ -1,0 +1,77 @@
+"""What is settled once for all ranks before a run begins: its checkpoint, its directory, its run in the tracker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from app.checkpoints import find_checkpoint, newest_checkpoint, tracked_as
+from app.tracking import claim_version
+
+
+@dataclass
+class Run:
+    """Where a run is kept and tracked.
+
+    Args:
+        name: Name of the experiment.
+        root: Directory of all runs: each gets `root/name/version_N`.
+        test: Whether fit ends with a test of the best checkpoint.
+        wandb: Whether to track in Weights & Biases; offline without a key.
+        project: Project in Weights & Biases.
+        group: Group of the run in Weights & Biases.
+        tags: Tags of the run in Weights & Biases.
+        warmup_epochs: Epochs left out of the throughput in run.json.
+    """
+
+    name: str = "cifar_cnn"
+    root: str = "runs"
+    test: bool = True
+    wandb: bool = True
+    project: str = "data-parallel-lab"
+    group: str | None = None
+    tags: list[str] | None = None
+    warmup_epochs: int = 0
+
+
+def decide(
+    run: Run,
+    command: str,
+    launchers: list[str],
+    checkpoint: str | None,
+    *,
+    configs: Sequence[str],
+    goes_on: bool,
+    keeps: bool,
+) -> dict[str, Any]:
+    """Settle what only one process can. For rank zero.
+
+    Args:
+        run: Where the run is kept.
+        command: What was typed.
+        launchers: Ids of what started the processes of the run.
+        checkpoint: What was given as `--ckpt_path`, or None.
+        configs: The config files that were given.
+        goes_on: Whether a launcher may have started this run before. Then it wants it to go on, without a flag.
+        keeps: Whether the run is kept at all.
+
+    Raises:
+        UserError: When there is no such checkpoint.
+    """
+    tracker = None
+    anew = checkpoint == "auto" or (checkpoint is None and goes_on)
+    if anew:
+        checkpoint = newest_checkpoint(run.root, run.name, None if checkpoint else (command, launchers))
+        if checkpoint is not None:
+            rank_zero_info(f"going on from {checkpoint}")
+            tracker = tracked_as(checkpoint, command)
+    elif checkpoint is not None:
+        checkpoint = find_checkpoint(checkpoint, configs, run.root, run.name)
+    return {
+        "checkpoint": checkpoint,
+        "may_be_finished": anew,  # started again after the end of its training, it has still to be tested
+        "version": claim_version(run.root, run.name) if keeps else None,
+        "launchers": launchers,
+        "tracker": tracker,
+    }

@@ -1,0 +1,105 @@
+"""What rank zero decides before a run begins, told to all ranks: its directory, the checkpoint, the tracker's run."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import distributed
+
+from app.errors import UserError
+from app.parallel.environment import Launched, launch_id, launched, use_interface_to
+from app.parallel.meeting import Patience
+from app.parallel.rendezvous import Rendezvous
+from app.process import PARENT
+
+DECIDED = "APP_DECIDED"  # environment of the processes that `ddp` starts: what rank zero has decided, as JSON
+
+
+def agree(trainer: Trainer, decide: Callable[[list[str]], dict[str, Any]], timeout: float) -> dict[str, Any]:
+    """Have rank zero decide, and tell all ranks; wait for the other nodes where there are any. Collective.
+
+    Args:
+        trainer: The run's; none of its processes has been started by it yet.
+        decide: Called in rank zero with the ids of the launchers of this run; gives what JSON can hold.
+        timeout: Seconds to wait for another rank, now and in every communication to come.
+
+    Raises:
+        UserError: When rank zero's decision is one, or the ranks do not come together in time.
+    """
+    strategy: Any = trainer.strategy
+    if hasattr(strategy, "_timeout"):
+        strategy._timeout = timedelta(seconds=timeout)
+    if PARENT in os.environ:
+        return json.loads(os.environ[DECIDED])
+    environment = trainer._accelerator_connector.cluster_environment
+    launcher = launched()
+    own = launch_id()
+    if launcher is not None and launcher.world_size > 1:
+        decided = _among_tasks(trainer, launcher, decide, timeout)
+    elif isinstance(environment, Rendezvous):
+        devices = getattr(strategy, "num_processes", 1)
+        decided = environment.meet(devices, decide([]) if environment.rank == 0 else None)
+        use_interface_to(environment.main_address)
+    else:
+        decided = decide([own] if own else [])
+    os.environ[DECIDED] = json.dumps(decided)
+    return decided
+
+
+def _among_tasks(
+    trainer: Trainer, launcher: Launched, decide: Callable[[list[str]], dict[str, Any]], timeout: float
+) -> dict[str, Any]:
+    """Begin the process group early, which Lightning then takes as it is, and decide in it."""
+    strategy: Any = trainer.strategy
+    environment = trainer._accelerator_connector.cluster_environment
+    if launcher.nodes > 1:
+        use_interface_to(environment.main_address)
+    place = f"{environment.main_address}:{environment.main_port}"
+    with _deadline(timeout, f"{launcher.world_size} processes of {launcher.by} at {place}", trainer.local_rank == 0):
+        try:
+            strategy.setup_environment()
+        except (distributed.DistError, OSError) as error:
+            if "EADDRINUSE" in str(error):
+                raise UserError(
+                    f"port {environment.main_port} of {environment.main_address} is in use: set MASTER_PORT to another"
+                ) from error
+            raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
+        ids: list[Any] = [None] * launcher.world_size
+        distributed.all_gather_object(ids, launch_id())
+        word: list[Any] = [None, None]
+        if trainer.is_global_zero:
+            try:
+                word[0] = decide(sorted(set(ids)))
+            except UserError as error:
+                word[1] = str(error)
+        distributed.broadcast_object_list(word, 0)
+    decided, wrong = word
+    if wrong is not None:
+        raise UserError(wrong)
+    return decided
+
+
+@contextmanager
+def _deadline(seconds: float, what: str, say: bool) -> Iterator[None]:
+    """End this process when time is up: torch waits longer than it was told where a foreign listener has the port."""
+    patience, done = Patience(seconds), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.5):
+            try:
+                patience.check(f"all {what}", say=say)
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                os._exit(2)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,201 @@
+"""What started this process: torchrun, srun, another process of the run, or a person; and where it meets the others."""
+
+import os
+import re
+import socket
+from typing import Any, NamedTuple
+
+import psutil
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.pytorch import Trainer
+
+from app.errors import UserError
+from app.parallel.rendezvous import Cluster, Rendezvous
+from app.process import PARENT, RANKS
+
+
+class Launched(NamedTuple):
+    """A launcher, and what it has started.
+
+    Attributes:
+        by: Its name.
+        nodes: Number of nodes.
+        per_node: Processes of each node, or None where they differ.
+        world_size: Processes of all nodes.
+    """
+
+    by: str
+    nodes: int
+    per_node: int | None
+    world_size: int
+
+
+def launched() -> Launched | None:
+    """The launcher that started this process as one of its own; None for a process that stands alone."""
+    if TorchElasticEnvironment.detect() and "RANK" in os.environ:
+        world, here, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+        return Launched("torchrun", nodes, here if here * nodes == world else None, world)
+    if "SLURM_STEP_ID" in os.environ:  # set for the tasks of srun only, not for a batch script or the shell of salloc
+        world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{what}"]) for what in ("TASKS", "NODES"))
+        # `2(x2)` or `3,1`; SLURM_NTASKS_PER_NODE is the job's, not the step's
+        even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
+        if world == 1 and _interactive():
+            return None  # `srun --pty bash`: a person on a node, who starts processes there
+        return Launched("srun", nodes, int(even[1]) if even else None, world)
+    return None
+
+
+def _interactive() -> bool:
+    """Whether this is a session rather than a job; by Lightning's convention, which SLURM's own names follow."""
+    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+
+
+def in_slurm_job() -> bool:
+    """Whether SLURM runs this process as a task of a job that it could requeue."""
+    return "SLURM_STEP_ID" in os.environ and not _interactive()
+
+
+def launch_id() -> str | None:
+    """What stays the same when a launcher starts its processes anew: torchrun's agent on this node, or SLURM's job."""
+    launcher = launched()
+    if launcher is None:
+        return None
+    if launcher.by == "srun":
+        return f"slurm {os.environ['SLURM_JOB_ID']}"
+    agent = psutil.Process(os.getppid())
+    return f"torchrun {socket.gethostname()} {agent.pid} {agent.create_time()}"
+
+
+def started_anew() -> bool:
+    """Whether a launcher may have started this run before: torchrun does not say so when nodes come and go."""
+    launcher = launched()
+    return launcher is not None and (launcher.by == "torchrun" or os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
+
+
+class Slurm(SLURMEnvironment):
+    """Tasks of srun, by what SLURM says of the step; Lightning's goes by the job, and by the job's name.
+
+    Requeueing is this application's: Lightning's saves from a signal handler, out of step with the other ranks.
+    """
+
+    def __init__(self) -> None:
+        ClusterEnvironment.__init__(self)
+        self.auto_requeue, self.requeue_signal = False, None
+
+    @property
+    def main_address(self) -> str:
+        """Host of task 0, unless MASTER_ADDR names another."""
+        os.environ.setdefault("MASTER_ADDR", self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"]))
+        return os.environ["MASTER_ADDR"]
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Leave this to `check_settings`, which says what to do."""
+
+
+def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster) -> dict[str, Any]:
+    """Settle how many processes there are and how they meet, before a Trainer is made.
+
+    Args:
+        strategy: As for Trainer.
+        devices: As for Trainer.
+        num_nodes: As for Trainer.
+        cluster: How nodes meet without a launcher.
+
+    Returns:
+        Arguments for Trainer in place of these: the launcher's numbers where none were given, one device where
+        nothing asks for more; and `environment`, the ClusterEnvironment to use, unless it is for Lightning to find.
+
+    Raises:
+        UserError: When what the environment says of launchers contradicts itself or the flags.
+    """
+    if cluster.timeout <= 0:
+        raise UserError(f"--cluster.timeout {cluster.timeout:g}: give a number of seconds above 0")
+    launcher = launched()
+    plan: dict[str, Any] = {}
+    if launcher is not None:
+        if cluster.init_method is not None:
+            raise UserError(f"--cluster.init_method: {launcher.by} has seen to how the nodes meet: leave it out")
+        if devices == "auto" and strategy != "ddp_dp":
+            plan["devices"] = launcher.per_node or launcher.world_size
+        if num_nodes == 1:
+            plan["num_nodes"] = launcher.nodes
+        return plan | ({"environment": Slurm()} if launcher.by == "srun" else {})
+    if PARENT not in os.environ:
+        _refuse_leftovers(num_nodes, elsewhere=cluster.init_method is not None or "NODE_RANK" in os.environ)
+    if num_nodes > 1:
+        return {"environment": Rendezvous(cluster, num_nodes)}
+    for flag, value in (("init_method", cluster.init_method), ("node_rank", cluster.node_rank)):
+        if value is not None:
+            raise UserError(f"--cluster.{flag} {value}: there is one node: give --trainer.num_nodes, or leave it out")
+    if (strategy, devices) == ("auto", "auto"):
+        plan["devices"] = 1  # several only when they are asked for
+    if LSFEnvironment.detect() or MPIEnvironment.detect():
+        return plan
+    if PARENT not in os.environ and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
+        print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
+    return plan | {"environment": LightningEnvironment()}
+
+
+def _refuse_leftovers(num_nodes: int, elsewhere: bool) -> None:
+    """Explain variables of a launcher that did not start this process, and a SLURM job whose tasks it would not be."""
+    expected = {"NODE_RANK"} if num_nodes > 1 else set()
+    left = [name for name in RANKS if name in os.environ and name not in expected]
+    if left:
+        raise UserError(
+            f"{', '.join(left)} in the environment would make this process one of several, but neither torchrun nor "
+            f"srun has started it: unset {' '.join(left)}"
+        )
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ and tasks != "1" and not elsewhere:
+        raise UserError(
+            f"this SLURM job has {tasks} tasks, but the command was started once, without srun: put srun before it"
+        )
+
+
+def check_settings(trainer: Trainer) -> None:
+    """Compare what a launcher has started with what the run needs.
+
+    Raises:
+        UserError: When the numbers differ.
+    """
+    launcher = launched()
+    if launcher is None or trainer.world_size == 1 == launcher.world_size:
+        return
+    per_node = getattr(trainer.strategy, "num_processes", 1)
+    if (launcher.nodes, launcher.per_node) == (trainer.num_nodes, per_node):
+        return
+    if launcher.per_node is None:
+        raise UserError(
+            f"{launcher.by} started {launcher.world_size} processes on {launcher.nodes} nodes, not the same number on "
+            "each: " + ("give --ntasks-per-node" if launcher.by == "srun" else "give the same --nproc-per-node")
+        )
+    raise UserError(
+        f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es), but the run is "
+        f"--trainer.num_nodes {trainer.num_nodes} of {per_node}: leave --trainer.num_nodes and --trainer.devices out, "
+        f"and they follow {launcher.by}"
+    )
+
+
+def use_interface_to(address: str) -> None:
+    """Have gloo and NCCL use the network interface over which the main node is reached, unless one was chosen.
+
+    gloo takes the one that the host's name resolves to, which is often the loopback.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == own for entry in entries) and name != "lo":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # the very one, not those that begin alike

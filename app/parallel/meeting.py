@@ -1,0 +1,296 @@
+"""The meeting of the first processes of all nodes, at an address of node 0: one line of JSON each way, then the word.
+
+Nothing but this application is answered; who is missing is said while it is waited for.
+"""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from app.errors import UserError
+from app.files import write_json
+from app.machine import free_port
+
+GREETING = "data-parallel-lab"
+ANSWER = 5.0  # seconds in which one that has connected must say what it is
+PAUSE = 0.25  # seconds between attempts
+
+
+class Place(NamedTuple):
+    """Where nodes meet.
+
+    Attributes:
+        method: As the user gave it.
+        host: Name or address of node 0; empty where a file tells it.
+        port: Port of node 0.
+        file: The file in which node 0 leaves its addresses, or None.
+    """
+
+    method: str
+    host: str
+    port: int
+    file: Path | None
+
+    def __str__(self) -> str:
+        return str(self.file or f"{self.host}:{self.port}")
+
+
+class Patience:
+    """Says now and then what is waited for, and ends the wait.
+
+    Args:
+        seconds: How long to wait.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
+
+    def check(self, what: str, remark: str = "", say: bool = True) -> None:
+        """Say what is missing, unless another process does.
+
+        Raises:
+            UserError: When time is up.
+        """
+        passed = time.monotonic() - self.began
+        hint = f" ({remark})" if remark else ""
+        if passed > self.seconds:
+            raise UserError(f"waited {self.seconds:g} s (--cluster.timeout) for {what}{hint}: see how it fares there")
+        if passed > self.due and say:
+            print(f"waiting for {what}, {passed:.0f} s{hint}", flush=True)
+            self.due = min(2 * self.due, self.due + 30)
+
+
+class Host:
+    """Node 0, which listens until every other node has come.
+
+    Args:
+        place: Where they meet.
+        hello: Number of this node, of all nodes, and of devices.
+        timeout: Seconds to wait.
+    """
+
+    def __init__(self, place: Place, hello: dict[str, Any], timeout: float) -> None:
+        self.place, self.hello, self.patience = place, hello, Patience(timeout)
+        self.address, self.port = place.host, place.port
+        self.id = uuid.uuid4().hex
+        self.guests: dict[int, socket.socket] = {}
+
+    def meet(self, decided: Any) -> dict[str, Any]:
+        """Wait for all, and tell them what node 0 has decided.
+
+        Returns:
+            What they were told.
+        """
+        file = self.place.file
+        if file is not None:
+            self._refuse_live(file)
+        with self._listen() as listener, contextlib.ExitStack() as stack:
+            self.port = listener.getsockname()[1]
+            if file is not None:
+                stack.callback(self._remove, file)
+                self._publish(file)
+            while missing := [node for node in range(1, self.hello["nodes"]) if not self._here(node)]:
+                nodes = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.hello['nodes']}"
+                self.patience.check(f"{nodes} at {self.place}", self._remark())
+                if file is not None and _read(file).get("id") != self.id:
+                    raise UserError(f"{file} was taken over by another run that meets there: give each its own")
+                with contextlib.suppress(TimeoutError):
+                    self._welcome(listener.accept()[0])
+        # nobody listens now: a process group that comes early tries again, instead of being cut off
+        if file is not None:
+            self.address = _plain(self.guests[1].getsockname())
+        names = {_plain(guest.getpeername()): f"node {node}" for node, guest in self.guests.items()}
+        word = {"decided": decided, "names": {**names, self.address: "node 0"}}
+        for guest in self.guests.values():
+            with guest:
+                _send(guest, word)
+        return word
+
+    def _listen(self) -> socket.socket:
+        port = self.port or free_port()
+        try:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise UserError(
+                f"--cluster.init_method {self.place.method}: node 0 cannot listen on port {port} ({reason}): "
+                "give another port, or end what uses it"
+            ) from error
+        listener.settimeout(PAUSE)
+        return listener
+
+    def _publish(self, file: Path) -> None:
+        addresses = [
+            a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET
+        ]
+        addresses.sort(key=lambda address: address.startswith("127."))  # those that others can reach come first
+        try:
+            write_json(file, {"id": self.id, "addresses": addresses, "port": self.port})
+        except OSError as error:
+            raise UserError(
+                f"--cluster.init_method {self.place.method}: {error.strerror}: name a file that can be made"
+            ) from error
+
+    def _remove(self, file: Path) -> None:
+        if _read(file).get("id") == self.id:
+            file.unlink(missing_ok=True)
+
+    def _refuse_live(self, file: Path) -> None:
+        """Tell a file that another run is meeting through from one that a dead run has left."""
+        content = _read(file)
+        for address in content.get("addresses", ()):
+            with (
+                contextlib.suppress(OSError, ValueError),
+                socket.create_connection((address, content["port"]), 1) as host,
+            ):
+                host.settimeout(1)
+                _send(host, {"greeting": GREETING})
+                if _receive(host).get("id") == content["id"]:
+                    raise UserError(
+                        f"another run is meeting at {file} just now: give --cluster.init_method another one"
+                    )
+        if content:
+            print(f"replacing {file}, which a run that is gone has left", flush=True)
+
+    def _remark(self) -> str:
+        if self.place.file is not None:
+            return ""
+        try:
+            found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.place.host, None)}
+        except OSError:
+            return f"{self.place.host} is unknown here"
+        own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+        return "" if found & own else f"{self.place.host} is no address of this machine, which is node 0"
+
+    def _here(self, node: int) -> bool:
+        """Whether a node has come, and has not left again."""
+        guest = self.guests.get(node)
+        if guest is None:
+            return False
+        with contextlib.suppress(ConnectionError):
+            if not select.select([guest], [], [], 0)[0] or guest.recv(1, socket.MSG_PEEK):
+                return True
+        self.guests.pop(node).close()
+        return False
+
+    def _welcome(self, guest: socket.socket) -> None:
+        """Let one in, or tell it why not; one that is not of this application gets no answer."""
+        guest.settimeout(ANSWER)
+        with contextlib.suppress(OSError, ValueError):
+            hello = _receive(guest)
+            if hello.get("greeting") == GREETING:
+                wrong = self._wrong(hello)
+                _send(guest, {"id": self.id, "wrong": wrong})
+                if "node" in hello and wrong is None:
+                    self.guests[hello["node"]] = guest
+                    return
+        guest.close()
+
+    def _wrong(self, hello: dict[str, Any]) -> str | None:
+        if "node" not in hello:  # it only asks whether somebody is here
+            return None
+        for key, flag in (("nodes", "--trainer.num_nodes"), ("devices", "--trainer.devices")):
+            if hello[key] != self.hello[key]:
+                return f"{flag} is {self.hello[key]} on node 0 and {hello[key]} on node {hello['node']}: give the same"
+        if hello["node"] == 0 or self._here(hello["node"]):
+            return f"another node has --cluster.node_rank {hello['node']}: give each its own"
+        return None
+
+
+class Guest:
+    """Any other node, which goes to node 0 until it is there, and waits until all are.
+
+    Args:
+        place: Where they meet.
+        hello: Number of this node, of all nodes, and of devices.
+        timeout: Seconds to wait.
+    """
+
+    def __init__(self, place: Place, hello: dict[str, Any], timeout: float) -> None:
+        self.place, self.hello, self.patience = place, hello, Patience(timeout)
+        self.address, self.port = place.host, place.port
+
+    def meet(self, decided: Any) -> dict[str, Any]:
+        """Wait for all.
+
+        Returns:
+            What node 0 says.
+        """
+        remark = ""
+        while True:
+            for address, port, wanted in self._places():
+                try:
+                    with socket.create_connection((address, port), timeout=ANSWER) as host:
+                        self.address, self.port = address, port
+                        return self._attend(host, wanted)
+                except ConnectionRefusedError:
+                    remark = "nobody listens there yet"
+                except (OSError, ValueError) as error:
+                    remark = str(error)
+            self.patience.check(f"node 0 of {self.hello['nodes']} at {self.place}", remark)
+            time.sleep(PAUSE)
+
+    def _places(self) -> Iterator[tuple[str, int, str | None]]:
+        """Address and port at which node 0 may be, and the id that it must have."""
+        if self.place.file is None:
+            yield self.place.host, self.place.port, None
+            return
+        content = _read(self.place.file)  # anew each time: node 0 replaces a stale one when it comes
+        for address in content.get("addresses", ()):
+            yield address, content["port"], content["id"]
+
+    def _attend(self, host: socket.socket, wanted: str | None) -> dict[str, Any]:
+        _send(host, {"greeting": GREETING, **self.hello})
+        answer = _receive(host)
+        if wanted not in (None, answer.get("id")):
+            raise ValueError("what listens there is another run")
+        if answer["wrong"]:
+            raise UserError(answer["wrong"])
+        while not select.select([host], [], [], PAUSE)[0]:
+            self.patience.check(f"the other nodes of {self.hello['nodes']}, with node 0 at {self.address}:{self.port}")
+        return _receive(host)
+
+
+def _plain(address: Any) -> str:
+    return str(address[0]).removeprefix("::ffff:")  # IPv4 on a socket that serves both
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """One message; ValueError for what is none."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < 2**20:
+        part = connection.recv(1)  # not into the next message
+        if not part:
+            raise ConnectionResetError("it closed the connection")
+        line += part
+    try:
+        message = json.loads(line)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise ValueError("what listens there is no run of this application")
+    return message
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a file says, or nothing: it may not be there yet, or be of something else."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and {"id", "addresses", "port"} <= content.keys() else {}

@@ -1,0 +1,275 @@
+"""How nodes meet without a launcher: what is said while they wait, and what is refused."""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import QUIET, error_of, largest_difference, losses, start_app, weights
+
+from app.errors import UserError
+from app.machine import free_port
+from app.parallel.meeting import Guest, Host, Place
+
+App = Callable[..., tuple[int, str]]
+SLOW = pytest.mark.slow
+SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", *QUIET]
+STEPS = ["--trainer.accelerator", "cpu", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
+
+
+def tcp(port: int, host: str = "127.0.0.1") -> Place:
+    return Place(f"tcp://{host}:{port}", host, port, None)
+
+
+def hello(node: int, nodes: int = 2, devices: int = 1) -> dict[str, int]:
+    return {"node": node, "nodes": nodes, "devices": devices}
+
+
+@pytest.fixture
+def go() -> Any:
+    """Start a node of a meeting in a thread."""
+    with ThreadPoolExecutor(8) as pool:
+
+        def start(place: Place, node: int, timeout: float = 20, decided: Any = None, **said: int) -> Future[Any]:
+            meeting = (Guest if node else Host)(place, hello(node, **said), timeout)
+            return pool.submit(meeting.meet, decided)
+
+        yield start
+
+
+# -- the meeting ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Any, tmp_path: Path) -> None:
+    file = tmp_path / "meet"
+    place = tcp(free_port()) if scheme == "tcp" else Place(f"file://{file}", "", 0, file)
+    came = {}
+    for node in order:
+        came[node] = go(place, node, nodes=3, decided=f"of {node}")
+        if node != order[-1]:
+            with pytest.raises(TimeoutError):
+                came[node].result(0.3)
+    assert {future.result()["decided"] for future in came.values()} == {"of 0"}
+    assert not file.exists()
+
+
+def test_who_is_missing_is_said_and_the_wait_ends(go: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    place = tcp(free_port())
+    host, guest = go(place, 0, nodes=3, timeout=6), go(place, 1, nodes=3, timeout=6)
+    for waiting in (host, guest):
+        with pytest.raises(UserError, match=r"waited 6 s \(--cluster.timeout\) for"):
+            waiting.result()
+    said = capfd.readouterr().out
+    assert f"waiting for node 2 of 3 at {place.host}:{place.port}, 5 s" in said
+    assert f"waiting for the other nodes of 3, with node 0 at {place.host}:{place.port}, 5 s" in said
+
+
+def test_node_0_that_is_not_there(go: Any) -> None:
+    port = free_port()
+    with pytest.raises(UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(nobody listens there yet\)"):
+        go(tcp(port), 1, timeout=1).result()
+
+
+def test_node_0_on_the_wrong_machine(go: Any) -> None:
+    with pytest.raises(UserError, match=r"192\.0\.2\.77 is no address of this machine, which is node 0"):
+        go(tcp(free_port(), "192.0.2.77"), 0, timeout=1).result()
+
+
+def test_a_foreign_listener(go: Any) -> None:
+    """One that is silent, and one that talks nonsense; node 0 cannot have the port, the other waits in vain."""
+    for talk in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"):
+        with socket.create_server(("127.0.0.1", 0)) as foreign:
+            port = foreign.getsockname()[1]
+            with pytest.raises(UserError, match=rf"node 0 cannot listen on port {port} \(Address already in use\)"):
+                go(tcp(port), 0).result()
+            waiting = go(tcp(port), 1, timeout=2)
+            connection, _ = foreign.accept()
+            connection.sendall(talk)
+            with connection, pytest.raises(UserError, match="for node 0 of 2"):
+                waiting.result(15)
+
+
+def test_a_foreign_caller_does_no_harm(go: Any) -> None:
+    place = tcp(free_port())
+    host = go(place, 0)
+    for talk in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"", json.dumps({"greeting": "other"}).encode() + b"\n"):
+        connection = None
+        while connection is None:
+            try:
+                connection = socket.create_connection((place.host, place.port))
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        with connection:
+            connection.sendall(talk)
+    assert go(place, 1).result() == host.result()
+
+
+def test_nodes_that_do_not_fit_together(go: Any) -> None:
+    place = tcp(free_port())
+    host = go(place, 0, nodes=3, devices=2)
+    first = go(place, 1, nodes=3, devices=2)
+    for node, said, remedy in (
+        (2, {"nodes": 3, "devices": 4}, "--trainer.devices is 2 on node 0 and 4 on node 2: give the same"),
+        (2, {"nodes": 4, "devices": 2}, "--trainer.num_nodes is 3 on node 0 and 4 on node 2: give the same"),
+    ):
+        with pytest.raises(UserError, match=remedy):
+            go(place, node, **said).result()
+    while True:  # until the first one has come
+        try:
+            go(place, 1, timeout=0.5, nodes=3, devices=2).result()
+        except UserError as error:
+            if "another node has --cluster.node_rank 1" in str(error):
+                break
+    go(place, 2, nodes=3, devices=2).result()
+    assert host.result() == first.result()
+
+
+def test_one_that_leaves_may_come_again(go: Any) -> None:
+    place = tcp(free_port())
+    host = go(place, 0, nodes=3)
+    with pytest.raises(UserError, match="waited"):
+        go(place, 1, nodes=3, timeout=0.5).result()
+    others = [go(place, node, nodes=3) for node in (1, 2)]
+    assert [other.result() for other in others] == [host.result()] * 2
+
+
+def test_a_stale_file_is_replaced_and_a_live_one_refused(
+    go: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "meet"
+    place = Place(f"file://{file}", "", 0, file)
+    file.write_text(json.dumps({"id": "dead", "addresses": ["127.0.0.1"], "port": free_port()}))
+    early = go(place, 1)
+    with pytest.raises(TimeoutError):
+        early.result(0.5)
+    host = go(place, 0, nodes=2)
+    assert host.result() == early.result()
+    assert f"replacing {file}, which a run that is gone has left" in capfd.readouterr().out
+
+    host = go(place, 0)
+    while not file.exists():
+        time.sleep(0.01)
+    with pytest.raises(UserError, match=r"another run is meeting at .* just now"):
+        go(place, 0).result()
+    assert go(place, 1).result() == host.result()
+    assert not file.exists()
+
+
+def test_a_file_that_cannot_be_made(go: Any, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("no folder")
+    file = tmp_path / "plain" / "meet"
+    with pytest.raises(UserError, match=f"--cluster.init_method file://{file}: .*: name a file that can be made"):
+        go(Place(f"file://{file}", "", 0, file), 0).result()
+
+
+# -- through the command --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT"),
+        (["--cluster.init_method", "tcp://127.0.0.1:29500"], "which of them is this? give --cluster.node_rank"),
+        (["--cluster.init_method", "tcp://127.0.0.1"], "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://"),
+        (["--cluster.init_method", "http://x:1"], "http://x:1: give tcp://HOST:PORT"),
+        (["--cluster.init_method", "file://x/y", "--cluster.node_rank", "0"], "file://x/y: give tcp://"),
+        (["--cluster.init_method", "tcp://a:99999", "--cluster.node_rank", "0"], "tcp://a:99999: give tcp://"),
+        (["--cluster.init_method", "tcp://a:1", "--cluster.node_rank", "2"], "the nodes are 0 to 1"),
+        (["--trainer.num_nodes", "1", "--cluster.node_rank", "0"], "--cluster.node_rank 0: there is one node"),
+        (["--cluster.timeout", "0"], "--cluster.timeout 0: give a number of seconds above 0"),
+        (["--trainer.strategy", "dp"], "dp works inside one node, not on 2"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "dp" in flags:
+        flags += ["--cluster.init_method", "tcp://127.0.0.1:29500", "--cluster.node_rank", "0"]
+    assert said in error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2", *flags))
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK in the environment would make this process one of several"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
+        ({"NODE_RANK": "1"}, "unset NODE_RANK"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "this SLURM job has 4 tasks, but the command was started once"),
+    ],
+)
+def test_leftovers_of_another_launcher_are_explained(
+    left: dict[str, str], said: str, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    code, out = app("fit", *SMALL)
+    assert code == 2, out
+    assert said in out
+
+
+def test_an_address_of_another_launcher_is_not_used(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "1")
+    assert code == 0, out
+    assert "MASTER_ADDR=192.0.2.1 in the environment is not used: this run is on one node" in out
+
+
+def run_nodes(
+    flags: list[str],
+    methods: list[list[str]],
+    env: Callable[[int], dict[str, str]] = lambda node: {},
+    seconds: int = 200,
+) -> list[tuple[int, str]]:
+    """Run a command as several nodes of this machine, the last one first."""
+    with ThreadPoolExecutor(len(methods)) as pool:
+        started = [
+            pool.submit(start_app, *flags, *method, timeout=seconds, env=env(node))
+            for node, method in reversed(list(enumerate(methods)))
+        ]
+        return [future.result() for future in reversed(started)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "strategy", "devices"),
+    [
+        ("tcp", "ddp", 1),
+        pytest.param("tcp", "ddp", 2, marks=SLOW),
+        pytest.param("file", "ddp_spawn", 2, marks=SLOW),
+        pytest.param("env", "ddp", 2, marks=SLOW),
+    ],
+)
+def test_parity_over_two_nodes(scheme: str, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
+    """And the test at the end, and `validate`, run the same way."""
+    port, file = free_port(), tmp_path / "meet"
+    urls = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{file}"}
+    methods = [
+        ["--cluster.init_method", urls[scheme], "--cluster.node_rank", str(n)] if scheme in urls else [] for n in (0, 1)
+    ]
+
+    def env(node: int) -> dict[str, str]:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
+        return address if scheme == "env" else {}
+
+    way = ["--trainer.strategy", strategy, "--trainer.devices", str(devices), "--trainer.num_nodes", "2"]
+    root = ["--run.root", str(tmp_path / "nodes")]
+    for code, out in run_nodes(["fit", *SMALL, *STEPS, *way, *root], methods, env):
+        assert code == 0, out
+    code, out = app("fit", *SMALL, *STEPS)
+    assert code == 0, out
+    ours, single = (tmp_path / folder / "cifar_cnn" / "version_0" for folder in ("nodes", "runs"))
+    np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
+    last = [weights(run / "checkpoints" / "last.ckpt") for run in (ours, single)]
+    assert largest_difference(*last) < 1e-5
+    records = [json.loads((run / "run.json").read_text()) for run in (ours, single)]
+    assert records[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
+    assert records[0]["world_size"] == 2 * devices
+    assert not file.exists()
+    if scheme == "env":
+        for code, out in run_nodes(["validate", *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best"], methods, env):
+            assert code == 0, out
