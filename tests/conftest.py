@@ -1,11 +1,16 @@
 """Tiny data in the real formats, and the real command."""
 
+import json
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +198,76 @@ def experiment(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+def family(mark: str) -> set[int]:
+    """The living processes whose environment holds the mark, whoever is their parent."""
+    found = set()
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (place / "stat").read_text().rpartition(")")[2].split()[0]
+            if mark.encode() in (place / "environ").read_bytes() and state != "Z":
+                found.add(int(place.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def awaited(condition: Callable[[], object], seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+class Running:
+    """A run that was started, in a session of its own."""
+
+    def __init__(self, root: Path, *flags: str | Path, launcher: Sequence[str], env: dict[str, str]) -> None:
+        self.mark = uuid.uuid4().hex
+        self.root = root
+        command = [*(launcher or [sys.executable]), "-m", "app", "fit", "--run.root", *map(str, [root, *flags])]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, **env, "APP_TEST_MARK": self.mark},
+        )  # fmt: skip
+
+    @property
+    def directory(self) -> Path:
+        """The newest of this name."""
+        found = sorted((self.root / "cifar_cnn").glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+        return found[-1] if found else self.root
+
+    @property
+    def record(self) -> dict[str, Any]:
+        path = self.directory / "run.json"
+        return json.loads(path.read_text()) if path.exists() else {"epochs": []}
+
+    def get(self, name: str, whom: str) -> None:
+        """Send a signal to the first process (`main`) or to all in its group."""
+        send = os.killpg if whom == "group" else os.kill
+        send(self.process.pid, getattr(signal, name))
+
+    def trained(self, epochs: int) -> None:
+        """Wait until it has trained so many epochs, or has ended."""
+        awaited(lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 120)
+
+    def end(self, seconds: float = 60) -> str:
+        """What it printed; none of its processes is left a little later."""
+        out, _ = self.process.communicate(timeout=seconds)
+        awaited(lambda: not family(self.mark), 10)
+        return out
+
+
+@contextmanager
+def started(
+    root: Path, *flags: str | Path, launcher: Sequence[str] = (), env: dict[str, str] | None = None
+) -> Iterator[Running]:
+    """A run of `fit`, by `python` or by the launcher; none of its processes outlives the block."""
+    run = Running(root, *flags, launcher=launcher, env=env or {})
+    try:
+        yield run
+    finally:
+        for pid in family(run.mark):
+            os.kill(pid, signal.SIGKILL)
+        run.process.communicate()

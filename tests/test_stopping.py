@@ -3,80 +3,15 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import QUIET, ROOT, largest_difference, weights
+from conftest import QUIET, awaited, family, largest_difference, started, weights
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
 SLOW = pytest.mark.slow
-
-
-def family(mark: str) -> set[int]:
-    """The living processes whose environment holds the mark, whoever is their parent."""
-    found = set()
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (place / "stat").read_text().rpartition(")")[2].split()[0]
-            if mark.encode() in (place / "environ").read_bytes() and state != "Z":
-                found.add(int(place.name))
-        except OSError:  # it has ended
-            continue
-    return found
-
-
-def awaited(condition: Callable[[], object], seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
-class Running:
-    """A run that was started, in a session of its own."""
-
-    def __init__(self, root: Path, *flags: str) -> None:
-        self.mark = uuid.uuid4().hex
-        self.directory = root / "cifar_cnn" / "version_0"
-        command = [sys.executable, "-m", "app", "fit", *SMALL, "--run.root", str(root), *flags]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, "APP_TEST_MARK": self.mark},
-        )  # fmt: skip
-
-    @property
-    def record(self) -> dict[str, Any]:
-        path = self.directory / "run.json"
-        return json.loads(path.read_text()) if path.exists() else {"epochs": []}
-
-    def get(self, name: str, whom: str) -> None:
-        send = os.killpg if whom == "group" else os.kill
-        send(self.process.pid, getattr(signal, name))
-
-    def end(self) -> str:
-        """What it printed; none of its processes is left a little later."""
-        out, _ = self.process.communicate(timeout=60)
-        awaited(lambda: not family(self.mark), 10)
-        return out
-
-
-@contextmanager
-def started(root: Path, *flags: str) -> Iterator[Running]:
-    run = Running(root, *flags)
-    try:
-        yield run
-    finally:
-        for pid in family(run.mark):
-            os.kill(pid, signal.SIGKILL)
-        run.process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -99,8 +34,8 @@ def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> 
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
     if strategy == "disk":
         way = ["--data.placement", "disk", "--data.num_workers", "2"]
-    with started(tmp_path, *way, "--trainer.max_epochs", "100000") as run:
-        awaited(lambda: len(run.record["epochs"]) > 2 or run.process.poll() is not None, 120)
+    with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
+        run.trained(3)
         run.get(name, whom)
         out = run.end()
     assert run.process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name], out
@@ -116,8 +51,8 @@ def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> 
 def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
     """Wherever it was hit: the step, and with it the place in the epoch, are not of the test's choosing."""
     flags = ["--trainer.max_epochs", "40", "--run.test", "false"]
-    with started(tmp_path / "stopped", *flags, "--trainer.log_every_n_steps", "1") as run:
-        awaited(lambda: len(run.record["epochs"]) > 2, 120)
+    with started(tmp_path / "stopped", *SMALL, *flags, "--trainer.log_every_n_steps", "1") as run:
+        run.trained(3)
         run.get("SIGINT", "main")
         out = run.end()
     assert run.process.returncode == 130, out
@@ -161,7 +96,7 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    with started(tmp_path, *way) as run:
+    with started(tmp_path, *SMALL, *way) as run:
         awaited(lambda: len(family(run.mark)) > 1, 60)
         run.get(name, "group")
         out = run.end()
@@ -175,8 +110,8 @@ def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_is_named(strategy: str, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     flags = ["--model", "user_code.SaysItsProcess", "--model.directory", str(tmp_path)]
-    with started(tmp_path, *flags, *way, "--trainer.max_epochs", "100000") as run:
-        awaited(lambda: len(run.record["epochs"]) > 1, 120)
+    with started(tmp_path, *SMALL, *flags, *way, "--trainer.max_epochs", "100000") as run:
+        run.trained(2)
         victim = int((tmp_path / "rank1").read_text())
         os.kill(victim, signal.SIGKILL)
         out = run.end()
@@ -187,11 +122,59 @@ def test_a_rank_that_is_killed_is_named(strategy: str, tmp_path: Path) -> None:
     assert "rank 1" in run.record["error"]
 
 
+DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+FOR_EVER = ["--trainer.max_epochs", "100000"]
+
+
+@SLOW
+def test_rank_zero_that_is_killed_is_named(tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL, *DDP, *FOR_EVER) as run:
+        run.trained(2)
+        run.get("SIGKILL", "main")
+        out = run.end()
+    assert run.process.returncode == -signal.SIGKILL
+    assert f"error: rank 0 (process {run.process.pid}) was killed" in out
+    assert "Traceback" not in out
+
+
+@SLOW
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs(rank: int, tmp_path: Path) -> None:
+    """Longer than the timeout: the other one says so, and no process is left, not even the stopped one."""
+    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, *DDP, *FOR_EVER]
+    with started(tmp_path, *flags, "--cluster.timeout", "8") as run:
+        run.trained(2)
+        os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
+        out = run.end(seconds=8 + 10)
+    assert run.process.returncode == (-signal.SIGKILL if rank == 0 else 1), out
+    assert "error: no answer from another rank within --cluster.timeout" in out
+    assert "Traceback" not in out
+
+
+@SLOW
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
+    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, *DDP, *FOR_EVER]
+    with started(tmp_path, *flags) as run:
+        run.trained(2)
+        os.kill(int((tmp_path / "rank1").read_text()), signal.SIGTERM)
+        out = run.end(seconds=20)
+    assert run.process.returncode == 143, out
+    assert run.record["status"] == "interrupted"
+    assert Path(run.record["checkpoint"]["last"]).exists()
+
+
+@SLOW
+def test_a_rank_that_is_slow(tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL, "--model", "user_code.SlowOnRank1", *DDP, "--trainer.max_epochs", "1") as run:
+        out = run.end(seconds=120)
+    assert run.process.returncode == 0, out
+
+
 @SLOW
 def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
     """As in a collective call of NCCL, which does not notice; the reason is the other rank's."""
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
-    with started(tmp_path, "--model", "user_code.FailsWhileRankZeroIsStuck", *way) as run:
+    with started(tmp_path, *SMALL, "--model", "user_code.FailsWhileRankZeroIsStuck", *way) as run:
         out = run.end()
     assert run.process.returncode == 1, out
     assert "failed with exit code 1" in out
@@ -202,7 +185,7 @@ def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    with started(tmp_path, *way, "--trainer.max_epochs", "100000") as run:
-        awaited(lambda: len(run.record["epochs"]) > 2, 120)
+    with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
+        run.trained(3)
         run.get("SIGKILL", "main")
         run.end()

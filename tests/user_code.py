@@ -110,6 +110,15 @@ class FailsWhileRankZeroIsStuck(CIFARCNN):
         return super().training_step(batch, batch_idx)
 
 
+class SlowOnRank1(CIFARCNN):
+    """Keeps the others waiting."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1:
+            threading.Event().wait(0.2)
+        return super().training_step(batch, batch_idx)
+
+
 class NotesPrecision(TheirModel):
     """Says in which precision its forward computes."""
 

@@ -138,8 +138,10 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
         plan["devices"] = 1  # several only when they are asked for
     if LSFEnvironment.detect() or MPIEnvironment.detect():
         return plan
-    if PARENT not in os.environ and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
-        print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
+    if PARENT not in os.environ:
+        if (address := os.environ.pop("MASTER_ADDR", None)) is not None:
+            print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
+        _refuse_taken_port()
     return plan | {"environment": LightningEnvironment()}
 
 
@@ -157,6 +159,15 @@ def _refuse_leftovers(num_nodes: int, elsewhere: bool) -> None:
         raise UserError(
             f"this SLURM job has {tasks} tasks, but the command was started once, without srun: put srun before it"
         )
+
+
+def _refuse_taken_port() -> None:
+    """A port that was asked for; otherwise a free one is found."""
+    if port := os.environ.get("MASTER_PORT"):
+        try:
+            socket.create_server(("", int(port))).close()
+        except (ValueError, OverflowError, OSError) as error:
+            raise UserError(f"MASTER_PORT={port} in the environment: {error}: unset it, or name a free port") from error
 
 
 def check_settings(trainer: Trainer) -> None:

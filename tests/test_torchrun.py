@@ -1,0 +1,127 @@
+"""Under torchrun: the same training, started anew when a worker dies, gone when its agent does."""
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import QUIET, largest_difference, losses, started, weights
+
+App = Callable[..., tuple[int, str]]
+pytestmark = pytest.mark.slow
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
+CPU = ["--trainer.accelerator", "cpu"]
+STEPS = [*CPU, "--trainer.log_every_n_steps", "1", "--run.test", "false"]
+SAYS = ["--model", "user_code.SaysItsProcess", "--model.directory"]
+
+
+def test_parity(app: App, tmp_path: Path) -> None:
+    """Nodes and devices are torchrun's without a flag; given ones must be the same."""
+    flags = [*SMALL, *STEPS, "--trainer.max_epochs", "2"]
+    with started(tmp_path / "torchrun", *flags, launcher=TORCHRUN) as run:
+        out = run.end(120)
+    assert run.process.returncode == 0, out
+    assert (run.record["world_size"], run.record["strategy"]) == (2, "ddp")
+    code, out = app("fit", *flags)
+    assert code == 0, out
+    single = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    np.testing.assert_allclose(losses(run.directory), losses(single), rtol=0, atol=1e-5)
+    assert largest_difference(*(weights(d / "checkpoints" / "last.ckpt") for d in (run.directory, single))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--trainer.num_nodes", "2"],
+            "torchrun started 1 node(s) of 2 process(es), but the run is",
+        ),
+        (["--trainer.devices", "3"], "leave --trainer.num_nodes and --trainer.devices out, and they follow torchrun"),
+        (
+            ["--cluster.init_method", "tcp://127.0.0.1:1"],
+            "--cluster.init_method: torchrun has seen to",
+        ),
+        (
+            ["--data.batch_size", "21"],
+            "a global batch of 21 cannot be shared equally by 2 ranks",
+        ),
+        (["--ckpt_path", "nowhere.ckpt"], "--ckpt_path nowhere.ckpt: there is no such file"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL, *STEPS, *flags, launcher=TORCHRUN) as run:
+        out = run.end(120)
+    assert run.process.returncode == 1, out  # torchrun's own
+    assert f"error: {said}" in out
+    assert not list(tmp_path.glob("cifar_cnn/version_*"))
+
+
+def test_a_killed_worker_is_started_anew_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+    flags = [*SMALL, *STEPS, *SAYS, tmp_path, "--trainer.max_epochs", "60"]
+    flags += ["--last_checkpoint.every_n_train_steps", "7", "--model.optimizer.lr", "0.01"]
+    with started(tmp_path / "whole", *flags, launcher=TORCHRUN) as whole:
+        out = whole.end(180)
+    assert whole.process.returncode == 0, out
+    with started(tmp_path / "killed", *flags, launcher=[*TORCHRUN, "--max-restarts", "3"]) as killed:
+        killed.trained(random.randint(2, 20))
+        first = killed.directory
+        os.kill(int((tmp_path / f"rank{random.randint(0, 1)}").read_text()), signal.SIGKILL)
+        out = killed.end(180)
+    assert killed.process.returncode == 0, out
+    assert killed.directory != first
+    assert killed.record["resumed_from"].startswith(str(first))
+    assert killed.record["status"] == "completed"
+    assert [row["epoch"] for row in killed.record["epochs"]] == list(range(60))
+    last = [weights(run.directory / "checkpoints" / "last.ckpt") for run in (whole, killed)]
+    assert largest_difference(*last) == 0
+
+
+def test_a_new_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
+    """Only what the same torchrun has started goes on by itself; `--ckpt_path auto` takes any, or none."""
+    flags = [*SMALL, *STEPS, "--trainer.max_epochs"]
+    for epochs, more, resumed in (
+        ("1", ["--ckpt_path", "auto"], None),
+        ("2", [], None),
+        ("3", ["--ckpt_path", "auto"], "version_1"),
+    ):
+        with started(tmp_path, *flags, epochs, *more, launcher=TORCHRUN) as run:
+            out = run.end(120)
+        assert run.process.returncode == 0, out
+        assert (run.record["resumed_from"] is None) if resumed is None else (resumed in run.record["resumed_from"])
+
+
+def test_no_worker_outlives_the_agent(tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN) as run:
+        run.trained(2)
+        run.get("SIGKILL", "main")
+        run.end()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_agent_stops_all_with_a_checkpoint(name: str, tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN) as run:
+        run.trained(2)
+        run.get(name, "group")
+        out = run.end(20)
+    assert run.process.returncode != 0, out
+    assert (run.record["status"], run.record["error"]) == (
+        "interrupted",
+        {"SIGTERM": "by SIGTERM", "SIGINT": "by Ctrl-C"}[name],
+    )
+    assert Path(run.record["checkpoint"]["last"]).exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_hangs(rank: int, tmp_path: Path) -> None:
+    flags = [*SMALL, *STEPS, *SAYS, tmp_path, "--trainer.max_epochs", "100000", "--cluster.timeout", "8"]
+    with started(tmp_path, *flags, launcher=TORCHRUN) as run:
+        run.trained(2)
+        os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
+        out = run.end(8 + 10)
+    assert run.process.returncode == 1, out
+    assert "no answer from another rank within --cluster.timeout" in out
