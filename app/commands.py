@@ -26,7 +26,7 @@ from app.checkpoints import RunCheckpoint, check_checkpoint, find_checkpoint
 from app.errors import RankError, UserError, nearest, one_line
 from app.parallel import refuse_impossible
 from app.parallel.launchers import LOST, use_our_launcher
-from app.parsing import Parser, chosen_classes, find_class
+from app.parsing import Parser, chosen_classes, find_class, spell_out_strategy
 from app.profiling import StepProfile
 from app.record import RunRecord
 from app.report import report
@@ -123,6 +123,10 @@ class CLI(LightningCLI):
             "test": {*common, "dataloaders", "verbose"},
             "predict": {*common, "dataloaders", "return_predictions"},
         }
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Let options follow the name of a strategy."""
+        self.config = parser.parse_args(spell_out_strategy(sys.argv[1:]))
 
     def _parse_ckpt_path(self) -> None:
         """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
