@@ -79,13 +79,11 @@ class PowerSGD(DDP):
         **kwargs: Any,
     ) -> None:
         super().__init__(ddp_comm_hook=powerSGD_hook, ddp_comm_state=None, **kwargs)
-        least = 2 if use_error_feedback or warm_start else 0  # DDP arranges its buckets anew after the first step
-        for name, value, limit in (
-            ("start_powersgd_iter", start_powersgd_iter, least),
-            ("matrix_approximation_rank", matrix_approximation_rank, 1),
-        ):
-            if value < limit:
-                raise UserError(f"--trainer.strategy.{name} {value}: give {limit} or more")
+        self.least |= {
+            "matrix_approximation_rank": (matrix_approximation_rank, 1),
+            # DDP arranges its buckets anew after the first step
+            "start_powersgd_iter": (start_powersgd_iter, 2 if use_error_feedback or warm_start else 0),
+        }
         self.options: dict[str, Any] = {
             "matrix_approximation_rank": matrix_approximation_rank,
             "start_powerSGD_iter": start_powersgd_iter,
@@ -140,9 +138,7 @@ class LocalSGD(DDP):
 
     def __init__(self, start_localsgd_iter: int = 100, period: int = 4, **kwargs: Any) -> None:
         super().__init__(ddp_comm_hook=post_localSGD_hook, ddp_comm_state=None, **kwargs)
-        for name, value, least in (("start_localsgd_iter", start_localsgd_iter, 0), ("period", period, 1)):
-            if value < least:
-                raise UserError(f"--trainer.strategy.{name} {value}: give {least} or more")
+        self.least |= {"start_localsgd_iter": (start_localsgd_iter, 0), "period": (period, 1)}
         self.start_localsgd_iter = start_localsgd_iter
         self._model_averaging_period = period
 

@@ -60,14 +60,16 @@ class DDP(DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             bucket_cap_mb=bucket_cap_mb,
         )
-        if bucket_cap_mb is not None and bucket_cap_mb < 0:
-            raise UserError(f"--trainer.strategy.bucket_cap_mb {bucket_cap_mb}: give 0 or more")
+        self.least = {"bucket_cap_mb": (bucket_cap_mb or 0, 0)}
         self.static_graph = static_graph
         if self.strategy_name == "ddp" and start_method != "popen":
             self.strategy_name = f"ddp_{start_method}"
 
     def _configure_launcher(self) -> None:
         """Refuse what cannot work: here Lightning has set all that was asked for."""
+        for name, (value, least) in self.least.items():  # not in __init__: jsonargparse would bury what is said there
+            if value < least:
+                raise UserError(f"--trainer.strategy.{name} {value}: give {least} or more")
         self._check_backend()
         self._check_hook()
         super()._configure_launcher()
