@@ -13,7 +13,7 @@ from torch import Tensor
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.modules import ImageClassifier
-from app.parallel import DataParallelStrategy
+from app.parallel import SplitForward
 from app.tracking import Tracker
 
 
@@ -60,7 +60,7 @@ class BatchShapes(Callback):
             self._replicas = {}
 
         self._handles = [pl_module.register_forward_hook(on_module, with_kwargs=True)]
-        if isinstance(trainer.strategy, DataParallelStrategy):
+        if isinstance(trainer.strategy, SplitForward):
             assert trainer.strategy.replica is not None
             self._handles.append(trainer.strategy.replica.register_forward_hook(on_replica, with_kwargs=True))
 

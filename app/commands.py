@@ -32,7 +32,7 @@ from app.parallel.agreement import agree
 from app.parallel.environment import launched, plan_processes, started_anew
 from app.parallel.launchers import use_our_launcher
 from app.parallel.rendezvous import Cluster
-from app.parsing import Parser, chosen_classes, find_class
+from app.parsing import Parser, chosen_classes, find_class, spell_out_strategy
 from app.process import PARENT, requeue
 from app.profiling import StepProfile
 from app.record import RunRecord
@@ -108,6 +108,10 @@ class CLI(LightningCLI):
             "test": {*common, "dataloaders", "verbose"},
             "predict": {*common, "dataloaders", "return_predictions"},
         }
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Let options follow the name of a strategy."""
+        self.config = parser.parse_args(spell_out_strategy(sys.argv[1:]))
 
     def _parse_ckpt_path(self) -> None:
         """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""

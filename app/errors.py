@@ -77,7 +77,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     if match := re.search(r'Parser key "(?:config|cfg)": (.+)', text):
         return f"--config: {match[1]}"
     key = re.search(r'Parser key "([^"]+)"', text)
-    if match := re.search(r"- --(.+?) - Expected a <class 'NoneType'>", text):  # one that came through here
+    through_here = r"- --(.+?) (?:- Expected a <class 'NoneType'>|Given value type)"
+    if match := re.search(through_here, text):
         owner = f"{key[1]}." if key and not match[1].startswith(key[1]) else ""
         return f"--{owner}{match[1]}"
     if match := re.search(r"^Does not validate .*? Errors: - (.+?) - Expected a <class 'NoneType'>", text):

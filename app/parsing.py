@@ -11,8 +11,10 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from app.errors import UserError, nearest, one_line
+from app.parallel import DDP
 
 CKPT_PATH = (
     "The checkpoint to begin with: a file, `last` or `best`, which mean the run that a --config in a run's directory "
@@ -64,6 +66,7 @@ class Parser(LightningArgumentParser):
         classes = {"model": _subclasses(LightningModule), "data": _subclasses(LightningDataModule)}
         for group, members in classes.items():
             flags += [f"--{group}.{name}" for cls in members for name in _parameters(cls)]
+        flags += [f"--trainer.strategy.{name}" for cls in (DDP, *_subclasses(DDP)) for name in _parameters(cls)]
         names = [cls.__name__ for members in classes.values() for cls in members]
         for base in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Callback):
             names += [cls.__name__ for cls in _subclasses(base)]
@@ -114,6 +117,40 @@ def chosen_classes(arguments: list[str]) -> dict[str, str]:
                 if isinstance(name, str):
                     chosen[section] = name
     return chosen
+
+
+def spell_out_strategy(arguments: list[str]) -> list[str]:
+    """Put the class that a registered name means, and its settings, before the first option of the strategy.
+
+    jsonargparse knows the options of classes, such as `--trainer.strategy.bucket_cap_mb`, not those of names.
+
+    Raises:
+        UserError: When such an option comes without a strategy, or with one that there is not.
+    """
+    words, name = [], "auto"
+    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        flag, given, value = word.partition("=")
+        value = value if given else following
+        if flag in ("--trainer.strategy", "--trainer.strategy.class_path"):
+            name = value
+        elif flag in ("--config", "-c") and not value.startswith("-"):
+            trainer = read_yaml(value).get("trainer")
+            chosen = trainer.get("strategy") if isinstance(trainer, dict) else None
+            name = (chosen.get("class_path") if isinstance(chosen, dict) else chosen) or name
+        elif flag.startswith("--trainer.strategy.") and flag != "--trainer.strategy.help":
+            if name in StrategyRegistry:
+                cls, settings = StrategyRegistry[name]["strategy"], StrategyRegistry[name]["init_params"]
+                name = f"{cls.__module__}.{cls.__qualname__}"
+                words += [f"--trainer.strategy={name}", *(f"--trainer.strategy.{k}={v}" for k, v in settings.items())]
+            elif "." not in name and name not in [cls.__name__ for cls in _subclasses(Strategy)]:
+                wrong = (
+                    "give --trainer.strategy ddp, or another one, before it"
+                    if name == "auto"
+                    else (f"there is no --trainer.strategy {name}{nearest(name, StrategyRegistry)}")
+                )
+                raise UserError(f"{flag}: {wrong}")
+        words.append(word)
+    return words
 
 
 class _UniqueKeys(yaml.SafeLoader):

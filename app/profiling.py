@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch.optim import Optimizer
 
-from app.parallel import DataParallelStrategy
+from app.parallel import SplitForward
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")
 
@@ -137,7 +137,7 @@ class _Stopwatch(Profiler):
             self._handles.append(optimizer.register_step_post_hook(self._on_stepped))
         module = self.trainer.lightning_module
         strategy = self.trainer.strategy
-        if isinstance(strategy, DataParallelStrategy):
+        if isinstance(strategy, SplitForward):
             assert strategy.replica is not None
             self._handles += [
                 module.register_forward_pre_hook(self._on_scatter),
@@ -145,7 +145,7 @@ class _Stopwatch(Profiler):
                 strategy.replica.register_forward_hook(self._on_replica),
                 module.register_forward_hook(self._on_gathered),
             ]
-        elif self.trainer.world_size > 1:
+        if self.trainer.world_size > 1:
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))

@@ -21,7 +21,7 @@ from app.errors import RankError
 from app.files import write_json
 from app.machine import hardware, peak_memory, versions
 from app.modules import log_window
-from app.parallel import DataParallelStrategy
+from app.parallel import SplitForward
 from app.profiling import StepProfile
 from app.report import epoch_line, finished
 from app.stopping import EXIT_CODES, cause
@@ -289,9 +289,9 @@ def _count(batch: Any) -> int:
 
 
 def _devices(trainer: Trainer) -> list[torch.device]:
-    """The devices of this process: several only under dp."""
+    """The devices of this process: several only under dp and ddp_dp."""
     strategy = trainer.strategy
-    if isinstance(strategy, DataParallelStrategy):
+    if isinstance(strategy, SplitForward):
         return strategy.parallel_devices
     return [strategy.root_device]
 

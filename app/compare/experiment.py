@@ -242,7 +242,7 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
 
 def _words(configs: list[str], flags: dict[str, Any]) -> list[str]:
     given = [(key, value) for key, value in flags.items() if value is not None]
-    given.sort(key=lambda item: item[0] not in ("model", "data"))  # before their settings
+    given.sort(key=lambda item: item[0] not in ("model", "data", "trainer.strategy"))  # before their settings
     stacked = (("--config", config) for config in configs)
     typed = ((f"--{key}", text(value)) for key, value in given)
     return ["fit", *itertools.chain.from_iterable((*stacked, *typed))]

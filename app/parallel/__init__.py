@@ -4,17 +4,30 @@ import atexit
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from app.errors import UserError
-from app.parallel.data_parallel import DataParallelStrategy
+from app.parallel.comm_hooks import BF16, FP16, LocalSGD, PowerSGD, Ring
+from app.parallel.data_parallel import DataParallelStrategy, SplitForward
+from app.parallel.ddp import DDP, Hybrid
 from app.parallel.environment import check_settings, launched
 
-if DataParallelStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        DataParallelStrategy.strategy_name, DataParallelStrategy, description="one process, N devices"
-    )
+__all__ = ["BF16", "DDP", "FP16", "DataParallelStrategy", "Hybrid", "LocalSGD", "PowerSGD", "Ring", "SplitForward"]
+
+for name, entry in StrategyRegistry.items():
+    if entry["strategy"] is DDPStrategy:
+        StrategyRegistry.register(name, DDP, entry["description"], override=True, **entry["init_params"])
+for cls, description in (
+    (DataParallelStrategy, "one process, N devices"),
+    (FP16, "DDP that sends gradients as float16"),
+    (BF16, "DDP that sends gradients as bfloat16"),
+    (PowerSGD, "DDP that sends low-rank approximations of gradients"),
+    (LocalSGD, "DDP that averages weights, every few steps, between nodes"),
+    (Ring, "DDP with a ring all-reduce written out"),
+    (Hybrid, "DDP between nodes, dp inside of each"),
+):
+    StrategyRegistry.register(cls.strategy_name, cls, description, override=True)
 
 
 @atexit.register
@@ -33,7 +46,7 @@ def refuse_impossible(trainer: Trainer) -> None:
 
     Raises:
         UserError: When several processes were started for a strategy that is one, or that starts its own; or
-            when SyncBatchNorm would have nothing to do.
+            when SyncBatchNorm would have nothing to do, or static_graph would fail.
     """
     launcher = launched()
     if launcher is not None and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
@@ -42,6 +55,11 @@ def refuse_impossible(trainer: Trainer) -> None:
             f"use --trainer.strategy ddp, or start without {launcher.by}"
         )
     check_settings(trainer)
+    if getattr(trainer.strategy, "static_graph", False) and trainer.accumulate_grad_batches > 1:
+        raise UserError(
+            "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: leave it out, or "
+            f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}"
+        )
     if trainer._accelerator_connector._layer_sync is not None:
         if trainer.world_size == 1:
             raise UserError(

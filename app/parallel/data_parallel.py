@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import gather, parallel_apply, replicate
@@ -55,54 +56,28 @@ class Replica(nn.Module):
             return type(self.module).forward(self.module, *args, **kwargs)
 
 
-class DataParallelStrategy(SingleDeviceStrategy):
-    """Splits every batch over the devices of one process.
+class SplitForward(Strategy):
+    """What spreads the forward of a model over the devices of one process, whatever else a strategy does.
 
-    On CUDA this is `torch.nn.DataParallel`: the replicas are made anew for each forward. On CPU, `devices: N`
-    runs N replicas as threads that share the parameters: the same meaning, testable anywhere. As in
-    `DataParallel`, only the running statistics of replica 0's BatchNorm persist.
-
-    Args:
+    Attributes:
         parallel_devices: The devices; the first one holds the model and the loss.
-
-    Raises:
-        UserError: When it is asked for what data parallelism in one process cannot do.
+        replica: What each of them runs.
     """
 
-    strategy_name = "dp"
+    parallel_devices: Any  # list[torch.device], once Lightning has set it
+    _layer_sync: LayerSync | None
+    replica: Replica | None = None
+    _forwards = 0
+    # One thread for each replica: autograd orders its work by counters of the threads that recorded it, so
+    # that in a pool, where any thread takes any replica, the order of summation would change by chance.
+    _threads: Sequence[ThreadPoolExecutor] = ()
 
-    def __init__(self, parallel_devices: list[torch.device] | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.parallel_devices = parallel_devices or []
-        self.num_nodes = 1  # set by Lightning, as are the next two
-        self._layer_sync: object | None = None
-        self.replica: Replica | None = None
-        self._forwards = 0
-        # One thread for each replica: autograd orders its work by counters of the threads that recorded it, so
-        # that in a pool, where any thread takes any replica, the order of summation would change by chance.
-        self._threads: list[ThreadPoolExecutor] = []
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device that holds the model and computes the loss."""
-        return self.parallel_devices[0]
-
-    def _configure_launcher(self) -> None:
-        """Refuse what cannot work: here Lightning has set all that was asked for."""
-        if self.num_nodes > 1:
-            raise UserError(
-                f"--trainer.strategy dp works inside one node, not on {self.num_nodes}: use --trainer.strategy ddp"
-            )
+    def refuse_sync_batchnorm(self) -> None:
+        """Raise a UserError where it was asked for."""
         if self._layer_sync is not None:
             raise UserError(
                 "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use "
                 "--trainer.strategy ddp"
-            )
-        launcher = launched()
-        if launcher is not None and launcher.world_size > 1:
-            raise UserError(
-                f"--trainer.strategy dp is one process, but {launcher.by} started several, which would train as "
-                "many models: start it without, or use --trainer.strategy ddp"
             )
 
     def setup(self, trainer: Any) -> None:
@@ -177,7 +152,50 @@ class DataParallelStrategy(SingleDeviceStrategy):
         return gather(parallel_apply(replicas, parts, kwargs_parts, devices), devices[0])
 
 
-def _forward_in_threads(replica: Replica, threads: list[ThreadPoolExecutor], args: Any, kwargs: Any) -> Any:
+class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
+    """Splits every batch over the devices of one process.
+
+    On CUDA this is `torch.nn.DataParallel`: the replicas are made anew for each forward. On CPU, `devices: N`
+    runs N replicas as threads that share the parameters: the same meaning, testable anywhere. As in
+    `DataParallel`, only the running statistics of replica 0's BatchNorm persist.
+
+    Args:
+        parallel_devices: The devices; the first one holds the model and the loss.
+
+    Raises:
+        UserError: When it is asked for what data parallelism in one process cannot do.
+    """
+
+    strategy_name = "dp"
+
+    def __init__(self, parallel_devices: list[torch.device] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.parallel_devices = parallel_devices or []
+        self.num_nodes = 1  # set by Lightning, as are the next two
+        self._layer_sync: LayerSync | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that holds the model and computes the loss."""
+        return self.parallel_devices[0]
+
+    def _configure_launcher(self) -> None:
+        """Refuse what cannot work: here Lightning has set all that was asked for."""
+        if self.num_nodes > 1:
+            raise UserError(
+                f"--trainer.strategy dp works inside one node, not on {self.num_nodes}: use --trainer.strategy ddp "
+                "or ddp_dp"
+            )
+        self.refuse_sync_batchnorm()
+        launcher = launched()
+        if launcher is not None and launcher.world_size > 1:
+            raise UserError(
+                f"--trainer.strategy dp is one process, but {launcher.by} started several, which would train as "
+                "many models: start it without, or use --trainer.strategy ddp"
+            )
+
+
+def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor], args: Any, kwargs: Any) -> Any:
     """What `nn.DataParallel` does, for replicas on one CPU: scatter, apply in threads, gather."""
     leaves, structure = tree_flatten((args, kwargs))
     chunks = [leaf.chunk(len(threads)) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]

@@ -122,7 +122,7 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
     if launcher is not None:
         if cluster.init_method is not None:
             raise UserError(f"--cluster.init_method: {launcher.by} has seen to how the nodes meet: leave it out")
-        if devices == "auto" and strategy != "ddp_dp":
+        if devices == "auto" and getattr(strategy, "strategy_name", strategy) != "ddp_dp":  # whose tasks have several
             plan["devices"] = launcher.per_node or launcher.world_size
         if num_nodes == 1:
             plan["num_nodes"] = launcher.nodes

@@ -1,0 +1,251 @@
+"""Other ways for gradients to travel between the processes of `ddp`: compressed, seldom, or in a ring written out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from app.errors import UserError
+from app.parallel.ddp import DDP
+
+
+class FP16(DDP):
+    """`ddp` that sends gradients as float16: half the bytes, and gradients above 65,504 overflow.
+
+    Sums are rounded, too, so that losses differ from those of `ddp`; torch's `fp16_compress_hook`.
+    """
+
+    strategy_name = "ddp_fp16"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(
+            ddp_comm_hook=default_hooks.fp16_compress_hook, ddp_comm_state=None, ddp_comm_wrapper=None, **kwargs
+        )
+
+
+class BF16(DDP):
+    """`ddp` that sends gradients as bfloat16: half the bytes, no overflow, but only 8 bits of precision.
+
+    Sums are rounded, too, so that losses differ from those of `ddp`; torch's `bf16_compress_hook`.
+    """
+
+    strategy_name = "ddp_bf16"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(
+            ddp_comm_hook=default_hooks.bf16_compress_hook, ddp_comm_state=None, ddp_comm_wrapper=None, **kwargs
+        )
+
+
+class PowerSGD(DDP):
+    """`ddp` that sends the gradient of each matrix as a product of two thin ones.
+
+    Losses differ from those of `ddp`. Each rank adds to its next gradient what the last approximation left out: this
+    error is not in a checkpoint, so that a resumed run takes other steps than one that was never stopped. Source:
+    Vogels et al., https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook`.
+
+    Args:
+        matrix_approximation_rank: Columns of the thin matrices: the more, the better the approximation.
+        start_powersgd_iter: Steps at the beginning of a run that average whole gradients; torch suggests 10 % of all.
+        min_compression_rate: A matrix is left whole unless it shrinks by more than this.
+        use_error_feedback: Add to the next gradient what the approximation left out.
+        warm_start: Begin with the thin matrices of the last step.
+        orthogonalization_epsilon: Added to the norm of a column, against division by zero.
+        batch_tensors_with_same_shape: Approximate matrices of one shape together.
+        kwargs: Those of `DDP`.
+
+    Raises:
+        UserError: When rank or start are too low.
+    """
+
+    strategy_name = "ddp_powersgd"
+    not_in_checkpoint = "the error feedback of PowerSGD: the run goes on without that of the steps before"
+
+    def __init__(
+        self,
+        matrix_approximation_rank: int = 1,
+        start_powersgd_iter: int = 1000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        batch_tensors_with_same_shape: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(ddp_comm_hook=powerSGD_hook, ddp_comm_state=None, **kwargs)
+        self.least |= {
+            "matrix_approximation_rank": (matrix_approximation_rank, 1),
+            # DDP arranges its buckets anew after the first step
+            "start_powersgd_iter": (start_powersgd_iter, 2 if use_error_feedback or warm_start else 0),
+        }
+        self.options: dict[str, Any] = {
+            "matrix_approximation_rank": matrix_approximation_rank,
+            "start_powerSGD_iter": start_powersgd_iter,
+            "min_compression_rate": min_compression_rate,
+            "use_error_feedback": use_error_feedback,
+            "warm_start": warm_start,
+            "orthogonalization_epsilon": orthogonalization_epsilon,
+            "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
+        }
+
+    def comm_state(self) -> PowerSGDState:
+        """Begin without error."""
+        return PowerSGDState(process_group=None, **self.options)
+
+    def on_train_end(self) -> None:
+        """Say how much was compressed, if anything."""
+        super().on_train_end()
+        state = self._ddp_comm_state
+        assert isinstance(state, PowerSGDState)
+        if state.iter <= state.start_powerSGD_iter:
+            rank_zero_warn(
+                f"ddp_powersgd: training ended after {state.iter} steps, and nothing was compressed: lower "
+                f"--trainer.strategy.start_powersgd_iter {state.start_powerSGD_iter}"
+            )
+        else:
+            rate, whole, sent = state.compression_stats()
+            rank_zero_info(
+                f"ddp_powersgd: from step {state.start_powerSGD_iter} on, {sent:,} of {whole:,} numbers were sent, "
+                f"1 of {rate:.1f}"
+            )
+
+
+class LocalSGD(DDP):
+    """`ddp` whose nodes train by themselves after a while, and average their weights every few steps.
+
+    Gradients are averaged within each node on every step. Losses differ from those of `ddp`; validation scores the
+    images of each rank with its node's weights, and a checkpoint holds those of rank zero. Source: Lin et al.,
+    https://arxiv.org/abs/1808.07217; torch's `post_localSGD_hook` and `PeriodicModelAverager`, from whose
+    documentation the defaults are.
+
+    Args:
+        start_localsgd_iter: Steps at the beginning of a run that average gradients over all nodes.
+        period: Steps from one average of the weights to the next.
+        kwargs: Those of `DDP`.
+
+    Raises:
+        UserError: When there is only one node.
+    """
+
+    strategy_name = "ddp_localsgd"
+    not_in_checkpoint = "the weights of every node: all go on from those of rank zero, and average gradients at first"
+
+    def __init__(self, start_localsgd_iter: int = 100, period: int = 4, **kwargs: Any) -> None:
+        super().__init__(ddp_comm_hook=post_localSGD_hook, ddp_comm_state=None, **kwargs)
+        self.least |= {"start_localsgd_iter": (start_localsgd_iter, 0), "period": (period, 1)}
+        self.start_localsgd_iter = start_localsgd_iter
+        self._model_averaging_period = period
+
+    def _check_hook(self) -> None:
+        super()._check_hook()
+        if self.num_nodes == 1:
+            raise UserError(
+                "--trainer.strategy ddp_localsgd averages weights between nodes, of which there is one: use "
+                "--trainer.strategy ddp, or give more --trainer.num_nodes"
+            )
+
+    def comm_state(self) -> PostLocalSGDState:
+        """Make a group of the ranks of each node; torch would take the number of CUDA devices for their number."""
+        node, _ = dist.new_subgroups(group_size=self.num_processes)
+        return PostLocalSGDState(process_group=None, subgroup=node, start_localSGD_iter=self.start_localsgd_iter)
+
+
+def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:
+    """Sum a tensor over all ranks, in place, each rank talking to its two neighbours in a ring only.
+
+    Scatter-reduce: the buffer is cut into as many chunks as there are ranks, N. In each of N−1 steps a rank hands one
+    chunk on to the next rank, which adds its own: after them, each rank has the sum of one chunk. All-gather: in N−1
+    more steps the sums go round. Every rank sends 2(N−1)/N of the buffer, however many ranks there are, which is the
+    least that can be. Sources: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations
+    (2009), https://doi.org/10.1016/j.jpdc.2008.09.002; Baidu's ring all-reduce,
+    https://github.com/baidu-research/baidu-allreduce.
+
+    Args:
+        buffer: Tensor of shape (n,), of any length, also below the number of ranks: an empty chunk is not sent.
+        group: The ranks that take part; by default all.
+
+    Returns:
+        Bytes that this rank has sent: of all ranks together, 2(N−1) times the buffer.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    chunks = buffer.tensor_split(world)
+    received = torch.empty_like(chunks[0])  # no chunk is longer than the first
+    sent = 0
+    for step in range(world - 1):
+        mine = chunks[(rank - step - 1) % world]
+        other = received[: len(mine)]
+        sent += _hand_on(chunks[(rank - step) % world], other, rank, world, group)
+        mine += other
+    for step in range(world - 1):
+        sent += _hand_on(chunks[(rank - step + 1) % world], chunks[(rank - step) % world], rank, world, group)
+    return sent
+
+
+def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.ProcessGroup | None) -> int:
+    """Send to the next rank and receive from the one before; both at once, or all would wait for each other."""
+    ends = ((dist.isend, out, (rank + 1) % world), (dist.irecv, into, (rank - 1) % world))
+    operations = [dist.P2POp(do, tensor, group=group, group_peer=peer) for do, tensor, peer in ends if len(tensor)]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return out.nbytes
+
+
+@dataclass
+class Traffic:
+    """What the ring has carried.
+
+    Attributes:
+        steps: Steps whose gradients were averaged.
+        gradients: Bytes of gradients in all of them.
+        sent: Bytes that this rank sent for them.
+    """
+
+    steps: int = 0
+    gradients: int = 0
+    sent: int = 0
+
+
+def ring_hook(state: Traffic, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients by `ring_all_reduce`, and count.
+
+    There to learn from and to measure against: it waits for each of its steps, so that nothing of it overlaps with the
+    backward pass. torch's own all-reduce does overlap, and should be faster.
+    """
+    buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, as torch's own hooks do: less overflow
+    state.sent += ring_all_reduce(buffer)
+    state.gradients += buffer.nbytes
+    state.steps += bucket.is_last()
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future
+
+
+class Ring(DDP):
+    """`ddp` whose all-reduce is written out, to learn from and to measure against: `app.parallel.comm_hooks`."""
+
+    strategy_name = "ddp_ring"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(ddp_comm_hook=ring_hook, ddp_comm_state=None, **kwargs)
+
+    def comm_state(self) -> Traffic:
+        """Count from nothing."""
+        return Traffic()
+
+    def on_train_end(self) -> None:
+        """Say what was sent."""
+        super().on_train_end()
+        traffic = self._ddp_comm_state
+        assert isinstance(traffic, Traffic)
+        if traffic.steps:
+            sent, gradients = (count / traffic.steps / 1e6 for count in (traffic.sent, traffic.gradients))
+            rank_zero_info(
+                f"ddp_ring: rank 0 sent {sent:.4g} MB a step, 2(N−1)/N of {gradients:.4g} MB of gradients, "
+                f"N = {self.world_size}"
+            )

@@ -1,0 +1,247 @@
+"""How gradients travel: the ring, hooks on CPU, options of a strategy, and what is refused."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from conftest import QUIET, error_of, largest_difference, losses, start_app, weights
+from jsonargparse import Namespace
+from test_parity import MODELS, STEPS, TOLERANCE
+
+from app.compare.experiment import Experiment, expand
+from app.machine import free_port
+from app.parallel.comm_hooks import ring_all_reduce
+from app.settings import resolve
+
+App = Callable[..., tuple[int, str]]
+HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "16", *QUIET]
+CPU = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]
+
+
+def forked(strategy: str, *options: str) -> list[str]:
+    """A strategy whose two processes start at once, for Python and torch are there already."""
+    given = zip(options[::2], options[1::2], strict=True)
+    words = [word for name, value in given for word in (f"--trainer.strategy.{name}", value)]
+    return [*CPU, "--trainer.strategy", strategy, "--trainer.strategy.start_method", "fork", *words]
+
+
+def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
+    """Run a command as two nodes of this machine."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor(2) as pool:
+        nodes = [pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)}) for node in (0, 1)]
+    return [node.result() for node in nodes]
+
+
+def rings(rank: int, store: str) -> None:
+    """The ring against the built-in all-reduce, as one of eight processes."""
+    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world_size=8, rank=rank)
+    groups: list[Sequence[int]] = [range(2), range(3), range(4), range(5), [6, 1, 4], range(8)]
+    for ranks in groups:
+        group, world = dist.new_group(list(ranks)), len(ranks)
+        if rank not in ranks:
+            continue
+        for length in (0, 1, 3, 7, 1000):
+            mine = torch.randn(length, generator=torch.Generator().manual_seed(rank))
+            ours, wanted = mine.clone(), mine.clone()
+            sent = ring_all_reduce(ours, group)
+            dist.all_reduce(wanted, group=group)
+            torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+            everybodys = [torch.empty(length) for _ in ranks]
+            dist.all_gather(everybodys, ours, group=group)
+            assert all(torch.equal(theirs, ours) for theirs in everybodys)
+            total = torch.tensor(sent)
+            dist.all_reduce(total, group=group)
+            assert total == 2 * (world - 1) * mine.nbytes
+            if length % world == 0:
+                assert sent == 2 * (world - 1) * mine.nbytes // world
+    dist.destroy_process_group()
+
+
+def test_ring_all_reduce(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(rings, (str(tmp_path / "store"),), nprocs=8, start_method="fork")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run on one device."""
+    root = tmp_path_factory.mktemp("single")
+    code, out = start_app("fit", *MODELS["cnn"], *STEPS, "--run.root", root, "--run.name", "x")
+    assert code == 0, out
+    return root / "x" / "version_0"
+
+
+def test_parity_of_the_ring(single: Path, tmp_path: Path) -> None:
+    flags = [*MODELS["cnn"], *STEPS, *forked("ddp_ring"), "--trainer.devices", "4"]
+    code, out = start_app("fit", *flags, "--run.root", tmp_path, "--run.name", "x")
+    assert code == 0, out
+    run = tmp_path / "x" / "version_0"
+    np.testing.assert_allclose(losses(run), losses(single), rtol=0, atol=TOLERANCE)
+    trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, single))
+    assert largest_difference(trained, wanted) < TOLERANCE
+    # LeNet has 62,006 parameters of 4 bytes; 3/2 of them travel
+    assert "ddp_ring: rank 0 sent 0.372 MB a step, 2(N−1)/N of 0.248 MB of gradients, N = 4" in out
+    assert json.loads((run / "run.json").read_text())["strategy"] == "ddp_ring"
+
+
+@pytest.mark.parametrize(
+    ("way", "exact_steps"),
+    [
+        (forked("ddp_fp16"), 1),
+        (forked("ddp_bf16"), 1),
+        (forked("ddp_powersgd", "start_powersgd_iter", "20"), 21),
+        (forked("ddp", "ddp_comm_hook", f"{HOOKS}.bf16_compress_hook"), 1),
+    ],
+    ids=["fp16", "bf16", "powersgd", "user's"],
+)
+def test_hooks_act_on_cpu(way: list[str], exact_steps: int, single: Path, tmp_path: Path) -> None:
+    code, out = start_app("fit", *MODELS["cnn"], *STEPS, *way, "--run.root", tmp_path, "--run.name", "x")
+    assert code == 0, out
+    run = tmp_path / "x" / "version_0"
+    print(
+        abs(losses(run) - losses(single))[[0, 1, 5, 19, 20, 21, 22, 30, 59]],
+        largest_difference(weights(run / "checkpoints" / "last.ckpt"), weights(single / "checkpoints" / "last.ckpt")),
+    )
+
+
+def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
+    way = forked("ddp", "ddp_comm_hook", "user_code.speaking_hook")
+    flags = [*SMALL, *way, "--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "1", "--run.test", "false"]
+    code, out = start_app("fit", *flags, "--run.root", tmp_path)
+    assert code == 0, out
+    assert out.count("averaged a bucket") == 4  # 64 images: 4 batches, 2 steps, on 2 ranks
+    assert "static graph" not in out
+
+
+def test_what_a_checkpoint_does_not_hold_is_said(tmp_path: Path) -> None:
+    flags = [*SMALL, *forked("ddp_powersgd"), "--run.test", "false", "--run.root", tmp_path, "--run.name", "x"]
+    code, out = start_app("fit", *flags, "--trainer.max_epochs", "1")
+    assert code == 0, out
+    assert "training ended after 4 steps, and nothing was compressed" in out
+    assert "does not hold" not in out
+    code, out = start_app("fit", *flags, "--trainer.max_epochs", "2", "--ckpt_path", "last")
+    assert code == 0, out
+    assert out.count("the checkpoint does not hold the error feedback of PowerSGD") == 1
+
+
+def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> None:
+    flags = [*MODELS["cnn"], *STEPS, *CPU, "--trainer.strategy", "ddp_dp", "--trainer.num_nodes", "2"]
+    flags += ["--trainer.callbacks+=app.callbacks.BatchShapes", "--run.root", str(tmp_path), "--run.name", "x"]
+    (code, out), (code_1, out_1) = on_two_nodes("fit", *flags)
+    assert (code, code_1) == (0, 0), out + out_1
+    run = tmp_path / "x" / "version_0"
+    np.testing.assert_allclose(losses(run), losses(single), rtol=0, atol=TOLERANCE)
+    trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, single))
+    assert largest_difference(trained, wanted) < TOLERANCE
+    for replica in (0, 1):
+        assert f"rank 1, replica {replica}: input [16, 3, 32, 32] -> output [16, 10]" in out_1
+    assert "gathered: [32, 10]" in out_1
+    record = json.loads((run / "run.json").read_text())
+    way = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2}
+    assert way.items() <= record.items()
+    assert [row["rank"] for row in record["peak_memory"]] == [0, 1]
+    assert record["time_per_step"]["communication"] > 0
+
+
+@pytest.mark.slow
+def test_nodes_train_by_themselves_under_local_sgd(single: Path, tmp_path: Path) -> None:
+    flags = [*MODELS["cnn"], *STEPS, *CPU, "--trainer.num_nodes", "2", "--trainer.devices", "1"]
+    flags += ["--trainer.strategy", "ddp_localsgd", "--trainer.strategy.start_localsgd_iter", "20"]
+    for code, out in on_two_nodes("fit", *flags, "--run.root", tmp_path, "--run.name", "x"):
+        assert code == 0, out
+    difference = abs(losses(tmp_path / "x" / "version_0") - losses(single))
+    assert difference[:21].max() < TOLERANCE < difference[21:].max() < 0.05
+
+
+def strategy(*words: str) -> Namespace | str:
+    """What a command line means for the strategy."""
+    return resolve(["fit", *SMALL, *words]).trainer.strategy
+
+
+def test_options_follow_a_name(tmp_path: Path) -> None:
+    assert strategy("--trainer.strategy", "ddp_ring") == "ddp_ring"
+    for words in (["--trainer.strategy", "ddp"], ["--trainer.strategy=ddp"]):
+        found = strategy(*words, "--trainer.devices", "2", "--trainer.strategy.process_group_backend", "gloo")
+        assert found.class_path == "app.parallel.ddp.DDP"
+        assert (found.init_args.process_group_backend, found.init_args.start_method) == ("gloo", "popen")
+    found = strategy("--trainer.strategy=ddp_spawn_find_unused_parameters_true", "--trainer.strategy.bucket_cap_mb=1")
+    assert found.init_args.find_unused_parameters
+    assert found.init_args.start_method == "spawn"
+    found = strategy("--trainer.strategy", "ddp_fp16", "--trainer.strategy.bucket_cap_mb=1", "--trainer.strategy", "dp")
+    assert found == "dp"
+
+
+@pytest.mark.parametrize("content", ["ddp_powersgd", {"class_path": "app.parallel.PowerSGD"}])
+def test_options_follow_a_name_in_a_config(content: str | dict[str, str], tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump({"trainer": {"strategy": content}}))
+    found = strategy("--config", str(config), "--trainer.strategy.matrix_approximation_rank", "2")
+    assert found.class_path.endswith(".PowerSGD")
+    assert found.init_args.matrix_approximation_rank == 2
+    found = strategy("--config", str(config))
+    assert found == content if isinstance(content, str) else found.init_args.matrix_approximation_rank == 1
+
+
+def test_compare_varies_strategies_and_their_options() -> None:
+    common = {"data": "Synthetic", "trainer.accelerator": "cpu", "trainer.devices": 2}
+    options = {"trainer.strategy.matrix_approximation_rank": 2, "trainer.strategy": "ddp_powersgd"}
+    grid = {"trainer.strategy": ["ddp", "ddp_fp16", "ddp_ring"], "trainer.strategy.bucket_cap_mb": [1, 25]}
+    found = {v.name: v for v in expand(Experiment(flags=common, variants={"low rank": options}, grid=grid))}
+    assert found["low rank"].settings.trainer.strategy.init_args.matrix_approximation_rank == 2
+    assert "--trainer.strategy ddp_powersgd" in found["low rank"].command
+    assert found["strategy=ddp_ring bucket_cap_mb=25"].settings.trainer.strategy.class_path.endswith(".Ring")
+    assert len(found) == 7
+    assert {variant.replicas for variant in found.values()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("process_group_backend gloo", "process_group_backend: give --trainer.strategy ddp, or another one, before it"),
+        ("ddpp process_group_backend gloo", "there is no --trainer.strategy ddpp: did you mean ddp?"),
+        ("ddp find_unused_parameter true", "did you mean --trainer.strategy.find_unused_parameters?"),
+        ("ddp period 3", "the chosen class has no such setting, though another class has"),
+        ("ddp bucket_cap_mb big", "--trainer.strategy.bucket_cap_mb big: expected float"),
+        ("ddp bucket_cap_mb -1", "--trainer.strategy.bucket_cap_mb -1.0: give 0 or more"),
+        ("ddp process_group_backend nccl", "process_group_backend nccl: does not serve cpu: use gloo"),
+        ("ddp process_group_backend glo", "process_group_backend glo: unknown: did you mean gloo?"),
+        ("ddp ddp_comm_hook torch.nowhere", "module 'torch' has no attribute 'nowhere'"),
+        (f"ddp ddp_comm_hook {HOOKS}.fp16_compress_wrapper", "fp16_compress_wrapper: not a hook"),
+        (f"ddp ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper", "has no effect without a hook"),
+        ("ddp_fp16 ddp_comm_hook user_code.speaking_hook", "the chosen class has no such setting"),
+        ("ddp_powersgd start_powersgd_iter 1", "--trainer.strategy.start_powersgd_iter 1: give 2 or more"),
+        ("ddp_localsgd", "averages weights between nodes, of which there is one: use --trainer.strategy ddp"),
+        ("ddp_dp", "use --trainer.strategy dp, or give more --trainer.num_nodes"),
+        ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
+        ("ddp_ring --trainer.devices 1", "ring_hook changes how processes communicate, but this run is one process"),
+        ("ddp static_graph true --trainer.accumulate_grad_batches 2", "torch fails where gradients are accumulated"),
+        ("ddp_dp --trainer.num_nodes 2 --trainer.sync_batchnorm true", "sync_batchnorm has no effect under dp"),
+    ],
+)
+def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
+    words = flags.split()
+    given = ["--trainer.strategy", words.pop(0)] if len(words) % 2 else []
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        given += [name if name.startswith("--") else f"--trainer.strategy.{name}", value]
+    assert said in error_of(*app("fit", *SMALL, *CPU, *given))
+
+
+def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    said = error_of(*app("fit", *SMALL, *CPU, "--trainer.strategy", "ddp_bf16"))
+    assert "use --trainer.strategy ddp_fp16" in said
+
+
+def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+    flags = ["--trainer.strategy", "ddp", "--trainer.strategy.process_group_backend", "mpi"]
+    said = error_of(*app("fit", *SMALL, *CPU, *flags))
+    assert "process_group_backend mpi: this torch was built without it: use gloo" in said
