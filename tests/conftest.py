@@ -5,7 +5,7 @@ import pickle
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torchvision
 import yaml
+from cluster.slurm import Slurm, cluster
 from PIL import Image
 
 from app.cli import main
@@ -193,3 +194,10 @@ def experiment(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    """Four nodes, for this test alone: they stand in a second."""
+    with cluster() as found:
+        yield found
