@@ -20,6 +20,7 @@ import pytest
 import torch
 import torchvision
 import yaml
+from cluster.slurm import Slurm, cluster
 from PIL import Image
 
 from app.cli import main
@@ -271,3 +272,10 @@ def started(
         for pid in family(run.mark):
             os.kill(pid, signal.SIGKILL)
         run.process.communicate()
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    """Four nodes, for this test alone: they stand in a second."""
+    with cluster() as found:
+        yield found
