@@ -23,7 +23,7 @@ import app.data
 import app.modules
 from app.callbacks import PredictionWriter, TestFigures
 from app.checkpoints import RunCheckpoint, check_checkpoint, find_checkpoint
-from app.errors import RankError, UserError, nearest, one_line
+from app.errors import RankError, ReportedUserError, UserError, nearest, one_line
 from app.parallel import refuse_impossible
 from app.parallel.launchers import LOST, use_our_launcher
 from app.parsing import Parser, chosen_classes, find_class
@@ -284,6 +284,8 @@ def run() -> int:
     except RankError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ReportedUserError:
+        return 2
     except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
         # a worker or a spawned process hands on its error as the text of a traceback
         *_, last = str(error).rsplit("UserError: ", 1)

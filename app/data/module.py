@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import psutil
@@ -12,10 +11,12 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 
 from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, stream
-from app.data.sources import CIFAR10Source, FashionMNISTSource, FolderSource, Source, Split, SplitName
+from app.data.folder import FolderSource
+from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import Transform
 from app.errors import UserError
+from app.parallel.sharing import CAN_SHARE, Read, gather_objects, read_once
 
 
 class ImageData(LightningDataModule):
@@ -26,8 +27,9 @@ class ImageData(LightningDataModule):
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
         val_size: Images of the training set kept for validation, a count or a fraction, where the source
             has no validation set of its own.
-        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`:
-            the same tensor on the accelerator. `auto`: `memory` where it fits, else `disk`.
+        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host, which the
+            ranks of a node share. `device`: the same tensor on the accelerator. `auto`: `memory` where it
+            fits, else `disk`.
         num_workers: Worker processes of this rank for reading and decoding; `auto`: the cores that it has.
         crop_padding: Augmentation: pixels of border from which a random crop is taken.
         flip: Augmentation: mirror half of the images.
@@ -40,6 +42,8 @@ class ImageData(LightningDataModule):
     Raises:
         UserError: When a size does not fit the data set, or the world size does not divide the global batch.
     """
+
+    placement: Placement  # settled in setup
 
     def __init__(
         self,
@@ -96,12 +100,14 @@ class ImageData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the splits that the stage needs."""
-        if stage in ("fit", "validate"):
+        if stage in ("fit", "validate") or isinstance(self.batch_size, float):  # here, where all ranks are
             self._load_training()
             if stage == "validate" and not len(self._splits["val"][1]):
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
-        else:
+        if stage in ("test", "predict"):
             self._load("test" if stage == "test" else "predict")
+        if not hasattr(self, "placement"):  # settled once, for what is loaded changes what fits
+            self.placement = self._place()
         if stage == "fit":
             assert self.trainer is not None
             self._check_shares(self.global_batch_size, self.trainer.world_size)
@@ -117,7 +123,7 @@ class ImageData(LightningDataModule):
             return
         if name not in self.source.splits:
             raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
-        split = self.source.load(name)
+        split = self.source.load(name, self._once)
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
@@ -159,21 +165,27 @@ class ImageData(LightningDataModule):
                 f"use --data.batch_size {near}, or another --trainer.devices"
             )
 
-    @cached_property
-    def placement(self) -> Placement:
-        """Where the images are kept; decided once, for what is loaded changes what fits."""
+    def _place(self) -> Placement:
+        """Where to keep the images: the same on all ranks, though each sees another amount of free memory."""
         if self.requested_placement != "auto":
             return self.requested_placement
         if self.augment is not None:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
-        needed = len(split) * math.prod(self.image_shape) * self._local_ranks
-        return "memory" if needed < psutil.virtual_memory().available / 2 else "disk"
+        needed = len(split) * math.prod(self.image_shape) * self._readers
+        return "memory" if all(gather_objects(needed < psutil.virtual_memory().available / 2)) else "disk"
 
     @property
     def _local_ranks(self) -> int:
-        assert self.trainer is not None
-        return max(self.trainer.world_size // self.trainer.num_nodes, 1)
+        return max(self.trainer.world_size // self.trainer.num_nodes, 1) if self.trainer else 1
+
+    @property
+    def _readers(self) -> int:
+        """Ranks of a node that keep a copy."""
+        return 1 if CAN_SHARE else self._local_ranks
+
+    def _once(self, read: Read) -> tuple[Tensor, ...]:
+        return read_once(self.trainer, read)
 
     @property
     def num_workers(self) -> int:
@@ -190,6 +202,8 @@ class ImageData(LightningDataModule):
         assert self.trainer is not None
         trainer = self.trainer
         split, rows = self._splits[name]
+        if self.placement != "disk":  # who decodes for all has the workers of all
+            split.tensor(self.num_workers * self._local_ranks // self._readers, self._once)
         return GlobalBatches(
             split,
             rows,
