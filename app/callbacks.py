@@ -4,7 +4,6 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
@@ -14,16 +13,8 @@ from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.parallel import SplitForward
+from app.parallel.sharing import gather_objects
 from app.tracking import Tracker
-
-
-def gather_objects(mine: Any) -> list[Any]:
-    """One picklable object of each rank, in order of rank, on every rank. Collective."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
-    return everyone
 
 
 class BatchShapes(Callback):

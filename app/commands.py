@@ -26,7 +26,7 @@ import app.modules
 from app.beginning import Run, decide
 from app.callbacks import PredictionWriter, TestFigures
 from app.checkpoints import RunCheckpoint, check_checkpoint
-from app.errors import UserError, nearest, one_line
+from app.errors import ReportedUserError, UserError, nearest, one_line
 from app.parallel import refuse_impossible
 from app.parallel.agreement import agree
 from app.parallel.environment import launched, plan_processes, started_anew
@@ -301,6 +301,8 @@ def run() -> int:
         if isinstance(end.code, str):
             raise
         return end.code or 0
+    except ReportedUserError:
+        return 2
     except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
         # a worker or a spawned process hands on its error as the text of a traceback
         *_, last = str(error).rsplit("UserError: ", 1)

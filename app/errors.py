@@ -10,6 +10,10 @@ class UserError(Exception):
     """Names the thing that is wrong, where it is, and the remedy, in one line."""
 
 
+class ReportedUserError(UserError):
+    """A user's error that another rank of this node reports, too."""
+
+
 class RankError(Exception):
     """Another process of the run has failed, of which this one only sees that it is gone, or silent.
 

@@ -13,15 +13,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from app.callbacks import gather_objects
 from app.checkpoints import RunCheckpoint
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.errors import RankError
+from app.errors import RankError, ReportedUserError
 from app.files import write_json
 from app.machine import hardware, peak_memory, versions
 from app.modules import log_window
 from app.parallel import SplitForward
+from app.parallel.sharing import gather_objects
 from app.profiling import StepProfile
 from app.report import epoch_line, finished
 from app.stopping import EXIT_CODES, cause
@@ -109,7 +109,7 @@ class RunRecord(Callback):
         lines = str(exception).strip().splitlines() or [""]
         reason = f"{type(exception).__name__}: {lines[-1]}"
         if not trainer.is_global_zero:
-            if Path(directory).exists() and not isinstance(exception, RankError):
+            if Path(directory).exists() and not isinstance(exception, RankError | ReportedUserError):
                 Path(directory, f"error_rank{trainer.global_rank}.txt").write_text(reason)
             return
         if self.path is None:  # spawned processes had it, or nothing had begun yet

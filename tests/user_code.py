@@ -1,20 +1,27 @@
 """What a user of the application may bring along: a model and data that know nothing of it."""
 
+import hashlib
+import json
 import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.utils.data import DataLoader, TensorDataset
 
+from app.data import ImageData, Synthetic
+from app.data.sources import CIFAR10Source, Split, SplitName
 from app.modules import CIFARCNN
+from app.parallel.sharing import Empty, Once, Read, alone
 
 
 class TheirModel(LightningModule):
@@ -193,3 +200,60 @@ def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """Says each bucket of gradients that it averages."""
     print("averaged a bucket\n", end="", flush=True)  # in one write: other ranks print, too
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+
+class SaysWhereImagesLie(Callback):
+    """Notes for each rank which mapping of its memory holds the training images, and what they come to."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        split = trainer.train_dataloader.split
+        images = split.tensor()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, _, _, inode, *path = line.split(maxsplit=5)
+            start, end = (int(address, 16) for address in span.split("-"))
+            if start <= images.data_ptr() < end:
+                break
+        sums = [int(images.sum(dtype=torch.int64)), int(split.labels @ torch.arange(len(split)))]
+        note = {"inode": int(inode), "path": "".join(path), "sums": sums, "process": os.getpid()}
+        Path(self.directory, f"rank{trainer.global_rank}.tmp").write_text(json.dumps(note))
+        Path(self.directory, f"rank{trainer.global_rank}.tmp").rename(
+            Path(self.directory, f"rank{trainer.global_rank}")
+        )
+
+
+class NotingSource(CIFAR10Source):
+    """Says in which process it reads, and takes the files for right that are there."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.checksums = {file: hashlib.md5(file.read_bytes()).hexdigest() for file in self.files}
+
+    def load(self, split: SplitName, once: Once = alone) -> Split:
+        def noting(read: Read) -> tuple[Tensor, ...]:
+            def noted(empty: Empty) -> tuple[Tensor, ...]:
+                print(f"{split} is read by process {os.getpid()}\n", end="", flush=True)
+                return read(empty)
+
+            return once(noted)
+
+        return super().load(split, noting)
+
+
+class TinyCIFAR10(ImageData):
+    """CIFAR-10's files, of another content than the published one."""
+
+    def __init__(self, root: str, **kwargs: Any) -> None:
+        super().__init__(NotingSource(root), **kwargs)
+
+
+class FillsUpOnRank1(Synthetic):
+    """Finds no memory left on one rank."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        if self.trainer.global_rank == 1:
+            psutil.virtual_memory = lambda: SimpleNamespace(available=0, total=2**30)  # type: ignore[assignment]
+        super().setup(stage)

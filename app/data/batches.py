@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-from app.data.sources import Split, work_apart
+from app.data.folder import work_apart
+from app.data.sources import Split
 from app.errors import UserError
 
 Placement = Literal["disk", "memory", "device"]
@@ -91,7 +92,7 @@ class GlobalBatches:
         placement: `disk` reads items through worker processes, `memory` indexes one tensor on the host,
             `device` the same tensor on `device`: all rows when shuffled, else only this rank's share.
         device: Where the batches go.
-        num_workers: Worker processes for `disk`, and for decoding into memory.
+        num_workers: Worker processes for `disk`.
         seed: Of the permutation and the draws.
         shuffle: Whether each epoch has a permutation of its own.
         drop_last: Whether to leave out the last, smaller batch.
@@ -145,11 +146,14 @@ class GlobalBatches:
                 generator=torch.Generator(),  # it would draw from global random state
             )
             return
-        self._images, self._where = split.tensor(num_workers), rows
+        self._images, self._where = split.tensor(), rows
         if placement == "device":
             order = torch.arange(len(rows))
             kept = order if shuffle else torch.cat([self._share(order, step) for step in range(len(self))])
-            self._images = self._images[rows[kept]].to(device)
+            there = torch.empty((len(kept), *self._images.shape[1:]), dtype=torch.uint8, device=device)
+            for to, part in zip(there.split(4096), rows[kept].split(4096), strict=True):  # not all on the host again
+                to.copy_(self._images[part])
+            self._images = there
             self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept))).to(device)
             self._labels = self._labels.to(device)
 

@@ -1,9 +1,8 @@
-"""The LightningDataModules: which images, in which batches, placed where."""
+"""The LightningDataModule: which images, in which batches, placed where."""
 
 import math
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import psutil
@@ -12,10 +11,10 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 
 from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, stream
-from app.data.sources import CIFAR10Source, FashionMNISTSource, FolderSource, Source, Split, SplitName
-from app.data.synthetic import SyntheticSource
+from app.data.sources import Source, Split, SplitName
 from app.data.transforms import Transform
 from app.errors import UserError
+from app.parallel.sharing import CAN_SHARE, Read, gather_objects, read_once
 
 
 class ImageData(LightningDataModule):
@@ -26,8 +25,9 @@ class ImageData(LightningDataModule):
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
         val_size: Images of the training set kept for validation, a count or a fraction, where the source
             has no validation set of its own.
-        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`:
-            the same tensor on the accelerator. `auto`: `memory` where it fits, else `disk`.
+        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host, which the
+            ranks of a node share. `device`: the same tensor on the accelerator. `auto`: `memory` where it
+            fits, else `disk`.
         num_workers: Worker processes of this rank for reading and decoding; `auto`: the cores that it has.
         crop_padding: Augmentation: pixels of border from which a random crop is taken.
         flip: Augmentation: mirror half of the images.
@@ -40,6 +40,8 @@ class ImageData(LightningDataModule):
     Raises:
         UserError: When a size does not fit the data set, or the world size does not divide the global batch.
     """
+
+    placement: Placement  # settled in setup
 
     def __init__(
         self,
@@ -96,12 +98,14 @@ class ImageData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the splits that the stage needs."""
-        if stage in ("fit", "validate"):
+        if stage in ("fit", "validate") or isinstance(self.batch_size, float):  # here, where all ranks are
             self._load_training()
             if stage == "validate" and not len(self._splits["val"][1]):
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
-        else:
+        if stage in ("test", "predict"):
             self._load("test" if stage == "test" else "predict")
+        if not hasattr(self, "placement"):  # settled once, for what is loaded changes what fits
+            self.placement = self._place()
         if stage == "fit":
             assert self.trainer is not None
             self._check_shares(self.global_batch_size, self.trainer.world_size)
@@ -117,7 +121,7 @@ class ImageData(LightningDataModule):
             return
         if name not in self.source.splits:
             raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
-        split = self.source.load(name)
+        split = self.source.load(name, self._once)
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
@@ -159,21 +163,27 @@ class ImageData(LightningDataModule):
                 f"use --data.batch_size {near}, or another --trainer.devices"
             )
 
-    @cached_property
-    def placement(self) -> Placement:
-        """Where the images are kept; decided once, for what is loaded changes what fits."""
+    def _place(self) -> Placement:
+        """Where to keep the images: the same on all ranks, though each sees another amount of free memory."""
         if self.requested_placement != "auto":
             return self.requested_placement
         if self.augment is not None:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
-        needed = len(split) * math.prod(self.image_shape) * self._local_ranks
-        return "memory" if needed < psutil.virtual_memory().available / 2 else "disk"
+        needed = len(split) * math.prod(self.image_shape) * self._readers
+        return "memory" if all(gather_objects(needed < psutil.virtual_memory().available / 2)) else "disk"
 
     @property
     def _local_ranks(self) -> int:
-        assert self.trainer is not None
-        return max(self.trainer.world_size // self.trainer.num_nodes, 1)
+        return max(self.trainer.world_size // self.trainer.num_nodes, 1) if self.trainer else 1
+
+    @property
+    def _readers(self) -> int:
+        """Ranks of a node that keep a copy."""
+        return 1 if CAN_SHARE else self._local_ranks
+
+    def _once(self, read: Read) -> tuple[Tensor, ...]:
+        return read_once(self.trainer, read)
 
     @property
     def num_workers(self) -> int:
@@ -190,6 +200,8 @@ class ImageData(LightningDataModule):
         assert self.trainer is not None
         trainer = self.trainer
         split, rows = self._splits[name]
+        if self.placement != "disk":  # who decodes for all has the workers of all
+            split.tensor(self.num_workers * self._local_ranks // self._readers, self._once)
         return GlobalBatches(
             split,
             rows,
@@ -230,79 +242,3 @@ class ImageData(LightningDataModule):
         draws = None if batch.draws is None else batch.draws / DRAW_RANGE
         images = self.transform(batch.images, draws)
         return self.trainer.precision_plugin.convert_input(images), batch.labels
-
-
-class CIFAR10(ImageData):
-    """CIFAR-10: 50,000 training and 10,000 test images of 32×32 in ten classes.
-
-    Args:
-        root: Directory that holds `cifar-10-batches-py`; downloaded there when it is missing.
-        **kwargs: As for `ImageData`.
-    """
-
-    def __init__(self, root: str = "data", **kwargs: Any) -> None:
-        super().__init__(CIFAR10Source(root), **kwargs)
-
-
-class FashionMNIST(ImageData):
-    """FashionMNIST: 60,000 training and 10,000 test images of 28×28 in ten classes.
-
-    Args:
-        root: Directory that holds `FashionMNIST/raw`; downloaded there when it is missing.
-        **kwargs: As for `ImageData`.
-    """
-
-    def __init__(self, root: str = "data", **kwargs: Any) -> None:
-        super().__init__(FashionMNISTSource(root), **kwargs)
-
-
-class ImageFolder(ImageData):
-    """Your own images: `root/train/<class>/*.jpg` or `*.png`, and `val/` and `test/` alike where you have them.
-
-    Args:
-        root: Directory that holds `train`.
-        size: Height and width that every image is resized to.
-        channels: 3 for colour, 1 for grey.
-        mean: Per channel, of pixels scaled to 0…1; by default 0.5.
-        std: Per channel, of pixels scaled to 0…1; by default 0.5.
-        predict_dir: Folder of images, labelled or not, for `predict`; by default the test split.
-        **kwargs: As for `ImageData`.
-    """
-
-    def __init__(
-        self,
-        root: str = "data",
-        size: int | tuple[int, int] = 32,
-        channels: Literal[1, 3] = 3,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        predict_dir: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        for flag, values in (("mean", mean), ("std", std)):
-            if values is not None and len(values) != channels:
-                raise UserError(f"--data.{flag} {values}: give one value for each of {channels} channels")
-        half = [0.5] * channels
-        super().__init__(FolderSource(root, size, channels, mean or half, std or half, predict_dir), **kwargs)
-
-
-class Synthetic(ImageData):
-    """The embedded data set: patterns made from a seed, in the exact shape of CIFAR-10 or FashionMNIST.
-
-    Args:
-        like: Data set whose shape and normalisation to take.
-        size: Number of training images, 60,000 for FashionMNIST's size; a fifth as many for test.
-        data_seed: Of the images, apart from the seed of split and order.
-        **kwargs: As for `ImageData`.
-    """
-
-    def __init__(
-        self,
-        like: Literal["CIFAR10", "FashionMNIST"] = "CIFAR10",
-        size: int = 10_000,
-        data_seed: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        if size < 1:
-            raise UserError(f"--data.size {size}: give a count of at least 1")
-        super().__init__(SyntheticSource(like, size, data_seed), **kwargs)

@@ -1,34 +1,28 @@
 """Where images come from: what a data set is, where its files lie, and how they become uint8 tensors."""
 
 import math
-import os
+import pickle
 import socket
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 import torchvision
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torch.utils.data import Dataset
 from torchvision.datasets.utils import check_integrity
-from torchvision.transforms.functional import pil_to_tensor
 
 from app.errors import UserError
+from app.parallel.sharing import Empty, Once, alone
 
 SplitName = Literal["train", "val", "test", "predict"]
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
-
-
-def work_apart(worker: int) -> None:
-    """Leave the process group, which Ctrl-C and SIGTERM are sent to: the loader ends its workers when it is done."""
-    os.setpgrp()
 
 
 class Split(Dataset[Tensor]):
@@ -51,47 +45,13 @@ class Split(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         return self._images[index]
 
-    def tensor(self, num_workers: int) -> Tensor:
-        """All images, uint8 (N, C, H, W); `num_workers` processes decode them where they must be decoded."""
-        return self._images
+    def tensor(self, num_workers: int = 0, once: Once = alone) -> Tensor:
+        """All images, uint8 (N, C, H, W).
 
-
-class FileSplit(Split):
-    """Labelled image files, decoded and resized when they are read.
-
-    Args:
-        samples: Path and label of each image.
-        image_shape: (C, H, W) of an item; C is 1 (grey) or 3 (RGB).
-    """
-
-    def __init__(self, samples: Sequence[tuple[str, int]], image_shape: tuple[int, int, int]) -> None:
-        self.names = [path for path, _ in samples]
-        self.labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
-        self.image_shape = image_shape
-        self._images: Tensor | None = None  # type: ignore[assignment]
-
-    def __getitem__(self, index: int) -> Tensor:
-        assert self.names is not None
-        channels, height, width = self.image_shape
-        try:
-            with Image.open(self.names[index]) as file:
-                deep = file.mode.startswith("I;16")  # convert() would cut 16 bits off at 255
-                picture = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)) if deep else file
-                if picture.mode in ("I", "F"):
-                    raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
-                image = picture.convert("L" if channels == 1 else "RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
-            raise UserError(f"{self.names[index]} cannot be read ({reason}): replace or remove this file") from error
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        return pil_to_tensor(image)
-
-    def tensor(self, num_workers: int) -> Tensor:
-        """All images, decoded by `num_workers` processes: uint8 (N, C, H, W)."""
-        if self._images is None:
-            loader = DataLoader(self, batch_size=256, num_workers=num_workers, worker_init_fn=work_apart)
-            self._images = torch.cat(list(loader))
+        Args:
+            num_workers: Processes that decode them, where they must be decoded.
+            once: Which rank does it.
+        """
         return self._images
 
 
@@ -122,8 +82,13 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def load(self, split: SplitName) -> Split:
-        """Read one of its splits; to predict are the test images, unless others were named."""
+    def load(self, split: SplitName, once: Once = alone) -> Split:
+        """Read one of its splits; to predict are the test images, unless others were named.
+
+        Args:
+            split: Which one.
+            once: Which rank reads what is kept in memory.
+        """
 
 
 @contextmanager
@@ -171,10 +136,29 @@ class CIFAR10Source(Source):
             with _download("CIFAR-10", self.root, folder, f"the content of {archive}"):
                 dataset(self.root, download=True)
 
-    def load(self, split: SplitName) -> Split:  # noqa: D102
-        data = torchvision.datasets.CIFAR10(self.root, train=split == "train")
-        images = torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous()  # (N, 3, 32, 32)
-        return Split(images, torch.tensor(data.targets))
+    def load(self, split: SplitName, once: Once = alone) -> Split:  # noqa: D102
+        return Split(*once(partial(self._read, split)))
+
+    def _read(self, split: SplitName, empty: Empty) -> tuple[Tensor, Tensor]:
+        dataset = torchvision.datasets.CIFAR10
+        batches = []
+        for name, _ in dataset.train_list if split == "train" else dataset.test_list:
+            file = Path(self.root, dataset.base_folder, name)
+            if not check_integrity(str(file), self.checksums[file]):  # a pickle can run anything
+                raise UserError(f"{file} is missing, truncated or corrupted: delete {file.parent} to have it made anew")
+            with file.open("rb") as stream:
+                batches.append(pickle.load(stream, encoding="latin1"))
+        count = sum(len(batch["labels"]) for batch in batches)
+        images = empty((count, *self.image_shape), dtype=torch.uint8)
+        labels = empty((count,), dtype=torch.int64)
+        end = count
+        while batches:  # from the last one on, which is let go when it is copied
+            batch = batches.pop()
+            part = slice(end - len(batch["labels"]), end)
+            images[part] = torch.from_numpy(batch["data"]).view(-1, *self.image_shape)
+            labels[part] = torch.tensor(batch["labels"])
+            end = part.start
+        return images, labels
 
 
 class FashionMNISTSource(Source):
@@ -205,66 +189,27 @@ class FashionMNISTSource(Source):
             if images != labels:
                 raise UserError(f"{folder}: {part} has {images} images but {labels} labels: replace these files")
 
-    @staticmethod
-    def _count(file: Path) -> int:
+    def _count(self, file: Path) -> int:
         """Number of items of an IDX file: magic number, sizes (big-endian), then a byte per value."""
+        shape = self.image_shape[1:] if "idx3" in file.name else ()
         with file.open("rb") as stream:
-            dimensions = 3 if "idx3" in file.name else 1
-            header = stream.read(4 + 4 * dimensions).ljust(4 + 4 * dimensions, b"\0")
-        magic, *sizes = struct.unpack(f">{1 + dimensions}I", header)
-        if magic != 0x800 + dimensions or file.stat().st_size != len(header) + math.prod(sizes):
+            header = stream.read(8 + 4 * len(shape)).ljust(8 + 4 * len(shape), b"\0")
+        magic, count, *sizes = struct.unpack(f">{len(header) // 4}I", header)
+        whole = len(header) + count * math.prod(shape)
+        if magic != 0x801 + len(shape) or tuple(sizes) != shape or file.stat().st_size != whole:
             raise UserError(f"{file} is truncated or corrupted: delete it to have it downloaded again")
-        return sizes[0]
+        return count
 
-    def load(self, split: SplitName) -> Split:  # noqa: D102
-        data = torchvision.datasets.FashionMNIST(self.root, train=split == "train")
-        return Split(data.data[:, None], data.targets.long())  # (N, 1, 28, 28)
+    def load(self, split: SplitName, once: Once = alone) -> Split:  # noqa: D102
+        return Split(*once(partial(self._read, split)))
 
-
-class FolderSource(Source):
-    """The user's own images: `root/train/<class>/*.jpg`, with `val` and `test` alike where there are any."""
-
-    def __init__(
-        self,
-        root: str,
-        size: int | tuple[int, int],
-        channels: Literal[1, 3],
-        mean: Sequence[float],
-        std: Sequence[float],
-        predict_dir: str | None,
-    ) -> None:
-        self.root = root
-        self.predict_dir = predict_dir
-        height, width = (size, size) if isinstance(size, int) else size
-        self.image_shape = (channels, height, width)
-        self.mean, self.std = mean, std
-        folders: list[SplitName] = [name for name in ("train", "val", "test") if Path(root, name).is_dir()]
-        self.splits = [*folders, "predict"] if predict_dir is not None or "test" in folders else folders
-        try:
-            self.class_names, self._class_to_idx = find_classes(str(Path(root, "train")))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{Path(root, 'train')} has no class folders: --data.root must hold train/<class>/*.jpg or "
-                f"*.png{', so give ' + str(Path(root).parent) if Path(root).name == 'train' else ''}, {EMBEDDED}"
-            ) from error
-
-    def prepare(self) -> None:  # noqa: D102
-        for split in {"train", "val", "test"} & set(self.splits):
-            folder = Path(self.root, split)
-            unknown = {d.name for d in folder.iterdir() if d.is_dir()} - set(self.class_names)
-            if unknown:
-                raise UserError(f"{folder} has classes that train/ has not: {', '.join(sorted(unknown))}")
-            if not self._samples(folder):
-                raise UserError(f"{folder} holds no images ({', '.join(IMG_EXTENSIONS)}): put them in class folders")
-
-    def _samples(self, folder: Path) -> list[tuple[str, int]]:
-        return make_dataset(str(folder), self._class_to_idx, extensions=IMG_EXTENSIONS, allow_empty=True)
-
-    def load(self, split: SplitName) -> Split:  # noqa: D102
-        if split == "predict" and self.predict_dir is not None:
-            paths = sorted(p for p in Path(self.predict_dir).rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
-            if not paths:
-                raise UserError(f"--data.predict_dir {self.predict_dir} holds no images")
-            return FileSplit([(str(path), -1) for path in paths], self.image_shape)
-        folder = Path(self.root, "test" if split == "predict" else split)
-        return FileSplit(self._samples(folder), self.image_shape)
+    def _read(self, split: SplitName, empty: Empty) -> tuple[Tensor, Tensor]:
+        part = "train" if split == "train" else "t10k"
+        images_file, labels_file = (file for file in self.files if file.name.startswith(part))
+        count = self._count(images_file)
+        images = empty((count, *self.image_shape), dtype=torch.uint8)
+        with images_file.open("rb") as stream:
+            stream.seek(16)
+            stream.readinto(images.numpy())  # type: ignore[arg-type]
+        labels = empty((count,), dtype=torch.int64)
+        return images, labels.copy_(torch.from_numpy(np.fromfile(labels_file, np.uint8, offset=8)))

@@ -1,5 +1,6 @@
 """The embedded data set: images made from a seed."""
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName
+from app.parallel.sharing import Empty, Once, alone
 
 
 class SyntheticSource(Source):
@@ -31,7 +33,10 @@ class SyntheticSource(Source):
     def prepare(self) -> None:
         """Nothing to do: images are made where they are needed."""
 
-    def load(self, split: SplitName) -> Split:  # noqa: D102
+    def load(self, split: SplitName, once: Once = alone) -> Split:  # noqa: D102
+        return Split(*once(partial(self._make, split)))
+
+    def _make(self, split: SplitName, empty: Empty) -> tuple[Tensor, Tensor]:
         channels, height, width = self.image_shape
         shift, kinds, classes = 4, 4, len(self.class_names)
         rng = np.random.default_rng((self.seed, 0))
@@ -45,7 +50,7 @@ class SyntheticSource(Source):
         count = self.size if split == "train" else max(self.size // 5, 1)
         labels = rng.integers(classes, size=count)
         other = (labels + rng.integers(1, classes, size=count)) % classes
-        images = torch.empty((count, channels, height, width), dtype=torch.uint8)
+        images = empty((count, channels, height, width), dtype=torch.uint8)
         for start in range(0, count, 2048):
             part = slice(start, min(start + 2048, count))
             n = part.stop - part.start
@@ -60,4 +65,4 @@ class SyntheticSource(Source):
             noise = rng.integers(256, size=image.shape, dtype=np.uint8)
             image += torch.from_numpy(noise).float().mul_(0.6).add_(128 - 0.6 * 127.5)
             images[part] = image.clamp_(0, 255)
-        return Split(images, torch.from_numpy(labels))
+        return images, empty((count,), dtype=torch.int64).copy_(torch.from_numpy(labels))
