@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torchvision
 import yaml
+from cluster.hosts import Network, awaited, network
 from cluster.slurm import Slurm, cluster
 from PIL import Image
 
@@ -214,13 +214,6 @@ def family(mark: str) -> set[int]:
     return found
 
 
-def awaited(condition: Callable[[], object], seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
 class Running:
     """A run that was started, in a session of its own."""
 
@@ -278,4 +271,11 @@ def started(
 def slurm() -> Iterator[Slurm]:
     """Four nodes, for this test alone: they stand in a second."""
     with cluster() as found:
+        yield found
+
+
+@pytest.fixture
+def hosts() -> Iterator[Network]:
+    """Four hosts on a switch."""
+    with network(4) as found:
         yield found

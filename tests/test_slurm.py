@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster.slurm import Slurm, awaited
+from cluster.hosts import awaited
+from cluster.slurm import Slurm
 from conftest import QUIET, ROOT
 
 pytestmark = pytest.mark.cluster

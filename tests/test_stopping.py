@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import QUIET, awaited, family, largest_difference, started, weights
+from cluster.hosts import awaited
+from conftest import QUIET, family, largest_difference, started, weights
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]

@@ -1,0 +1,148 @@
+"""Virtual hosts on one machine, on a switch of their own.
+
+A host is a set of namespaces (network, host name, processes, mounts) with a first process that everything in it
+descends from, so that the end of that one is the end of all: daemons, jobs, links, /dev/shm. Nothing of it has a name
+outside, so that two tests do not meet, and the kernel ends it all when the test run is killed.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def awaited(condition: Callable[[], object], seconds: float, how_it_stands: Callable[[], str] = str) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, how_it_stands()
+        time.sleep(0.1)
+
+
+class Host:
+    """A virtual host; what runs on it from the beginning starts with `go`, when its network stands."""
+
+    def __init__(self, name: str, place: Path, command: str = "sleep infinity") -> None:
+        self.name, self.log = name, place / f"{name}.log"
+        apart = "setpriv --pdeathsig KILL unshare --net --uts --mount --pid --mount-proc --fork --kill-child"
+        mounts = f"mount --bind {place}/hosts /etc/hosts; mount -t tmpfs tmpfs /dev/shm"
+        first = f"hostname {name}; {mounts}; ip link set lo up; read go"
+        with self.log.open("w") as log:
+            self.outer = subprocess.Popen(
+                [*apart.split(), "sh", "-ec", f"{first}; {command} & wait"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
+                env={**os.environ, "SLURM_CONF": f"{place}/slurm.conf"},
+            )  # fmt: skip
+        children = psutil.Process(self.outer.pid).children
+        awaited(children, 10, self.log.read_text)
+        self.pid = children()[0].pid
+        self.enter = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--pid", "--wd=."]
+
+    def go(self) -> None:
+        assert self.outer.stdin
+        self.outer.stdin.write("go\n")
+        self.outer.stdin.flush()
+
+    def run(self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None) -> str:
+        """What a command printed that was run on it to its end, which must be a success."""
+        done = subprocess.run(
+            [*self.enter, *map(str, command)], env={**os.environ, **(env or {})}, timeout=timeout,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout.strip()
+
+    def shared_memory(self) -> list[str]:
+        return os.listdir(f"/proc/{self.pid}/root/dev/shm")
+
+    def end(self) -> None:
+        """Every process on it ends at once, as when it loses power."""
+        if self.outer.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.outer.wait(30)
+
+    def start(self, *command: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a command on it."""
+        return subprocess.Popen(
+            [*self.enter, *map(str, command)], env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+
+class Network:
+    """Hosts on a switch: the first is `ctl`, at 10.77.0.254; the others, h1 to hN, are at 10.77.0.1 and so on."""
+
+    def __init__(self, count: int, place: Path, stack: ExitStack) -> None:
+        self.place, self.stack = place, stack
+        self.addresses = {"ctl": "10.77.0.254", **{f"h{i}": f"10.77.0.{i}" for i in range(1, count + 1)}}
+        lines = [f"{ip} {name}\n" for name, ip in {"localhost": "127.0.0.1", **self.addresses}.items()]
+        (place / "hosts").write_text("".join(lines))
+        self.hosts: dict[str, Host] = {}
+
+    def switch_on(self, command: str = "sleep infinity") -> Host:
+        """Make `ctl` and its switch, and start a command there."""
+        switch = self._make("ctl", command)
+        switch.run("ip", "link", "add", "br0", "type", "bridge")
+        switch.run("ip", "addr", "add", "10.77.0.254/24", "dev", "br0")
+        switch.run("ip", "link", "set", "br0", "up")
+        switch.go()
+        return switch
+
+    def add(self, name: str, command: str = "sleep infinity") -> Host:
+        """Make a host and plug it in, and start a command there."""
+        switch, host = self.hosts["ctl"], self._make(name, command)
+        ends = f"eth0 netns {host.pid} type veth peer name {name} netns {switch.pid}"
+        subprocess.run(["ip", "link", "add", *ends.split()], check=True, capture_output=True, timeout=20)
+        switch.run("ip", "link", "set", name, "master", "br0", "up")
+        host.run("ip", "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
+        host.run("ip", "link", "set", "eth0", "up")
+        host.go()
+        return host
+
+    def _make(self, name: str, command: str) -> Host:
+        self.hosts[name] = host = Host(name, self.place, command)
+        self.stack.callback(host.end)
+        return host
+
+    def link(self, name: str, state: str) -> None:
+        """Set the link of a host `up` or `down`, at the switch."""
+        self.hosts["ctl"].run("ip", "link", "set", name, state)
+
+    def logs(self) -> str:
+        return "\n".join(f"{host.name}: {host.log.read_text()[-2000:]}" for host in self.hosts.values())
+
+
+@contextmanager
+def place_for_hosts(what: str, programs: Sequence[str] = (), packages: str = "") -> Iterator[tuple[Path, ExitStack]]:
+    """A folder for virtual hosts and what ends them, or the reason why this machine cannot have them."""
+    if os.geteuid() != 0:
+        pytest.skip(f"{what} needs root")
+    if missing := [name for name in (*programs, "ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]:
+        pytest.skip(f"{what} needs {', '.join(missing)}; Debian: {packages}iproute2 util-linux")
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "true"],
+        capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    if tried.returncode != 0:
+        pytest.skip(f"{what} needs namespaces: {tried.stderr.strip()}")
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, ExitStack() as stack:
+        Path(folder).chmod(0o755)  # munged insists
+        yield Path(folder), stack
+
+
+@contextmanager
+def network(count: int) -> Iterator[Network]:
+    """So many hosts; nothing of them is left afterwards."""
+    with place_for_hosts("a network of virtual hosts") as (place, stack):
+        made = Network(count, place, stack)
+        made.switch_on()
+        for index in range(1, count + 1):
+            made.add(f"h{index}")
+        yield made

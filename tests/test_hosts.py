@@ -1,0 +1,185 @@
+"""Several hosts, each with a network, a name and processes of its own: meeting, parity, and what breaks."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from cluster.hosts import Host, Network, awaited
+from conftest import QUIET, largest_difference, losses, weights
+
+App = Callable[..., tuple[int, str]]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+BIN = Path(sys.executable).parent
+SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
+STEPS = [*SMALL, "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
+TCP = ["--trainer.num_nodes", "2", "--trainer.devices", "2", "--cluster.init_method", "tcp://h1:29500"]
+FOR_EVER = ["--trainer.max_epochs", "100000"]
+Process = subprocess.Popen[str]
+
+
+def record(root: Path, version: int = 0) -> dict[str, Any]:
+    path = root / "cifar_cnn" / f"version_{version}" / "run.json"
+    return json.loads(path.read_text()) if path.exists() else {"epochs": []}
+
+
+def fit(host: Host, *flags: object, launcher: list[str] | None = None, env: dict[str, str] | None = None) -> Process:
+    start = launcher or [str(BIN / "python")]
+    return host.start(*start, "-m", "app", "fit", *STEPS, *map(str, flags), env=env)
+
+
+def two_nodes(hosts: Network, root: Path, *flags: str) -> list[Process]:
+    """A run of 2 × 2 ranks by plain addresses."""
+    both = enumerate((hosts.hosts["h1"], hosts.hosts["h2"]))
+    return [fit(host, "--run.root", root, *TCP, "--cluster.node_rank", node, *flags) for node, host in both]
+
+
+def inner(process: Process) -> psutil.Process:
+    """The command itself: what was started is nsenter."""
+    return psutil.Process(process.pid).children()[0]
+
+
+def trained(root: Path, processes: list[Process], epochs: int, version: int = 0) -> None:
+    def ready() -> bool:
+        return len(record(root, version)["epochs"]) >= epochs or any(p.poll() is not None for p in processes)
+
+    awaited(ready, 240)
+
+
+def ended(processes: list[Process], seconds: float) -> list[str]:
+    """What each printed; all of them must end in time."""
+    limit = time.monotonic() + seconds
+    return [process.communicate(timeout=max(limit - time.monotonic(), 0.1))[0] for process in processes]
+
+
+def processes_of(host: Host) -> list[str]:
+    """Command lines of the run's processes that live on a host."""
+    first = psutil.Process(host.pid)
+    lines = [" ".join(p.cmdline()) for p in first.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [line for line in lines if " app " in f"{line} " and "fit" in line]
+
+
+@pytest.fixture
+def clean(hosts: Network) -> Any:
+    """No process of a run and no segment of shared memory is left when a test is over."""
+    yield
+    for host in hosts.hosts.values():
+        if host.outer.poll() is None:
+            awaited(lambda host=host: not processes_of(host), 10, lambda host=host: str(processes_of(host)))
+            assert host.shared_memory() == []
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("way", ["torchrun", "tcp", "file", "env", "ddp_dp"])
+def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
+    """2 × 2 ranks, the second host first, against one device; gloo finds the right interface by itself."""
+    root, epochs = tmp_path / "hosts", ["--trainer.max_epochs", "2"]
+    processes = []
+    for node in (1, 0):
+        host = hosts.hosts[f"h{node + 1}"]
+        launcher, env, flags = None, {}, ["--trainer.num_nodes", "2", "--trainer.devices", "2"]
+        if way == "torchrun":
+            at = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
+            launcher = [str(BIN / "torchrun"), *at]
+        elif way == "env":
+            env = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500", "NODE_RANK": str(node)}
+        else:
+            url = f"file://{tmp_path}/meet" if way == "file" else "tcp://10.77.0.1:29500"
+            flags += ["--cluster.init_method", url, "--cluster.node_rank", str(node)]
+        if way == "ddp_dp":
+            flags += ["--trainer.strategy", "ddp_dp"]
+        processes.append(fit(host, "--run.root", root, *epochs, *flags, launcher=launcher, env=env))
+    out = ended(processes, 300)
+    assert [process.returncode for process in processes] == [0, 0], out
+    code, said = app("fit", *STEPS, *epochs)
+    assert code == 0, said
+    ours, single = root / "cifar_cnn" / "version_0", tmp_path / "runs" / "cifar_cnn" / "version_0"
+    assert record(root)["world_size"] == (2 if way == "ddp_dp" else 4)
+    np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
+    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (ours, single))) < 1e-5
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_link_that_is_cut_for_five_seconds(hosts: Network, tmp_path: Path) -> None:
+    processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--cluster.timeout", "60")
+    trained(tmp_path, processes, 2)
+    hosts.link("h2", "down")
+    time.sleep(5)
+    hosts.link("h2", "up")
+    before = len(record(tmp_path)["epochs"])
+    trained(tmp_path, processes, before + 5)
+    inner(processes[1]).send_signal(signal.SIGINT)  # on one node stops both
+    out = ended(processes, 30)
+    assert [process.returncode for process in processes] == [130, 130], out
+    assert record(tmp_path)["status"] == "interrupted"
+    assert Path(record(tmp_path)["checkpoint"]["last"]).exists()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
+    processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--cluster.timeout", "10")
+    trained(tmp_path, processes, 2)
+    hosts.link("h2", "down")
+    out = ended(processes, 10 + 10)
+    for process, said in zip(processes, out, strict=True):
+        assert process.returncode == 1, said
+        assert "error: no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut" in said
+        assert "Traceback" not in said
+    assert record(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path) -> None:
+    processes = two_nodes(hosts, tmp_path, *FOR_EVER)
+    trained(tmp_path, processes, 2)
+    inner(processes[1]).children()[0].kill()
+    out = ended(processes, 30)
+    assert [process.returncode for process in processes] == [1, 1], out
+    assert "was ended by SIGKILL" in out[1]
+    assert "error: rank 3 (process" in out[1]
+    assert "error: lost the connection to node 1: see what that one says" in out[0]
+
+
+@pytest.mark.usefixtures("clean")
+def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App, tmp_path: Path) -> None:
+    """One host loses power, another one joins: the steps are those of one device, whatever the world size was."""
+    root, epochs = tmp_path / "hosts", ["--trainer.max_epochs", "120", "--last_checkpoint.every_n_train_steps", "5"]
+    at = ["--nnodes", "1:2", "--max-restarts", "3", "--nproc-per-node", "2", "--rdzv-id", "elastic"]
+    at += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
+    at += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
+
+    def join(name: str) -> Process:
+        launcher = [str(BIN / "torchrun"), *at]
+        return fit(hosts.hosts[name], "--run.root", root, *epochs, "--cluster.timeout", "8", launcher=launcher)
+
+    def newest() -> int:
+        return len(list((root / "cifar_cnn").glob("version_*"))) - 1
+
+    def trains(world_size: int) -> bool:
+        found = record(root, newest())
+        return len(found["epochs"]) >= 2 and found["world_size"] == world_size
+
+    first, lost = join("h1"), join("h2")
+    awaited(lambda: first.poll() is not None or trains(4), 240)
+    hosts.hosts["h2"].end()
+    lost.communicate(timeout=30)
+    awaited(lambda: first.poll() is not None or trains(2), 240)
+    third = join("h3")
+    awaited(lambda: first.poll() is not None or trains(4), 240)
+    out = ended([first, third], 300)
+    assert [first.returncode, third.returncode] == [0, 0], out
+    final = record(root, newest())
+    assert (final["status"], final["world_size"]) == ("completed", 4)
+    assert [row["epoch"] for row in final["epochs"]] == list(range(120))
+    code, said = app("fit", *STEPS, *epochs)
+    assert code == 0, said
+    single = record(tmp_path / "runs")
+    ours, theirs = ([row["train_loss"] for row in found["epochs"]] for found in (final, single))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
