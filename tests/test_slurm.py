@@ -16,12 +16,22 @@ SHAPE = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
 PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
+@pytest.mark.timeout(600)  # four processes import torch
 def test_two_nodes_of_two_tasks(slurm: Slurm, tmp_path: Path) -> None:
     flags = ["--config", "configs/quickstart.yaml", "--data.size", "240", "--run.root", tmp_path, *QUIET]
-    flags += ["--trainer.max_epochs", "2", "--trainer.accelerator", "cpu", "--trainer.strategy", "ddp"]
+    flags += [
+        "--run.test",
+        "false",
+        "--trainer.max_epochs",
+        "1",
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.strategy",
+        "ddp",
+    ]
     flags += ["--trainer.num_nodes", "2", "--trainer.devices", "2"]
     job = slurm.submit(*SHAPE, SCRIPT, *flags, env=PATH)
-    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
+    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=560) == "COMPLETED", slurm.output(job)
     record = json.loads((tmp_path / "quickstart" / "version_0" / "run.json").read_text())
     assert (record["status"], record["world_size"], record["num_nodes"]) == ("completed", 4, 2)
     assert slurm.processes(job) == {}
