@@ -3,22 +3,22 @@
 import json
 import math
 import os
-import shutil
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import QUIET, ROOT, error_of, start_app
+from cluster.hosts import Network
+from conftest import QUIET, error_of, start_app
 
 from app.network import Link, fit_line, fit_link, measure_all_reduce
 from app.plan.measure import measure_steps, profile_gradients
 from app.plan.model import AGREEMENT, Bucket, Line, Machines, Step, fit_step, make_buckets, predict
 
 App = Callable[..., tuple[int, str]]
+AT_H1 = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
 ZERO = Line(0.0, 0.0)
 SLOW = Link(bandwidth=100.0, latency=0.5)  # bytes per second, seconds
 FREE = Link(math.inf, 0.0)
@@ -238,70 +238,26 @@ def test_four_processes_as_predicted_from_one_and_two(tmp_path: Path) -> None:
     assert 0.2 < ratio < 5  # for a noisy machine; a wrong unit or a forgotten factor of N is further off
 
 
-@pytest.fixture
-def hosts() -> Iterator[Callable[[str], list[str]]]:
-    """Two network namespaces at 10.77.0.1 and .2; called with a rate, their link is shaped to it: their names."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.skip("network namespaces need ip and tc, of Debian's iproute2")
-
-    def run(command: str, check: bool = True) -> None:
-        subprocess.run(command.split(), check=check, capture_output=True, timeout=20)
-
-    names = [f"plan-{os.getpid()}-{index}" for index in (0, 1)]
-    try:
-        for name in names:
-            run(f"ip netns add {name}")
-        run(f"ip link add link0 netns {names[0]} type veth peer name link0 netns {names[1]}")
-        for index, name in enumerate(names):
-            run(f"ip -n {name} addr add 10.77.0.{index + 1}/24 dev link0")
-            run(f"ip -n {name} link set link0 up")
-            run(f"ip -n {name} link set lo up")
-
-        def shape(rate: str) -> list[str]:
-            for name in names:
-                run(f"ip netns exec {name} tc qdisc replace dev link0 root tbf rate {rate} burst 64kb latency 500ms")
-            return names
-
-        yield shape
-    finally:
-        for name in names:
-            run(f"ip netns delete {name}", check=False)
-
-
 @pytest.mark.cluster
 @pytest.mark.parametrize(("rate", "steps"), [("1gbit", 200), ("100mbit", 100), ("10mbit", 16)])
 def test_two_hosts_as_predicted_from_the_rate_of_their_link(
-    hosts: Callable[[str], list[str]], tmp_path: Path, rate: str, steps: int
+    hosts: Network, tmp_path: Path, rate: str, steps: int
 ) -> None:
-    names = hosts(rate)
+    both = [hosts.hosts["h1"], hosts.hosts["h2"]]
+    for host in both:
+        host.run(*f"tc qdisc replace dev eth0 root tbf rate {rate} burst 64kb latency 500ms".split())
     found = fit_link(measure_all_reduce(2), 2)
     bits = {"g": 1e9, "m": 1e6}[rate.lstrip("0123456789")[0]] * int(rate.rstrip("gmbit"))
     link = Link(min(found.bandwidth, bits / 8), found.latency)
     flags = ["--trainer.strategy", "ddp", "--trainer.num_nodes", "2", "--trainer.devices", "1", "--run.root", tmp_path]
     flags += ["--trainer.max_steps", steps, "--trainer.log_every_n_steps", max(steps // 20, 1)]
-    processes = []
-    try:
-        for index, name in enumerate(names):
-            where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577", "NODE_RANK": str(index)}
-            enter = ["ip", "netns", "exec", name, sys.executable, "-m", "app", "fit"]
-            processes.append(
-                subprocess.Popen(
-                    [*enter, *map(str, [*MLP, *LONG, *flags])],
-                    env={**os.environ, **where, "GLOO_SOCKET_IFNAME": "link0"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    cwd=ROOT,
-                )
-            )
-        out = [process.communicate(timeout=200)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], out
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait(30)
+    processes = [
+        host.start(
+            sys.executable, "-m", "app", "fit", *map(str, [*MLP, *LONG, *flags]), env={**AT_H1, "NODE_RANK": str(node)}
+        )
+        for node, host in enumerate(both)
+    ]
+    out = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], out
     ratio = compared(f"2 hosts at {rate}", predicted_step().ddp(128, 2, link), seconds_of_a_step(tmp_path))
     assert (0.2 if rate == "1gbit" else 0.5) < ratio < 2, "a slow link is what takes the time, and its rate is known"

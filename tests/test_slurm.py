@@ -2,40 +2,128 @@
 
 import json
 import os
+import shlex
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from conftest import QUIET, ROOT
+from conftest import QUIET, ROOT, largest_difference, losses, weights
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"
 SHAPE = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
+STEPS = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
+STEPS += ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
 PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
-@pytest.mark.timeout(600)  # four processes import torch
-def test_two_nodes_of_two_tasks(slurm: Slurm, tmp_path: Path) -> None:
-    flags = ["--config", "configs/quickstart.yaml", "--data.size", "240", "--run.root", tmp_path, *QUIET]
-    flags += [
-        "--run.test",
-        "false",
-        "--trainer.max_epochs",
-        "1",
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.strategy",
-        "ddp",
-    ]
-    flags += ["--trainer.num_nodes", "2", "--trainer.devices", "2"]
-    job = slurm.submit(*SHAPE, SCRIPT, *flags, env=PATH)
-    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=560) == "COMPLETED", slurm.output(job)
-    record = json.loads((tmp_path / "quickstart" / "version_0" / "run.json").read_text())
-    assert (record["status"], record["world_size"], record["num_nodes"]) == ("completed", 4, 2)
+@pytest.fixture
+def clean(slurm: Slurm) -> Iterator[None]:
+    """No segment of shared memory is left when a test is over."""
+    yield
+    living = [node for node in slurm.nodes.values() if node.outer.poll() is None]
+    assert [name for node in living for name in node.shared_memory()] == []
+
+
+def record(root: Path, version: int) -> dict[str, Any]:
+    path = root / "cifar_cnn" / f"version_{version}" / "run.json"
+    return json.loads(path.read_text()) if path.exists() else {"epochs": []}
+
+
+def last(root: Path, version: int) -> Path:
+    return root / "cifar_cnn" / f"version_{version}" / "checkpoints" / "last.ckpt"
+
+
+def submit(slurm: Slurm, root: Path, *flags: str, epochs: int = 30, **env: str) -> str:
+    return slurm.submit(
+        *SHAPE, SCRIPT, *STEPS, "--run.root", root, "--trainer.max_epochs", str(epochs), *flags, env={**PATH, **env}
+    )
+
+
+def trained(slurm: Slurm, job: str, root: Path, epochs: int, version: int = 0) -> None:
+    ended = ("COMPLETED", "FAILED", "CANCELLED")
+    awaited(
+        lambda: len(record(root, version)["epochs"]) >= epochs or slurm.job(job)["JobState"] in ended,
+        280,
+        lambda: slurm.output(job),
+    )
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("how", ["announced", "requeued"])
+def test_it_goes_on_exactly(how: str, slurm: Slurm, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """2 nodes × 2 tasks without a flag for them: the losses of one device, and the same weights after a requeue."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    job = submit(slurm, whole)
+    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
+    job = submit(slurm, stopped, WANDB_MODE="offline")
+    trained(slurm, job, stopped, 3)
+    if how == "announced":  # as `--signal=SIGUSR1@90` does, some time before the end: the run asks for the requeue
+        slurm.run("scancel", "--signal=USR1", f"{job}.0")
+    else:
+        slurm.run("scontrol", "requeue", job)
+    slurm.start_again(job)
+    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
+
+    first, second = record(stopped, 0), record(stopped, 1)
+    assert (first["status"], second["status"]) == ("interrupted", "completed"), slurm.output(job)
+    assert second["resumed_from"] == str(last(stopped, 0))
+    assert second["tracker"] == first["tracker"] is not None
+    assert (second["world_size"], second["num_nodes"]) == (4, 2)
+    assert len(second["epochs"]) == 30
+    assert largest_difference(weights(last(whole, 0)), weights(last(stopped, 1))) == 0
+    code, said = app("fit", *STEPS, "--trainer.max_epochs", "30")
+    assert code == 0, said
+    single = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    np.testing.assert_allclose(losses(whole / "cifar_cnn" / "version_0"), losses(single), rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("clean")
+def test_scancel_saves_and_leaves_no_process(slurm: Slurm, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, epochs=100000)
+    trained(slurm, job, tmp_path, 2)
+    slurm.run("scancel", job)
+    slurm.reaches(job, "CANCELLED")
     assert slurm.processes(job) == {}
-    assert [name for node in slurm.nodes.values() for name in node.shared_memory()] == []
+    assert record(tmp_path, 0)["error"] == "by SIGTERM"
+    assert last(tmp_path, 0).exists()
+
+
+def test_a_node_that_fails(slurm: Slurm, tmp_path: Path) -> None:
+    """SLURM requeues the job by itself; it goes on from the last checkpoint, on other nodes."""
+    job = submit(slurm, tmp_path, epochs=60)
+    trained(slurm, job, tmp_path, 3)
+    slurm.nodes["h2"].end()
+    slurm.start_again(job, seconds=120)
+    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
+    assert record(tmp_path, 1)["resumed_from"] == str(last(tmp_path, 0))
+    assert [row["epoch"] for row in record(tmp_path, 1)["epochs"]] == list(range(60))
+
+
+def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
+    """And never two rank zeros in one directory."""
+    fit = ["python", "-m", "app", "fit", *STEPS, "--run.root", str(tmp_path)]
+    alone = "error: this SLURM job has 4 tasks, but the command was started once, without srun: put srun before it"
+    unequal = "error: srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4: leave"
+    for command, said in (
+        (["--wrap", shlex.join(fit)], alone),
+        (["--wrap", shlex.join(["srun", *fit, "--trainer.devices", "4"])], unequal),
+    ):
+        job = slurm.submit(*SHAPE, *command, env=PATH)
+        assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=200) == "FAILED", slurm.output(job)
+        assert said in slurm.output(job)
+    session = ["salloc", "--nodes=2", "--ntasks-per-node=2"]
+    out = slurm.run(*session, "sh", "-c", f"{shlex.join(fit)}; test $? = 2", env=PATH, timeout=200)
+    assert alone in out
+    assert not list(tmp_path.glob("cifar_cnn/version_*"))
+    out = slurm.run(*session, "srun", *fit, "--trainer.max_epochs", "1", env=PATH, timeout=280)
+    assert record(tmp_path, 0)["world_size"] == 4, out
+    assert len(list(tmp_path.glob("cifar_cnn/version_*"))) == 1
 
 
 @pytest.mark.parametrize("preempted", [True, False])
