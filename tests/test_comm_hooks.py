@@ -24,6 +24,7 @@ App = Callable[..., tuple[int, str]]
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "16", *QUIET]
 CPU = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]
+MEET = "--trainer.num_nodes 2 --cluster.init_method tcp://127.0.0.1:29500 --cluster.node_rank 0"
 
 
 def forked(strategy: str, *options: str) -> list[str]:
@@ -244,7 +245,7 @@ def test_compare_varies_strategies_and_their_options() -> None:
         ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
         ("ddp_ring --trainer.devices 1", "ring_hook changes how processes communicate, but this run is one process"),
         ("ddp static_graph true --trainer.accumulate_grad_batches 2", "torch fails where gradients are accumulated"),
-        ("ddp_dp --trainer.num_nodes 2 --trainer.sync_batchnorm true", "sync_batchnorm has no effect under dp"),
+        (f"ddp_dp {MEET} --trainer.sync_batchnorm true", "sync_batchnorm has no effect under dp"),
     ],
 )
 def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:

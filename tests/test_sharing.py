@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import QUIET, error_of, start_app
-from test_stopping import awaited, family, started
+from cluster.hosts import awaited
+from conftest import QUIET, error_of, family, start_app, started
 
 from app.machine import free_port
 from app.parallel.sharing import NodeMemory, open_handle, read_once
@@ -124,16 +124,8 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
 
 @SLOW
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
-    flags = [
-        "--data",
-        "user_code.FillsUpOnRank1",
-        "--data.size",
-        "200",
-        "--data.batch_size",
-        "8",
-        "--run.root",
-        tmp_path,
-    ]
+    flags = ["--data", "user_code.FillsUpOnRank1", "--data.size", "200", "--data.batch_size", "8"]
+    flags += ["--run.root", str(tmp_path)]
     code, out = start_app("fit", *flags, *way(), *STEPS, "--data.num_workers", "0")
     assert code == 0, out
     assert json.loads(next(tmp_path.glob("*/*/run.json")).read_text())["placement"] == "disk"
@@ -152,7 +144,8 @@ def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_nothing_stays_behind(strategy: str, tmp_path: Path) -> None:
-    with started(tmp_path, *way(strategy), "--trainer.max_epochs", "100000", *says_where(tmp_path)) as run:
+    flags = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", "--trainer.max_epochs", "100000"]
+    with started(tmp_path, *flags, *QUIET, *way(strategy), *says_where(tmp_path)) as run:
         awaited(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)), 120)
         for process in family(run.mark):
             os.kill(process, signal.SIGKILL)
