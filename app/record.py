@@ -264,6 +264,11 @@ class RunRecord(Callback):
         self.record["time_per_step"] = next(profiles, None)
         self._measured(trainer)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the checkpoints of a run that was resumed at its end, and had no step to take."""
+        if self._first_step is None:
+            self._measured(trainer)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the epochs so far, so that a resumed run's record holds them all."""
         if "train_loss" in trainer.callback_metrics:

@@ -41,6 +41,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "LOCAL_RANK",
         "RANK",
         "WORLD_SIZE",
+        "NODE_RANK",
         "MASTER_ADDR",
         "MASTER_PORT",
     ):

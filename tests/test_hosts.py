@@ -127,7 +127,7 @@ def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
     processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--cluster.timeout", "10")
     trained(tmp_path, processes, 2)
     hosts.link("h2", "down")
-    out = ended(processes, 10 + 10)
+    out = ended(processes, 10 + 20)
     for process, said in zip(processes, out, strict=True):
         assert process.returncode == 1, said
         assert "error: no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut" in said

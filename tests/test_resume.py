@@ -183,3 +183,24 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_p
     assert code == 2
     assert "batch_size 32" in out
     assert "Traceback" not in out
+
+
+def test_auto(app: App, tmp_path: Path) -> None:
+    """The newest that can be read, or none; one at the end of its training has still to be tested."""
+    flags = [*CNN[:-2], *QUIET, "--run.name", "x", "--ckpt_path", "auto", "--trainer.max_epochs"]
+    runs = tmp_path / "runs" / "x"
+    for version, epochs_wanted in enumerate(("1", "2", "2")):
+        code, out = app("fit", *flags, epochs_wanted)
+        assert code == 0, out
+        record = json.loads((runs / f"version_{version}" / "run.json").read_text())
+        assert (record["status"], len(record["epochs"])) == ("completed", int(epochs_wanted))
+        assert record["resumed_from"] == (
+            (version and str(runs / f"version_{version - 1}/checkpoints/last.ckpt")) or None
+        )
+        assert record["test"] is not None
+        if version == 0:
+            broken = runs / "version_0" / "checkpoints" / "newer.ckpt"
+            broken.write_bytes((runs / "version_0" / "checkpoints" / "last.ckpt").read_bytes()[:1000])
+    assert f"going on from {runs}/version_1/checkpoints/last.ckpt" in out
+    first = json.loads((runs / "version_0" / "run.json").read_text())
+    assert set(first) == set(record)
