@@ -213,9 +213,9 @@ def test_leftovers_of_another_launcher_are_explained(
     assert said in out
 
 
-def test_an_address_of_another_launcher_is_not_used(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-    code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "1")
+def test_an_address_of_another_launcher_is_not_used(tmp_path: Path) -> None:
+    flags = [*SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "1", "--run.root", tmp_path]
+    code, out = start_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"})
     assert code == 0, out
     assert "MASTER_ADDR=192.0.2.1 in the environment is not used: this run is on one node" in out
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ class Slurm(SLURMEnvironment):
 
     def __init__(self) -> None:
         ClusterEnvironment.__init__(self)
-        self.auto_requeue, self.requeue_signal = False, None
+        self.auto_requeue, self.requeue_signal = False, signal.SIGUSR1
 
     @property
     def main_address(self) -> str:
@@ -117,19 +118,19 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
     """
     if cluster.timeout <= 0:
         raise UserError(f"--cluster.timeout {cluster.timeout:g}: give a number of seconds above 0")
-    launcher = launched()
+    launcher, name = launched(), getattr(strategy, "strategy_name", strategy)
     plan: dict[str, Any] = {}
     if launcher is not None:
         if cluster.init_method is not None:
             raise UserError(f"--cluster.init_method: {launcher.by} has seen to how the nodes meet: leave it out")
-        if devices == "auto" and getattr(strategy, "strategy_name", strategy) != "ddp_dp":  # whose tasks have several
+        if devices == "auto" and name != "ddp_dp":  # whose tasks have several
             plan["devices"] = launcher.per_node or launcher.world_size
         if num_nodes == 1:
             plan["num_nodes"] = launcher.nodes
         return plan | ({"environment": Slurm()} if launcher.by == "srun" else {})
     if PARENT not in os.environ:
         _refuse_leftovers(num_nodes, elsewhere=cluster.init_method is not None or "NODE_RANK" in os.environ)
-    if num_nodes > 1:
+    if num_nodes > 1 and name != "dp":  # which says itself that it has one node
         return {"environment": Rendezvous(cluster, num_nodes)}
     for flag, value in (("init_method", cluster.init_method), ("node_rank", cluster.node_rank)):
         if value is not None:
