@@ -70,7 +70,7 @@ def app(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tupl
     return run
 
 
-def start_app(*args: str | Path, timeout: int = 120, env: dict[str, str | None] | None = None) -> tuple[int, str]:
+def start_app(*args: str | Path, timeout: int = 240, env: dict[str, str | None] | None = None) -> tuple[int, str]:
     """Run `python -m app …` as a process of its own; its whole group is ended when time is up.
 
     Returns:
@@ -245,9 +245,9 @@ class Running:
 
     def trained(self, epochs: int) -> None:
         """Wait until it has trained so many epochs, or has ended."""
-        awaited(lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 120)
+        awaited(lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 240)
 
-    def end(self, seconds: float = 60) -> str:
+    def end(self, seconds: float = 120) -> str:
         """What it printed; none of its processes is left a little later."""
         out, _ = self.process.communicate(timeout=seconds)
         awaited(lambda: not family(self.mark), 10)

@@ -124,10 +124,10 @@ def test_a_link_that_is_cut_for_five_seconds(hosts: Network, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("clean")
 def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
-    processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--cluster.timeout", "10")
+    processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--cluster.timeout", "20")
     trained(tmp_path, processes, 2)
     hosts.link("h2", "down")
-    out = ended(processes, 10 + 20)
+    out = ended(processes, 20 + 20)
     for process, said in zip(processes, out, strict=True):
         assert process.returncode == 1, said
         assert "error: no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut" in said
@@ -149,37 +149,47 @@ def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path)
 
 @pytest.mark.usefixtures("clean")
 def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App, tmp_path: Path) -> None:
-    """One host loses power, another one joins: the steps are those of one device, whatever the world size was."""
-    root, epochs = tmp_path / "hosts", ["--trainer.max_epochs", "120", "--last_checkpoint.every_n_train_steps", "5"]
+    """One host loses power, another one joins: the steps are those of one device, whatever the world size was.
+
+    In float64, where rounding does not hide a step that is left out or taken twice.
+    """
+    root = tmp_path / "hosts"
+    exact = ["--trainer.precision", "64-true", "--last_checkpoint.every_n_train_steps", "5"]
     at = ["--nnodes", "1:2", "--max-restarts", "3", "--nproc-per-node", "2", "--rdzv-id", "elastic"]
     at += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
     at += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
 
     def join(name: str) -> Process:
         launcher = [str(BIN / "torchrun"), *at]
-        return fit(hosts.hosts[name], "--run.root", root, *epochs, "--cluster.timeout", "8", launcher=launcher)
+        flags = [*exact, *FOR_EVER, "--cluster.timeout", "20"]
+        return fit(hosts.hosts[name], "--run.root", root, *flags, launcher=launcher)
 
     def newest() -> int:
         return len(list((root / "cifar_cnn").glob("version_*"))) - 1
 
-    def trains(world_size: int) -> bool:
+    def trains(world_size: int, since: int) -> bool:
+        """Whether a run of so many ranks has trained two epochs more."""
         found = record(root, newest())
-        return len(found["epochs"]) >= 2 and found["world_size"] == world_size
+        return len(found["epochs"]) >= since + 2 and found["world_size"] == world_size
 
     first, lost = join("h1"), join("h2")
-    awaited(lambda: first.poll() is not None or trains(4), 240)
+    awaited(lambda: first.poll() is not None or trains(4, 0), 240)
     hosts.hosts["h2"].end()
     lost.communicate(timeout=30)
-    awaited(lambda: first.poll() is not None or trains(2), 240)
+    since = len(record(root, newest())["epochs"])
+    awaited(lambda: first.poll() is not None or trains(2, since), 240)
     third = join("h3")
-    awaited(lambda: first.poll() is not None or trains(4), 240)
-    out = ended([first, third], 300)
-    assert [first.returncode, third.returncode] == [0, 0], out
+    since = len(record(root, newest())["epochs"])
+    awaited(lambda: first.poll() is not None or trains(4, since), 240)
+    for process in (first, third):
+        inner(process).send_signal(signal.SIGTERM)
+    out = ended([first, third], 60)
     final = record(root, newest())
-    assert (final["status"], final["world_size"]) == ("completed", 4)
-    assert [row["epoch"] for row in final["epochs"]] == list(range(120))
-    code, said = app("fit", *STEPS, *epochs)
+    assert (final["status"], final["world_size"]) == ("interrupted", 4), out
+    rows = [row for row in final["epochs"] if row["whole"]]
+    assert [row["epoch"] for row in rows] == list(range(len(rows)))
+    code, said = app("fit", *STEPS, *exact, "--trainer.max_epochs", str(len(rows)))
     assert code == 0, said
-    single = record(tmp_path / "runs")
-    ours, theirs = ([row["train_loss"] for row in found["epochs"]] for found in (final, single))
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    single = record(tmp_path / "runs")["epochs"]
+    ours, theirs = ([row["train_loss"] for row in found] for found in (rows, single))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)

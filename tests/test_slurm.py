@@ -39,7 +39,7 @@ def last(root: Path, version: int) -> Path:
     return root / "cifar_cnn" / f"version_{version}" / "checkpoints" / "last.ckpt"
 
 
-def submit(slurm: Slurm, root: Path, *flags: str, epochs: int = 30, **env: str) -> str:
+def submit(slurm: Slurm, root: Path, *flags: str, epochs: int = 24, **env: str) -> str:
     return slurm.submit(
         *SHAPE, SCRIPT, *STEPS, "--run.root", root, "--trainer.max_epochs", str(epochs), *flags, env={**PATH, **env}
     )
@@ -75,9 +75,9 @@ def test_it_goes_on_exactly(how: str, slurm: Slurm, app: Callable[..., tuple[int
     assert second["resumed_from"] == str(last(stopped, 0))
     assert second["tracker"] == first["tracker"] is not None
     assert (second["world_size"], second["num_nodes"]) == (4, 2)
-    assert len(second["epochs"]) == 30
+    assert len(second["epochs"]) == 24
     assert largest_difference(weights(last(whole, 0)), weights(last(stopped, 1))) == 0
-    code, said = app("fit", *STEPS, "--trainer.max_epochs", "30")
+    code, said = app("fit", *STEPS, "--trainer.max_epochs", "24")
     assert code == 0, said
     single = tmp_path / "runs" / "cifar_cnn" / "version_0"
     np.testing.assert_allclose(losses(whole / "cifar_cnn" / "version_0"), losses(single), rtol=0, atol=1e-5)
@@ -96,13 +96,13 @@ def test_scancel_saves_and_leaves_no_process(slurm: Slurm, tmp_path: Path) -> No
 
 def test_a_node_that_fails(slurm: Slurm, tmp_path: Path) -> None:
     """SLURM requeues the job by itself; it goes on from the last checkpoint, on other nodes."""
-    job = submit(slurm, tmp_path, epochs=60)
+    job = submit(slurm, tmp_path, epochs=40)
     trained(slurm, job, tmp_path, 3)
     slurm.nodes["h2"].end()
     slurm.start_again(job, seconds=120)
     assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
     assert record(tmp_path, 1)["resumed_from"] == str(last(tmp_path, 0))
-    assert [row["epoch"] for row in record(tmp_path, 1)["epochs"]] == list(range(60))
+    assert [row["epoch"] for row in record(tmp_path, 1)["epochs"]] == list(range(40))
 
 
 def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:

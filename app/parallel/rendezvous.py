@@ -25,7 +25,7 @@ class Cluster:
         init_method: Where they meet: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a file that all nodes
             share; `env://`, which several nodes take by default: MASTER_ADDR, MASTER_PORT and NODE_RANK.
         node_rank: Number of this node, from 0.
-        timeout: Seconds to wait for the other nodes, and later for an answer of another rank.
+        timeout: Seconds to wait for the other nodes and processes to start, and later for an answer of another rank.
     """
 
     init_method: str | None = None
