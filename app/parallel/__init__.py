@@ -31,14 +31,13 @@ for cls, description in (
 
 
 @atexit.register
-def _end_gloo() -> None:
+def _end_process_group() -> None:
     """End gloo's threads while Python still runs: a process that exits with them now and then aborts.
 
-    Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does so for NCCL only.
+    Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does so for NCCL only, and only for its own.
     """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
-        distributed.destroy_process_group()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def refuse_impossible(trainer: Trainer) -> None:

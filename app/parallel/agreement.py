@@ -1,9 +1,12 @@
 """What rank zero decides before a run begins, told to all ranks: its directory, the checkpoint, the tracker's run."""
 
+import hashlib
 import json
 import os
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -63,6 +66,8 @@ def _among_tasks(
     place = f"{environment.main_address}:{environment.main_port}"
     with _deadline(timeout, f"{launcher.world_size} processes of {launcher.by} at {place}", trainer.local_rank == 0):
         try:
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                _begin_process_group(strategy, timeout)
             strategy.setup_environment()
         except (distributed.DistError, OSError) as error:
             if "EADDRINUSE" in str(error):
@@ -83,6 +88,64 @@ def _among_tasks(
     if wrong is not None:
         raise UserError(wrong)
     return decided
+
+
+def _begin_process_group(strategy: Any, timeout: float) -> None:
+    """Begin the process group of torchrun's workers among keys of its own.
+
+    The agents' store outlives the workers, and what those of an earlier round have left there makes the next ones wait
+    for processes that are gone. Source: https://github.com/pytorch/pytorch/issues/135712.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = timedelta(seconds=timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = distributed.TCPStore(address, port, is_master=False, timeout=limit)
+    prefix = agree_on_a_name(distributed.PrefixStore("app", store), rank, world_size)
+    strategy.accelerator.setup_device(strategy.root_device)
+    distributed.init_process_group(
+        strategy._get_process_group_backend(),
+        store=distributed.PrefixStore(prefix, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=limit,
+        device_id=strategy.root_device if strategy.root_device.type != "cpu" else None,
+    )
+
+
+def agree_on_a_name(store: distributed.Store, rank: int, world_size: int) -> str:
+    """Find a name that only the processes that are here now have in common, whatever others have left in the store.
+
+    Each rank writes a word of its own. Rank zero says which words it sees, over and over, for some may be old. A rank
+    that finds its own among them confirms that list; when all have confirmed the same one, it is the name.
+
+    Args:
+        store: One that all ranks share, and that may hold what earlier processes have written here.
+        rank: Of this process.
+        world_size: Number of processes.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"word{rank}", mine)
+    while True:
+        if rank == 0:
+            words = _values(store, [f"word{other}" for other in range(world_size)])
+            confirmed = _values(store, [f"confirmed{other}" for other in range(1, world_size)])
+            seen = json.dumps(words)
+            agreed = all(confirmation == seen for confirmation in confirmed)
+            store.set("seen", json.dumps([words, agreed]))
+        else:
+            (said,) = _values(store, ["seen"])
+            words, agreed = json.loads(said or "[[], false]")
+            if rank < len(words) == world_size and words[rank] == mine:
+                store.set(f"confirmed{rank}", json.dumps(words))
+            else:
+                agreed = False
+        if agreed:
+            return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+        time.sleep(0.05)
+
+
+def _values(store: distributed.Store, keys: list[str]) -> list[str | None]:
+    return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
 
 @contextmanager
