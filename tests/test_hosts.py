@@ -181,6 +181,7 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
     third = join("h3")
     since = len(record(root, newest())["epochs"])
     awaited(lambda: first.poll() is not None or trains(4, since), 240)
+    assert first.poll() is None, ended([first, third], 60)
     for process in (first, third):
         inner(process).send_signal(signal.SIGTERM)
     out = ended([first, third], 60)

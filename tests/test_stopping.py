@@ -143,10 +143,10 @@ def test_rank_zero_that_is_killed_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_hangs(rank: int, tmp_path: Path) -> None:
     """Longer than the timeout: the other one says so, and no process is left, not even the stopped one."""
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, *DDP, *FOR_EVER]
-    with started(tmp_path, *flags, "--cluster.timeout", "30") as run:
+    with started(tmp_path, *flags, "--cluster.timeout", "45") as run:
         run.trained(2)
         os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
-        out = run.end(seconds=30 + 20)
+        out = run.end(seconds=45 + 20)
     assert run.process.returncode == (-signal.SIGKILL if rank == 0 else 1), out
     assert "error: no answer from another rank within --cluster.timeout" in out
     assert "Traceback" not in out

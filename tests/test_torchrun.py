@@ -122,11 +122,11 @@ def test_a_signal_to_the_agent_stops_all_with_a_checkpoint(name: str, tmp_path: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_hangs(rank: int, tmp_path: Path) -> None:
-    flags = [*SMALL, *STEPS, *SAYS, tmp_path, "--trainer.max_epochs", "100000", "--cluster.timeout", "30"]
+    flags = [*SMALL, *STEPS, *SAYS, tmp_path, "--trainer.max_epochs", "100000", "--cluster.timeout", "45"]
     with started(tmp_path, *flags, launcher=TORCHRUN) as run:
         run.trained(2)
         os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
-        out = run.end(30 + 20)
+        out = run.end(45 + 20)
     assert run.process.returncode == 1, out
     assert "no answer from another rank within --cluster.timeout" in out
 
