@@ -22,6 +22,7 @@ SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20",
 STEPS = [*SMALL, "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
 TCP = ["--trainer.num_nodes", "2", "--trainer.devices", "2", "--cluster.init_method", "tcp://h1:29500"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # with torch 2.15 a node that joins would wait in vain otherwise
 Process = subprocess.Popen[str]
 
 
@@ -162,7 +163,7 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
     def join(name: str) -> Process:
         launcher = [str(BIN / "torchrun"), *at]
         flags = [*exact, *FOR_EVER, "--cluster.timeout", "20"]
-        return fit(hosts.hosts[name], "--run.root", root, *flags, launcher=launcher)
+        return fit(hosts.hosts[name], "--run.root", root, *flags, launcher=launcher, env=ELASTIC)
 
     def newest() -> int:
         return len(list((root / "cifar_cnn").glob("version_*"))) - 1

@@ -81,10 +81,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             lost = RankError(f"lost the connection to {where or 'another rank'}: see what that one says")
             return self._failed(5.0) or lost
         if SILENT.search(text) and torch.distributed.is_initialized():
-            _end_stopped()
-            return self._failed(1.0) or RankError(
-                "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
-            )
+            silent = "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
+            _end_stopped(silent)
+            return self._failed(1.0) or RankError(silent)
         return None
 
     def _failed(self, seconds: float) -> RankError | None:
@@ -216,14 +215,19 @@ class ProcessLauncher(_MultiProcessingLauncher):
         super()._wrapping_function(*args, **kwargs)
 
 
-def _end_stopped() -> None:
-    """End what was stopped of the run's processes on this node: nobody else would end the one that started them."""
+def _end_stopped(silent: str) -> None:
+    """End what was stopped of the run's processes on this node: nobody else would end the one that started them.
+
+    Args:
+        silent: What to say before, for this process may end with it.
+    """
     if PARENT not in os.environ and launched() is None:
         return  # the parent is the user's, and so are its other children
     parent = psutil.Process(os.getppid())
     for process in (*([parent] if PARENT in os.environ else []), *parent.children()):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
+                print(f"error: {silent}: ending process {process.pid}, which is stopped", file=sys.stderr, flush=True)
                 process.kill()
 
 
