@@ -188,10 +188,9 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
     out = ended([first, third], 60)
     final = record(root, newest())
     assert (final["status"], final["world_size"]) == ("interrupted", 4), out
-    rows = [row for row in final["epochs"] if row["whole"]]
-    assert [row["epoch"] for row in rows] == list(range(len(rows)))
-    code, said = app("fit", *STEPS, *exact, "--trainer.max_epochs", str(len(rows)))
+    rows = {row["epoch"]: row["train_loss"] for row in final["epochs"] if row["whole"]}
+    code, said = app("fit", *STEPS, *exact, "--trainer.max_epochs", str(max(rows) + 1))
     assert code == 0, said
-    single = record(tmp_path / "runs")["epochs"]
-    ours, theirs = ([row["train_loss"] for row in found] for found in (rows, single))
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)
+    single = {row["epoch"]: row["train_loss"] for row in record(tmp_path / "runs")["epochs"]}
+    assert len(rows) >= 6
+    np.testing.assert_allclose(list(rows.values()), [single[epoch] for epoch in rows], rtol=0, atol=1e-9)

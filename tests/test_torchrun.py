@@ -67,12 +67,12 @@ def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, tmp_path: Pa
 
 def test_a_killed_worker_is_started_anew_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     flags = [*SMALL, *STEPS, *SAYS, tmp_path, "--trainer.max_epochs", "30"]
-    flags += ["--last_checkpoint.every_n_train_steps", "7", "--model.optimizer.lr", "0.01"]
+    flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
     with started(tmp_path / "whole", *flags, launcher=TORCHRUN) as whole:
         out = whole.end(180)
     assert whole.process.returncode == 0, out
     with started(tmp_path / "killed", *flags, launcher=[*TORCHRUN, "--max-restarts", "3"]) as killed:
-        killed.trained(random.randint(2, 10))
+        killed.trained(random.randint(2, 8))
         first = killed.directory
         os.kill(int((tmp_path / f"rank{random.randint(0, 1)}").read_text()), signal.SIGKILL)
         out = killed.end(180)
