@@ -43,9 +43,12 @@ class RunCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save where training stops in the middle of an epoch."""
-        super().on_train_batch_end(trainer, *args, **kwargs)
+        """Save where training stops in the middle of an epoch.
+
+        Not after its last step, but when it has ended: Lightning resumes from between the two without the validation.
+        """
         if not trainer.is_last_batch:
+            super().on_train_batch_end(trainer, *args, **kwargs)
             self._save_if_stopped(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,7 +60,9 @@ class RunCheckpoint(ModelCheckpoint):
     def _save_if_stopped(self, trainer: Trainer) -> None:
         """Keep the place where training ends, whenever checkpoints were asked for."""
         told = trainer.should_stop and trainer.fit_loop._can_stop_early
-        if not told and not 0 <= trainer.max_steps <= trainer.global_step:
+        every = self._every_n_train_steps
+        due = trainer.is_last_batch and every > 0 and trainer.global_step % every == 0
+        if not told and not due and not 0 <= trainer.max_steps <= trainer.global_step:
             return
         if self.monitor is None and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))

@@ -124,7 +124,7 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     assert json.loads((runs / "version_3" / "run.json").read_text())["resumed_from"].startswith(str(runs / "version_0"))
 
 
-@pytest.mark.parametrize("steps", [3, 7, 15, 20])
+@pytest.mark.parametrize("steps", [1, 3, 7, 15, 16, 20])
 def test_stopped_by_max_steps(steps: int, app: App, tmp_path: Path) -> None:
     """Anywhere in an epoch, or at the end of one, by the usual checkpoint."""
     flags = [*CNN[:-2], "--run.test", "false", "--trainer.max_epochs", "2", *QUIET]
@@ -135,6 +135,27 @@ def test_stopped_by_max_steps(steps: int, app: App, tmp_path: Path) -> None:
     whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_1"
     difference = largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed)))
     assert difference == 0
+    assert epochs(resumed) == epochs(whole)
+
+
+def test_a_checkpoint_that_is_due_after_the_last_step_of_an_epoch(app: App, tmp_path: Path) -> None:
+    """It waits for the end of the epoch, and the run that goes on from it has its validation and its mean loss."""
+    flags = [
+        *CNN[:-2],
+        "--last_checkpoint.every_n_train_steps",
+        "5",
+        "--run.test",
+        "false",
+        "--trainer.max_epochs",
+        "2",
+    ]
+    flags += QUIET
+    runs = tmp_path / "runs"
+    for name, more in (("whole", []), ("x", ["--trainer.max_steps", "15"]), ("x", ["--ckpt_path", "last"])):
+        code, out = app("fit", *flags, "--run.name", name, *more)
+        assert code == 0, out
+    whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_1"
+    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed))) == 0
     assert epochs(resumed) == epochs(whole)
 
 
