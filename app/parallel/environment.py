@@ -133,7 +133,7 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
     if num_nodes > 1 and name != "dp":  # which says itself that it has one node
         return {"environment": Rendezvous(cluster, num_nodes)}
     for flag, value in (("init_method", cluster.init_method), ("node_rank", cluster.node_rank)):
-        if value is not None:
+        if value is not None and num_nodes == 1:
             raise UserError(f"--cluster.{flag} {value}: there is one node: give --trainer.num_nodes, or leave it out")
     if (strategy, devices) == ("auto", "auto"):
         plan["devices"] = 1  # several only when they are asked for
