@@ -45,7 +45,10 @@ def test_parity(app: App, tmp_path: Path) -> None:
             ["--trainer.num_nodes", "2"],
             "torchrun started 1 node(s) of 2 process(es), but the run is",
         ),
-        (["--trainer.devices", "3"], "leave --trainer.num_nodes and --trainer.devices out, and they follow torchrun"),
+        (
+            ["--trainer.devices", "3"],
+            "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.num_nodes 1 of 3",
+        ),
         (
             ["--cluster.init_method", "tcp://127.0.0.1:1"],
             "--cluster.init_method: torchrun has seen to",
