@@ -67,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
             from app.doctor import run as doctor
 
             return doctor(sys.argv[2:])
-        from app.commands import run
+        from app.run import run
 
         return run()
     except KeyboardInterrupt:

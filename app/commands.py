@@ -2,22 +2,17 @@
 
 import contextlib
 import json
-import logging
-import os
 import shlex
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch
-import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -26,21 +21,18 @@ import app.modules
 from app.beginning import Run, decide
 from app.callbacks import PredictionWriter, TestFigures
 from app.checkpoints import RunCheckpoint, check_checkpoint
-from app.errors import ReportedUserError, UserError, nearest, one_line
+from app.errors import UserError, nearest, one_line
 from app.parallel import refuse_impossible
 from app.parallel.agreement import agree
-from app.parallel.environment import launched, plan_processes, started_anew
+from app.parallel.environment import plan_processes, started_anew
 from app.parallel.launchers import use_our_launcher
 from app.parallel.rendezvous import Cluster
-from app.parsing import Parser, chosen_classes, find_class, spell_out_strategy
-from app.process import PARENT, requeue
+from app.parsing import Parser, find_class, spell_out_strategy
 from app.profiling import StepProfile
 from app.record import RunRecord
 from app.report import report
-from app.stopping import EXIT_CODES, Signals, StopTogether, cause
+from app.stopping import Signals, StopTogether, cause
 from app.tracking import SaveConfig, Tracker, make_loggers
-
-LIGHTNING = Path(lightning.pytorch.__file__).parent
 
 
 class CLI(LightningCLI):
@@ -273,51 +265,3 @@ class CLI(LightningCLI):
         record = self._record()
         if record and (record["status"] == "completed" or record["train_s"] is not None):
             print("\n".join(["", *report(record, self.trainer.loggers, fitted=self.subcommand == "fit")]))
-
-
-def _quiet(record: logging.LogRecord) -> bool:
-    """Leave out Lightning's advertisements, and that there is no TPU."""
-    return not record.getMessage().startswith(("💡", "TPU available"))
-
-
-def run() -> int:
-    """Run the command line of this process.
-
-    Returns:
-        Exit code.
-
-    Raises:
-        UserError: For what a user did wrong.
-    """
-    chosen = chosen_classes(sys.argv[1:])
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_quiet)
-    try:
-        cli = CLI(chosen)
-    except SIGTERMException:
-        return 143
-    except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
-            return 130
-        if isinstance(end.code, str):
-            raise
-        return end.code or 0
-    except ReportedUserError:
-        return 2
-    except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
-        # a worker or a spawned process hands on its error as the text of a traceback
-        *_, last = str(error).rsplit("UserError: ", 1)
-        if last == str(error) and isinstance(error, torch.multiprocessing.ProcessRaisedException):
-            raise
-        raise UserError(one_line(last)) from error
-    except (RuntimeError, ValueError) as error:
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        if Path(raised_in).is_relative_to(LIGHTNING):
-            raise UserError(one_line(str(error))) from error  # Lightning itself says what it was asked wrongly
-        if raised_in == torch.optim.lr_scheduler.__file__:
-            raise UserError(f"--model.scheduler: {error}") from error
-        raise
-    if cli.stopped_by == "SIGUSR1":
-        requeue()
-    # others than the first process of a node end with 0: what started them would take anything else for a failure
-    first = PARENT not in os.environ and (launched() is None or cli.trainer.is_global_zero)
-    return EXIT_CODES.get(cli.stopped_by or "", 0) if first else 0

@@ -69,8 +69,8 @@ class Patience:
             self.due = min(2 * self.due, self.due + 30)
 
 
-class Host:
-    """Node 0, which listens until every other node has come.
+class _Node:
+    """One of those that meet.
 
     Args:
         place: Where they meet.
@@ -81,6 +81,13 @@ class Host:
     def __init__(self, place: Place, hello: dict[str, Any], timeout: float) -> None:
         self.place, self.hello, self.patience = place, hello, Patience(timeout)
         self.address, self.port = place.host, place.port
+
+
+class Host(_Node):
+    """Node 0, which listens until every other node has come."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.id = uuid.uuid4().hex
         self.guests: dict[int, socket.socket] = {}
 
@@ -208,18 +215,8 @@ class Host:
         return None
 
 
-class Guest:
-    """Any other node, which goes to node 0 until it is there, and waits until all are.
-
-    Args:
-        place: Where they meet.
-        hello: Number of this node, of all nodes, and of devices.
-        timeout: Seconds to wait.
-    """
-
-    def __init__(self, place: Place, hello: dict[str, Any], timeout: float) -> None:
-        self.place, self.hello, self.patience = place, hello, Patience(timeout)
-        self.address, self.port = place.host, place.port
+class Guest(_Node):
+    """Any other node, which goes to node 0 until it is there, and waits until all are."""
 
     def meet(self, decided: Any) -> dict[str, Any]:
         """Wait for all.

@@ -1,0 +1,68 @@
+"""How a command line of Lightning's ends: what is said of an error, and the exit code."""
+
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import lightning.pytorch
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+from app.commands import CLI
+from app.errors import ReportedUserError, UserError, one_line
+from app.parallel.environment import launched
+from app.parsing import chosen_classes
+from app.process import PARENT, requeue
+from app.stopping import EXIT_CODES
+
+LIGHTNING = Path(lightning.pytorch.__file__).parent
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Leave out Lightning's advertisements, and that there is no TPU."""
+    return not record.getMessage().startswith(("💡", "TPU available"))
+
+
+def run() -> int:
+    """Run the command line of this process.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        UserError: For what a user did wrong.
+    """
+    chosen = chosen_classes(sys.argv[1:])
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_quiet)
+    try:
+        cli = CLI(chosen)
+    except SIGTERMException:
+        return 143
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
+            return 130
+        if isinstance(end.code, str):
+            raise
+        return end.code or 0
+    except ReportedUserError:
+        return 2
+    except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
+        # a worker or a spawned process hands on its error as the text of a traceback
+        *_, last = str(error).rsplit("UserError: ", 1)
+        if last == str(error) and isinstance(error, torch.multiprocessing.ProcessRaisedException):
+            raise
+        raise UserError(one_line(last)) from error
+    except (RuntimeError, ValueError) as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(raised_in).is_relative_to(LIGHTNING):
+            raise UserError(one_line(str(error))) from error  # Lightning itself says what it was asked wrongly
+        if raised_in == torch.optim.lr_scheduler.__file__:
+            raise UserError(f"--model.scheduler: {error}") from error
+        raise
+    if cli.stopped_by == "SIGUSR1":
+        requeue()
+    # others than the first process of a node end with 0: what started them would take anything else for a failure
+    first = PARENT not in os.environ and (launched() is None or cli.trainer.is_global_zero)
+    return EXIT_CODES.get(cli.stopped_by or "", 0) if first else 0
