@@ -216,6 +216,9 @@ class CLI(LightningCLI):
         ]
         trainer = super().instantiate_trainer(**kwargs)
         trainer._signal_connector = Signals(trainer)
+        # max_steps ends training and nothing else; Lightning would take a resumed epoch that is whole for a broken-off
+        # one (pytorch-lightning #19617). `bool`, which says False, as spawned processes get the trainer pickled
+        trainer.fit_loop._iteration_based_training = bool  # type: ignore[method-assign]
         return trainer
 
     def _keeps_nothing(self) -> bool:

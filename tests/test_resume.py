@@ -124,17 +124,21 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     assert json.loads((runs / "version_3" / "run.json").read_text())["resumed_from"].startswith(str(runs / "version_0"))
 
 
-@pytest.mark.parametrize("steps", [1, 3, 7, 15, 16, 20])
-def test_stopped_by_max_steps(steps: int, app: App, tmp_path: Path) -> None:
-    """Anywhere in an epoch, or at the end of one, by the usual checkpoint."""
+@pytest.mark.parametrize("steps", [(1,), (3, 16), (7, 15), (15, 20), (20, 29)], ids=str)
+def test_stopped_by_max_steps(steps: tuple[int, ...], app: App, tmp_path: Path) -> None:
+    """Anywhere in an epoch, or at the end of one, by the usual checkpoint; and again."""
     flags = [*CNN[:-2], "--run.test", "false", "--trainer.max_epochs", "2", *QUIET]
     runs = tmp_path / "runs"
-    for name, more in (("whole", []), ("x", ["--trainer.max_steps", str(steps)]), ("x", ["--ckpt_path", "last"])):
+    ends = [["--trainer.max_steps", str(step)] for step in steps]
+    for name, more in (
+        ("whole", []),
+        ("x", ends[0]),
+        *(("x", [*end, "--ckpt_path", "last"]) for end in [*ends[1:], []]),
+    ):
         code, out = app("fit", *flags, "--run.name", name, *more)
         assert code == 0, out
-    whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_1"
-    difference = largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed)))
-    assert difference == 0
+    whole, resumed = runs / "whole" / "version_0", runs / "x" / f"version_{len(steps)}"
+    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed))) == 0
     assert epochs(resumed) == epochs(whole)
 
 
