@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -155,6 +156,8 @@ class CLI(LightningCLI):
             if self.checkpoint is not None:
                 resumed_by = self.trainer if self.subcommand == "fit" else None
                 check_checkpoint(self.checkpoint, self.model, resumed_by, may_be_finished=decided["may_be_finished"])
+                if isinstance(self.trainer.precision_plugin, DoublePrecision):  # which converts when weights are loaded
+                    self.trainer.precision_plugin.convert_module(self.model)
             elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
                 raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
         except UserError:

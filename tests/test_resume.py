@@ -46,6 +46,7 @@ MODELS = {
         "7",
     ],
     "mixed-precision": [*CNN, "--trainer.precision", "bf16-mixed"],
+    "double-precision": [*CNN, "--trainer.precision", "64-true"],
 }
 
 
