@@ -47,6 +47,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest in the background of a script: children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
 
 
