@@ -72,6 +72,7 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
     assert "not a checkpoint" in error_of(*app("test", *SMALL, "--ckpt_path", bad))
 
 
+@pytest.mark.slow
 def test_spawned_and_forked_errors_are_one_line_too(image_root: Path, tmp_path: Path) -> None:
     image = image_root / "train" / "dog" / "02.jpg"
     image.write_bytes(b"not an image")

@@ -154,6 +154,7 @@ def test_what_a_checkpoint_does_not_hold_is_said(exact: Path, tmp_path: Path) ->
     assert out.count("the checkpoint does not hold the error feedback of PowerSGD") == 1
 
 
+@pytest.mark.slow
 def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> None:
     flags = [*MODELS["cnn"], *STEPS, *CPU, "--trainer.strategy", "ddp_dp", "--trainer.num_nodes", "2"]
     flags += ["--trainer.callbacks+=app.callbacks.BatchShapes", "--run.root", str(tmp_path), "--run.name", "x"]

@@ -1,5 +1,6 @@
 """Sources in their real formats, pixels and placements."""
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +95,7 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     flags += ["--data.num_workers", "2"]
     code, out = app("fit", *flags, *TWO_STEPS)
     assert code == 0, out
+    assert multiprocessing.active_children() == []
     checkpoint = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
     code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET)
     assert code == 0, out
@@ -173,6 +175,7 @@ def test_sizes_that_make_no_sense(size: float) -> None:
         Synthetic(batch_size=size)
 
 
+@pytest.mark.slow
 def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
     """1 image for 2 ranks: the second one takes part with none, and the BatchNorm-free network does not mind."""
     flags = [

@@ -21,7 +21,14 @@ DATA = [
     "1003",
     *QUIET,
 ]
-WAYS = [("dp", 2), ("dp", 4), ("ddp", 2), ("ddp", 4), ("ddp_spawn", 2)]
+SLOW = pytest.mark.slow
+WAYS = [
+    ("dp", 2),
+    ("dp", 4),
+    ("ddp", 2),
+    pytest.param("ddp", 4, marks=SLOW),
+    pytest.param("ddp_spawn", 2, marks=SLOW),
+]
 
 
 def flags(strategy: str, devices: int) -> list[str]:
@@ -62,9 +69,7 @@ def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Pa
     assert sum(int(n) for row in confusion(trained)[1:] for n in row[1:]) == 1003
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp", 4, marks=SLOW)])
 def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     run_app = start_app if strategy == "ddp" else app
     checkpoint = trained / "checkpoints" / "best.ckpt"

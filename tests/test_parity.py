@@ -53,7 +53,14 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(
     ("strategy", "devices"),
-    [("dp", 2), ("dp", 4), ("ddp", 2), ("ddp", 4), ("ddp_spawn", 2), pytest.param("ddp_fork", 2, marks=SLOW)],
+    [
+        ("dp", 2),
+        ("dp", 4),
+        ("ddp", 2),
+        pytest.param("ddp", 4, marks=SLOW),
+        pytest.param("ddp_spawn", 2, marks=SLOW),
+        pytest.param("ddp_fork", 2, marks=SLOW),
+    ],
 )
 def test_parity(
     single: tuple[str, Path], strategy: str, devices: int, app: Callable[..., tuple[int, str]], tmp_path: Path

@@ -201,7 +201,9 @@ def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
     return file, json.loads(read.stdout)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp_spawn", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "ddp_spawn"))]
+)
 def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
     devices = "1" if strategy == "auto" else "2"
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]

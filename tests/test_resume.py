@@ -181,6 +181,7 @@ def test_stopped_early(app: App, tmp_path: Path) -> None:
     assert sorted(checkpoints(runs / "later" / "version_0")) == [15, 30, 45]
 
 
+@pytest.mark.slow
 def test_across_strategies(app: App, tmp_path: Path) -> None:
     """A checkpoint written under ddp resumes under ddp to the bit, and under others within rounding."""
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]

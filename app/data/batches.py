@@ -161,6 +161,16 @@ class GlobalBatches:
         full, rest = divmod(len(self.rows), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
+    @property
+    def _iterator(self) -> Any:
+        """The worker processes; Lightning ends what it finds by this name when a stage is over, however it ends."""
+        return self._workers and self._workers._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: None) -> None:
+        if self._workers is not None:
+            self._workers._iterator = iterator
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; Lightning calls it before each epoch."""
         self.epoch = epoch
