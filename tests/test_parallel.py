@@ -116,6 +116,7 @@ def test_every_precision_trains_both_models(
     assert saved == {true.get(precision, torch.float32)}
 
 
+@pytest.mark.slow
 def test_precision_under_ddp(tmp_path: Path) -> None:
     flags = [*SMALL, *way("ddp_fork", 2), "--trainer.precision", "bf16-mixed", "--trainer.max_epochs", "1"]
     code, out = start_app("fit", *flags, "--run.root", tmp_path)

@@ -137,6 +137,7 @@ def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
+@pytest.mark.slow
 def test_every_rank_and_every_replica_has_its_memory(app: App, tmp_path: Path) -> None:
     for strategy, rows in (("dp", [0, 0, 0]), ("ddp_fork", [0, 1, 2])):
         flags = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "3"]
