@@ -64,6 +64,8 @@ class Signals(_SignalConnector):
         if self.noted:
             if number == signal.SIGINT and not self._spawned:
                 raise KeyboardInterrupt
+            if number == signal.SIGINT:  # of the two that ProcessLauncher sends; another thread may have got it later
+                self.noted = number
             return
         self.noted = number
         if self.trainer.is_global_zero and not self._spawned:
@@ -99,15 +101,15 @@ class StopTogether(Callback):
 
 
 def _agree(trainer: Trainer) -> int:
-    """The signal that any rank has noted, or 0; the same on every rank. Collective."""
+    """The signal that any rank has noted, or 0; of several the lowest, the same on every rank. Collective."""
     signals = trainer._signal_connector
     assert isinstance(signals, Signals)
     number = signals.noted  # read once: a signal may come in the next line
     if trainer.world_size > 1:
         with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
-            shared = torch.tensor(number, device=trainer.strategy.root_device)
-            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
-            number = int(shared)
+            shared = torch.tensor(number or signal.NSIG, device=trainer.strategy.root_device)
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
+            number = int(shared) % signal.NSIG
     signals.stopped_by = number
     return number
 
