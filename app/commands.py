@@ -196,6 +196,8 @@ class CLI(LightningCLI):
         parser = self._parser(self.subcommand)
         given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins] * bool(trainer.plugins)
         plan = plan_processes(trainer.strategy, trainer.devices, trainer.num_nodes, config.cluster)
+        meeting = self.config[self.subcommand].cluster
+        meeting.init_method = meeting.node_rank = None  # the saved config is for any node
         if any(isinstance(plugin, ClusterEnvironment) for plugin in given):
             plan["environment"] = None
         kwargs["plugins"] = [*given, *filter(None, [plan.pop("environment", None)])]

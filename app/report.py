@@ -46,18 +46,22 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
             yield f"tracked         {logger.where()}"
     if fitted and checkpoints.get("last"):
         again = f"--config {directory}/config.yaml"
-        resume = f"python -m app fit {again} --ckpt_path {checkpoints['last']}"
+        alone = record["num_nodes"] == 1 and not record["launchers"]
+        resume = f"python -m app fit {again}" if alone else "the same command, with"
+        resume += f" --ckpt_path {checkpoints['last']}"
         if not finished(record):
             yield f"go on           {resume}"
             return
         if checkpoints["best"]:
             command = "predict" if test else "test"
-            yield f"use it          python -m app {command} {again} --ckpt_path {checkpoints['best']}"
+            here = "" if alone else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"
+            yield f"use it          python -m app {command} {again}{here} --ckpt_path {checkpoints['best']}"
         by_steps = 0 <= record["max_steps"] <= record["steps"]
         more = f"--trainer.max_steps {2 * record['steps']}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
         yield f"train longer    {resume} {more}"
-        other = "ddp" if record["strategy"] == "dp" else "dp"
-        yield f"other ways      python -m app fit {again} --trainer.strategy {other} --trainer.devices 2"
+        if alone:
+            other = "ddp" if record["strategy"] == "dp" else "dp"
+            yield f"other ways      python -m app fit {again} --trainer.strategy {other} --trainer.devices 2"
 
 
 def finished(record: dict[str, Any]) -> bool:

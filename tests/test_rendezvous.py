@@ -260,6 +260,12 @@ def test_parity_over_two_nodes(scheme: str, strategy: str, devices: int, app: Ap
     root = ["--run.root", str(tmp_path / "nodes")]
     for code, out in run_nodes(["fit", *SMALL, *STEPS, *way, *root], methods, env):
         assert code == 0, out
+        if "train longer" in out:
+            suggested = out.split("use it          python -m app ")[1].split("\n")[0].split()
+            assert "train longer    the same command, with --ckpt_path" in out
+            assert "other ways" not in out
+    code, out = app(*suggested, "--run.root", tmp_path / "suggested")
+    assert code == 0, out
     code, out = app("fit", *SMALL, *STEPS)
     assert code == 0, out
     ours, single = (tmp_path / folder / "cifar_cnn" / "version_0" for folder in ("nodes", "runs"))
