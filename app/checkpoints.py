@@ -120,8 +120,8 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
     """
     found: list[Path] = []
     for record in Path(root, run).glob("version_*/run.json"):
-        content = json.loads(record.read_text())
-        if of is None or (content["command"] == of[0] and set(of[1]) & set(content.get("launchers", ()))):
+        content = _read(record)
+        if of is None or (content.get("command") == of[0] and set(of[1]) & set(content.get("launchers", ()))):
             found += record.parent.glob("checkpoints/*.ckpt")
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
@@ -135,9 +135,16 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 def tracked_as(checkpoint: str, command: str) -> str | None:
     """Id in the tracker of the run that wrote a checkpoint, if it had this command, too."""
-    record = Path(checkpoint).parent.with_name("run.json")
-    content = json.loads(record.read_text()) if record.is_file() else {}
+    content = _read(Path(checkpoint).parent.with_name("run.json"))
     return content.get("tracker") if content.get("command") == command else None
+
+
+def _read(record: Path) -> dict[str, Any]:
+    """What a run's record says, or nothing: a loss of power can leave an empty one."""
+    try:
+        return dict(json.loads(record.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 import app.data
 import app.modules
@@ -26,8 +26,9 @@ from app.errors import UserError, nearest, one_line
 from app.parallel import refuse_impossible
 from app.parallel.agreement import agree
 from app.parallel.environment import plan_processes, started_anew
-from app.parallel.launchers import use_our_launcher
+from app.parallel.launchers import ProcessLauncher, use_our_launcher
 from app.parallel.rendezvous import Cluster
+from app.parallel.sharing import gather_objects
 from app.parsing import Parser, find_class, spell_out_strategy
 from app.profiling import StepProfile
 from app.record import RunRecord
@@ -195,11 +196,11 @@ class CLI(LightningCLI):
         run, trainer = config.run, config.trainer
         parser = self._parser(self.subcommand)
         given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins] * bool(trainer.plugins)
-        plan = plan_processes(trainer.strategy, trainer.devices, trainer.num_nodes, config.cluster)
+        plan: dict[str, Any] = {}
+        if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):  # which knows better
+            plan = plan_processes(trainer.strategy, trainer.devices, trainer.num_nodes, config.cluster)
         meeting = self.config[self.subcommand].cluster
         meeting.init_method = meeting.node_rank = None  # the saved config is for any node
-        if any(isinstance(plugin, ClusterEnvironment) for plugin in given):
-            plan["environment"] = None
         kwargs["plugins"] = [*given, *filter(None, [plan.pop("environment", None)])]
         kwargs |= plan
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
@@ -242,13 +243,16 @@ class CLI(LightningCLI):
         if not run.test or self._keeps_nothing() or not isinstance(data, app.data.ImageData) or self.stopped_by:
             return
         if "test" in data.source.splits and is_overridden("test_step", self.model):
-            best = (self._record()["checkpoint"] or {}).get("best")
+            best = gather_objects((self._record().get("checkpoint") or {}).get("best"))[0]
+            if best is not None and not all(gather_objects(Path(best).is_file())):
+                rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
+                best = None
             self.trainer.test(self.model, datamodule=data, ckpt_path=best, verbose=False)
 
     @property
     def stopped_by(self) -> str | None:
         """`Ctrl-C` or `SIGTERM`, where it has ended the run."""
-        record = self._record()
+        record = self._record() if isinstance(self.trainer.strategy.launcher, ProcessLauncher) else {}
         interrupted = record.get("status") == "interrupted"
         return cause(self.trainer) or (record["error"].removeprefix("by ") if interrupted else None)
 

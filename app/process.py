@@ -32,11 +32,15 @@ def begin() -> None:
             signal.signal(signal.SIGUSR1, lambda *_: requeue())
 
 
-def requeue() -> None:
-    """Have SLURM start this job again, which it has announced to end: SLURM then ends its tasks with SIGTERM."""
+def requeue() -> bool:
+    """Have SLURM start this job again, which it has announced to end: SLURM then ends its tasks with SIGTERM.
+
+    Returns:
+        Whether it will, as far as this task knows.
+    """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it comes twice
     if os.environ["SLURM_PROCID"] != "0":
-        return
+        return True
     job = os.environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
@@ -49,6 +53,7 @@ def requeue() -> None:
         print(f"SLURM does not start job {job} again ({refused}): submit it anew with --ckpt_path auto", flush=True)
     else:
         print(f"SLURM starts job {job} again, which goes on from its last checkpoint", flush=True)
+    return not refused
 
 
 def environment_of_a_run() -> dict[str, str]:

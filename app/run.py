@@ -61,8 +61,10 @@ def run() -> int:
         if raised_in == torch.optim.lr_scheduler.__file__:
             raise UserError(f"--model.scheduler: {error}") from error
         raise
-    if cli.stopped_by == "SIGUSR1":
-        requeue()
-    # others than the first process of a node end with 0: what started them would take anything else for a failure
-    first = PARENT not in os.environ and (launched() is None or cli.trainer.is_global_zero)
-    return EXIT_CODES.get(cli.stopped_by or "", 0) if first else 0
+    stopped_by = cli.stopped_by
+    if stopped_by == "SIGUSR1":
+        stopped_by = None if requeue() else "SIGTERM"
+    # what started the others would take anything but 0 for a failure; torchrun has to, to go on without a node
+    launcher = launched()
+    first = PARENT not in os.environ and (launcher is None or launcher.by == "torchrun" or cli.trainer.is_global_zero)
+    return EXIT_CODES.get(stopped_by or "", 0) if first else 0

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cluster.hosts import awaited
 from conftest import QUIET, error_of, largest_difference, losses, start_app, weights
 
 from app.errors import UserError
 from app.machine import free_port
 from app.parallel.meeting import Guest, Host, Place
+from app.parallel.rendezvous import Cluster, Rendezvous
 
 App = Callable[..., tuple[int, str]]
 SLOW = pytest.mark.slow
@@ -37,7 +39,9 @@ def go() -> Any:
 
         def start(place: Place, node: int, timeout: float = 20, decided: Any = None, **said: int) -> Future[Any]:
             meeting = (Guest if node else Host)(place, hello(node, **said), timeout)
-            return pool.submit(meeting.meet, decided)
+            future = pool.submit(meeting.meet, lambda: decided)
+            future.meeting = meeting  # type: ignore[attr-defined]
+            return future
 
         yield start
 
@@ -121,14 +125,56 @@ def test_nodes_that_do_not_fit_together(go: Any) -> None:
     ):
         with pytest.raises(UserError, match=remedy):
             go(place, node, **said).result()
-    while True:  # until the first one has come
-        try:
-            go(place, 1, timeout=0.5, nodes=3, devices=2).result()
-        except UserError as error:
-            if "another node has --cluster.node_rank 1" in str(error):
-                break
+    awaited(lambda: 1 in host.meeting.guests, 20)
+    with pytest.raises(UserError, match=r"another node has --cluster.node_rank 1"):
+        go(place, 1, nodes=3, devices=2).result()
     go(place, 2, nodes=3, devices=2).result()
     assert host.result() == first.result()
+
+
+def test_what_node_0_decides_wrongly_is_said_on_every_node(go: Any) -> None:
+    place = tcp(free_port())
+
+    def decide() -> None:
+        raise UserError("no such checkpoint")
+
+    with ThreadPoolExecutor(1) as pool:
+        host = pool.submit(Host(place, hello(0, nodes=2), 20).meet, decide)
+        with pytest.raises(UserError, match="node 0: no such checkpoint"):
+            go(place, 1, nodes=2).result()
+        with pytest.raises(UserError, match="^no such checkpoint"):
+            host.result()
+
+
+def test_a_caller_that_says_half_of_it_holds_nobody_up(go: Any) -> None:
+    place = tcp(free_port())
+    host = go(place, 0, nodes=2)
+    awaited(lambda: host.meeting.port and _connects(place), 20)
+    with socket.create_connection((place.host, place.port)) as caller:
+        caller.sendall(b'{"greeting": "data-parallel-lab", "node": 1}\n')  # and nothing else
+        assert caller.recv(100) == b""
+    assert go(place, 1, nodes=2).result() == host.result()
+
+
+def _connects(place: Place) -> bool:
+    try:
+        socket.create_connection((place.host, place.port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_node_is_known_by_its_whole_address() -> None:
+    cluster = Rendezvous(Cluster("tcp://10.0.0.1:29500", 0), 3)
+    cluster.names = {"10.0.0.2": "node 1", "10.0.0.20": "node 2", "fe80::1": "node 0"}
+    for said, name in (
+        ("Connection closed by peer [10.0.0.20]:3456", "node 2"),
+        ("Connection reset by peer, remote=[10.0.0.2]:1", "node 1"),
+        ("from 10.0.0.2:1234", "node 1"),
+        ("[fe80::1]:12", "node 0"),
+        ("[10.0.0.21]:3", None),
+    ):
+        assert cluster.name_of(said) == name
 
 
 def test_one_that_leaves_may_come_again(go: Any) -> None:
@@ -201,6 +247,7 @@ def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, app: App, mo
         ({"NODE_RANK": "1"}, "unset NODE_RANK"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "this SLURM job has 4 tasks, but the command was started once"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "this SLURM job has 2 nodes, but the command was started"),
     ],
 )
 def test_leftovers_of_another_launcher_are_explained(
@@ -211,6 +258,16 @@ def test_leftovers_of_another_launcher_are_explained(
     code, out = app("fit", *SMALL)
     assert code == 2, out
     assert said in out
+
+
+def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, it is refused where processes would meet there; one process does not need it."""
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2")
+        assert "Address already in use: unset it, or name a free port" in error_of(code, out)
+        code, out = app("fit", *SMALL, *STEPS)
+        assert code == 0, out
 
 
 def test_an_address_of_another_launcher_is_not_used(tmp_path: Path) -> None:

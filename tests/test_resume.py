@@ -231,3 +231,7 @@ def test_auto(app: App, tmp_path: Path) -> None:
     assert f"going on from {runs}/version_1/checkpoints/last.ckpt" in out
     first = json.loads((runs / "version_0" / "run.json").read_text())
     assert set(first) == set(record)
+    (runs / "version_2" / "run.json").write_text("")  # after a loss of power
+    code, out = app("fit", *flags, "2")
+    assert code == 0, out
+    assert f"going on from {runs}/version_" in out

@@ -14,6 +14,7 @@ from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, str
 from app.data.sources import Source, Split, SplitName
 from app.data.transforms import Transform
 from app.errors import UserError
+from app.parallel.environment import launched
 from app.parallel.sharing import CAN_SHARE, Read, gather_objects, read_once
 
 
@@ -190,7 +191,8 @@ class ImageData(LightningDataModule):
         """Worker processes of this rank: SLURM's cores of a task, else an equal part of the process' cores."""
         if self.requested_workers != "auto":
             return self.requested_workers
-        if "SLURM_CPUS_PER_TASK" in os.environ:
+        launcher = launched()
+        if launcher is not None and launcher.by == "srun" and "SLURM_CPUS_PER_TASK" in os.environ:
             return int(os.environ["SLURM_CPUS_PER_TASK"])
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -47,8 +47,11 @@ def agree(trainer: Trainer, decide: Callable[[list[str]], dict[str, Any]], timeo
         decided = _among_tasks(trainer, launcher, decide, timeout)
     elif isinstance(environment, Rendezvous):
         devices = getattr(strategy, "num_processes", 1)
-        decided = environment.meet(devices, decide([]) if environment.rank == 0 else None)
+        decided = environment.meet(devices, lambda: decide([]))
         use_interface_to(environment.main_address)
+    elif trainer.world_size > 1 and environment is not None and environment.creates_processes_externally:
+        others = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # mpirun, or the user's own
+        decided = _among_tasks(trainer, others, decide, timeout)
     else:
         decided = decide([own] if own else [])
     os.environ[DECIDED] = json.dumps(decided)
@@ -69,21 +72,21 @@ def _among_tasks(
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 _begin_process_group(strategy, timeout)
             strategy.setup_environment()
-        except (distributed.DistError, OSError) as error:
+            ids: list[Any] = [None] * launcher.world_size
+            distributed.all_gather_object(ids, launch_id())
+            word: list[Any] = [None, None]
+            if trainer.is_global_zero:
+                try:
+                    word[0] = decide(sorted(set(filter(None, ids))))
+                except UserError as error:
+                    word[1] = str(error)
+            distributed.broadcast_object_list(word, 0)
+        except (RuntimeError, OSError) as error:  # DistError is one, and what gloo says of a network
             if "EADDRINUSE" in str(error):
                 raise UserError(
                     f"port {environment.main_port} of {environment.main_address} is in use: set MASTER_PORT to another"
                 ) from error
             raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
-        ids: list[Any] = [None] * launcher.world_size
-        distributed.all_gather_object(ids, launch_id())
-        word: list[Any] = [None, None]
-        if trainer.is_global_zero:
-            try:
-                word[0] = decide(sorted(set(ids)))
-            except UserError as error:
-                word[1] = str(error)
-        distributed.broadcast_object_list(word, 0)
     decided, wrong = word
     if wrong is not None:
         raise UserError(wrong)

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -70,8 +71,10 @@ def launch_id() -> str | None:
         return None
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
-    agent = psutil.Process(os.getppid())
-    return f"torchrun {socket.gethostname()} {agent.pid} {agent.create_time()}"
+    agent = os.getppid()
+    began = Path(f"/proc/{agent}/stat")  # in ticks since boot: psutil's moves when the clock is set
+    when = began.read_text().rpartition(")")[2].split()[19] if began.exists() else psutil.Process(agent).create_time()
+    return f"torchrun {socket.gethostname()} {agent} {when}"
 
 
 def started_anew() -> bool:
@@ -95,6 +98,12 @@ class Slurm(SLURMEnvironment):
         """Host of task 0, unless MASTER_ADDR names another."""
         os.environ.setdefault("MASTER_ADDR", self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"]))
         return os.environ["MASTER_ADDR"]
+
+    @property
+    def main_port(self) -> int:
+        """Alike in the tasks of a step, and another one in the next job or step, unless MASTER_PORT names one."""
+        job, step = (int(os.environ[f"SLURM_{what}_ID"]) for what in ("JOB", "STEP"))
+        return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Leave this to `check_settings`, which says what to do."""
@@ -130,19 +139,18 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
         return plan | ({"environment": Slurm()} if launcher.by == "srun" else {})
     if PARENT not in os.environ:
         _refuse_leftovers(num_nodes, elsewhere=cluster.init_method is not None or "NODE_RANK" in os.environ)
-    if num_nodes > 1 and name != "dp":  # which says itself that it has one node
+    other_launcher = cluster.init_method is None and (LSFEnvironment.detect() or MPIEnvironment.detect())
+    if num_nodes > 1 and name != "dp" and not other_launcher:  # dp says itself that it has one node
         return {"environment": Rendezvous(cluster, num_nodes)}
     for flag, value in (("init_method", cluster.init_method), ("node_rank", cluster.node_rank)):
         if value is not None and num_nodes == 1:
             raise UserError(f"--cluster.{flag} {value}: there is one node: give --trainer.num_nodes, or leave it out")
     if (strategy, devices) == ("auto", "auto"):
         plan["devices"] = 1  # several only when they are asked for
-    if LSFEnvironment.detect() or MPIEnvironment.detect():
+    if other_launcher:
         return plan
-    if PARENT not in os.environ:
-        if (address := os.environ.pop("MASTER_ADDR", None)) is not None:
-            print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
-        _refuse_taken_port()
+    if PARENT not in os.environ and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
+        print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
     return plan | {"environment": LightningEnvironment()}
 
 
@@ -155,11 +163,14 @@ def _refuse_leftovers(num_nodes: int, elsewhere: bool) -> None:
             f"{', '.join(left)} in the environment would make this process one of several, but neither torchrun nor "
             f"srun has started it: unset {' '.join(left)}"
         )
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ and tasks != "1" and not elsewhere:
-        raise UserError(
-            f"this SLURM job has {tasks} tasks, but the command was started once, without srun: put srun before it"
-        )
+    if "SLURM_JOB_ID" not in os.environ or "SLURM_STEP_ID" in os.environ or elsewhere:
+        return
+    for variable, what in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
+        if os.environ.get(variable, "1") != "1":
+            raise UserError(
+                f"this SLURM job has {os.environ[variable]} {what}, but the command was started once, without srun: "
+                "put srun before it"
+            )
 
 
 def _refuse_taken_port() -> None:
@@ -168,17 +179,25 @@ def _refuse_taken_port() -> None:
         try:
             socket.create_server(("", int(port))).close()
         except (ValueError, OverflowError, OSError) as error:
-            raise UserError(f"MASTER_PORT={port} in the environment: {error}: unset it, or name a free port") from error
+            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "no port"
+            raise UserError(
+                f"MASTER_PORT={port} in the environment: {reason}: unset it, or name a free port"
+            ) from error
 
 
 def check_settings(trainer: Trainer) -> None:
-    """Compare what a launcher has started with what the run needs.
+    """Compare what a launcher has started, or the port that was asked for, with what the run needs.
 
     Raises:
-        UserError: When the numbers differ.
+        UserError: When the numbers differ, or the port is taken.
     """
     launcher = launched()
-    if launcher is None or trainer.world_size == 1 == launcher.world_size:
+    if launcher is None:
+        environment = trainer._accelerator_connector.cluster_environment
+        if type(environment) is LightningEnvironment and trainer.world_size > 1 and PARENT not in os.environ:
+            _refuse_taken_port()
+        return
+    if trainer.world_size == 1 == launcher.world_size:
         return
     per_node = getattr(trainer.strategy, "num_processes", 1)
     if (launcher.nodes, launcher.per_node) == (trainer.num_nodes, per_node):
@@ -205,6 +224,10 @@ def use_interface_to(address: str) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # sends nothing
             own = probe.getsockname()[0]
+            if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
+                # this host, whose own name is often on the loopback: by which way it reaches any other
+                probe.connect(("192.0.2.1", 9))  # an address that nobody has: https://www.rfc-editor.org/rfc/rfc5737
+                own = probe.getsockname()[0]
     except OSError:
         return
     for name, entries in psutil.net_if_addrs().items():

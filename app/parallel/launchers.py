@@ -31,6 +31,7 @@ GRACE = 10.0  # seconds in which rank zero may notice by itself that another ran
 # what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
 LOST = re.compile("(closed|reset) by peer|Broken pipe|likely closed|remotely closed")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
+SAID_OF_SILENCE = "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -76,19 +77,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         """What another rank has done that this one fails in a communication."""
         text = str(error)
         if LOST.search(text):
-            environment = self.cluster_environment
-            where = environment.name_of(text) if isinstance(environment, Rendezvous) else None
-            lost = RankError(f"lost the connection to {where or 'another rank'}: see what that one says")
-            return self._failed(5.0) or lost
-        if SILENT.search(text) and torch.distributed.is_initialized():
-            silent = "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
-            _end_stopped(silent)
-            return self._failed(1.0) or RankError(silent)
+            return self._failed(5.0) or RankError(_lost(self.cluster_environment, text))
+        if _is_silent(text):
+            _end_stopped()
+            return self._failed(1.0) or RankError(SAID_OF_SILENCE)
         return None
 
     def _failed(self, seconds: float) -> RankError | None:
         """The first other process that has failed, if one does within a time."""
-        limit = time.monotonic() + seconds
+        limit = time.monotonic() + seconds * bool(self.procs)
         while True:
             for index, process in enumerate(self.procs):
                 if process.poll():
@@ -102,7 +99,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
         In place of Lightning's watch, which ends it with SIGKILL: no word in the record, exit code 137.
         """
-        while any(process.poll() is None for process in list(self.procs)):
+        live = True
+        while live:
+            live = any(process.poll() is None for process in list(self.procs))
             failed = self._failed(1.0)
             if failed is not None:
                 time.sleep(GRACE)
@@ -170,6 +169,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 ) from error
             if isinstance(error, torch.multiprocessing.ProcessExitedException):
                 raise RankError.ended(error.error_index, error.error_pid, error.exit_code) from error
+            if isinstance(error, torch.multiprocessing.ProcessRaisedException):  # whose text is a traceback
+                failed = str(error).rstrip().rpartition("\n")[2]
+                if LOST.search(failed):
+                    raise RankError(_lost(self._strategy.cluster_environment, failed)) from error
+                if _is_silent(failed):
+                    raise RankError(SAID_OF_SILENCE) from error
             raise
         else:
             if self.stopped_by and trainer is not None and isinstance(trainer._signal_connector, Signals):
@@ -212,22 +217,34 @@ class ProcessLauncher(_MultiProcessingLauncher):
         assert parent is not None
         if not parent.is_alive():
             os._exit(1)
-        super()._wrapping_function(*args, **kwargs)
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except RuntimeError as error:
+            if _is_silent(str(error)):  # who waits for the processes gives a stopped one half a minute more
+                _end_stopped()
+            raise
 
 
-def _end_stopped(silent: str) -> None:
-    """End what was stopped of the run's processes on this node: nobody else would end the one that started them.
+def _lost(environment: Any, text: str) -> str:
+    where = environment.name_of(text) if isinstance(environment, Rendezvous) else None
+    return f"lost the connection to {where or 'another rank'}: see what that one says"
 
-    Args:
-        silent: What to say before, for this process may end with it.
-    """
-    if PARENT not in os.environ and launched() is None:
+
+def _is_silent(text: str) -> bool:
+    """Whether an error says that another rank did not answer in time."""
+    return bool(SILENT.search(text)) and "DataLoader" not in text
+
+
+def _end_stopped() -> None:
+    """End what was stopped of the run's processes on this node: nobody else would end the one that started them."""
+    if PARENT not in os.environ and launched() is None and multiprocessing.parent_process() is None:
         return  # the parent is the user's, and so are its other children
     parent = psutil.Process(os.getppid())
     for process in (*([parent] if PARENT in os.environ else []), *parent.children()):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
-                print(f"error: {silent}: ending process {process.pid}, which is stopped", file=sys.stderr, flush=True)
+                said = f"error: {SAID_OF_SILENCE}: ending process {process.pid}, which is stopped"
+                print(said, file=sys.stderr, flush=True)  # before: this process may end with it
                 process.kill()
 
 

@@ -10,7 +10,7 @@ import select
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,8 +91,8 @@ class Host(_Node):
         self.id = uuid.uuid4().hex
         self.guests: dict[int, socket.socket] = {}
 
-    def meet(self, decided: Any) -> dict[str, Any]:
-        """Wait for all, and tell them what node 0 has decided.
+    def meet(self, decide: Callable[[], Any]) -> dict[str, Any]:
+        """Wait for all, and tell them what node 0 decides then.
 
         Returns:
             What they were told.
@@ -113,13 +113,18 @@ class Host(_Node):
                 with contextlib.suppress(TimeoutError):
                     self._welcome(listener.accept()[0])
         # nobody listens now: a process group that comes early tries again, instead of being cut off
-        if file is not None:
-            self.address = _plain(self.guests[1].getsockname())
+        self.address = _plain(self.guests[1].getsockname())  # not the name of this host, which may be on the loopback
         names = {_plain(guest.getpeername()): f"node {node}" for node, guest in self.guests.items()}
-        word = {"decided": decided, "names": {**names, self.address: "node 0"}}
-        for guest in self.guests.values():
-            with guest:
-                _send(guest, word)
+        word: dict[str, Any] = {"wrong": None, "names": {**names, self.address: "node 0"}}
+        try:
+            word["decided"] = decide()
+        except Exception as error:
+            word["wrong"] = str(error)
+            raise
+        finally:
+            for guest in self.guests.values():
+                with contextlib.suppress(OSError), guest:  # one that is gone is missed by the process group
+                    _send(guest, word)
         return word
 
     def _listen(self) -> socket.socket:
@@ -161,9 +166,8 @@ class Host(_Node):
                 contextlib.suppress(OSError, ValueError),
                 socket.create_connection((address, content["port"]), 1) as host,
             ):
-                host.settimeout(1)
                 _send(host, {"greeting": GREETING})
-                if _receive(host).get("id") == content["id"]:
+                if _receive(host, 1.0).get("id") == content["id"]:
                     raise UserError(
                         f"another run is meeting at {file} just now: give --cluster.init_method another one"
                     )
@@ -178,7 +182,8 @@ class Host(_Node):
         except OSError:
             return f"{self.place.host} is unknown here"
         own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-        return "" if found & own else f"{self.place.host} is no address of this machine, which is node 0"
+        here = found & own or any(address.startswith("127.") for address in found)
+        return "" if here else f"{self.place.host} is no address of this machine, which is node 0"
 
     def _here(self, node: int) -> bool:
         """Whether a node has come, and has not left again."""
@@ -193,8 +198,7 @@ class Host(_Node):
 
     def _welcome(self, guest: socket.socket) -> None:
         """Let one in, or tell it why not; one that is not of this application gets no answer."""
-        guest.settimeout(ANSWER)
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             hello = _receive(guest)
             if hello.get("greeting") == GREETING:
                 wrong = self._wrong(hello)
@@ -218,8 +222,11 @@ class Host(_Node):
 class Guest(_Node):
     """Any other node, which goes to node 0 until it is there, and waits until all are."""
 
-    def meet(self, decided: Any) -> dict[str, Any]:
+    def meet(self, decide: Callable[[], Any]) -> dict[str, Any]:
         """Wait for all.
+
+        Args:
+            decide: Not used: node 0 decides.
 
         Returns:
             What node 0 says.
@@ -233,7 +240,7 @@ class Guest(_Node):
                         return self._attend(host, wanted)
                 except ConnectionRefusedError:
                     remark = "nobody listens there yet"
-                except (OSError, ValueError) as error:
+                except (OSError, ValueError, KeyError) as error:
                     remark = str(error)
             self.patience.check(f"node 0 of {self.hello['nodes']} at {self.place}", remark)
             time.sleep(PAUSE)
@@ -256,7 +263,10 @@ class Guest(_Node):
             raise UserError(answer["wrong"])
         while not select.select([host], [], [], PAUSE)[0]:
             self.patience.check(f"the other nodes of {self.hello['nodes']}, with node 0 at {self.address}:{self.port}")
-        return _receive(host)
+        word = _receive(host)
+        if word["wrong"]:
+            raise UserError(f"node 0: {word['wrong']}")
+        return word
 
 
 def _plain(address: Any) -> str:
@@ -267,14 +277,16 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """One message; ValueError for what is none."""
-    line = b""
+def _receive(connection: socket.socket, seconds: float = ANSWER) -> dict[str, Any]:
+    """One message; ValueError for what is none, TimeoutError for one that takes too long."""
+    line, ends = b"", time.monotonic() + seconds
     while not line.endswith(b"\n") and len(line) < 2**20:
+        connection.settimeout(max(ends - time.monotonic(), 0.001))
         part = connection.recv(1)  # not into the next message
         if not part:
             raise ConnectionResetError("it closed the connection")
         line += part
+    connection.settimeout(ANSWER)
     try:
         message = json.loads(line)
     except ValueError:

@@ -6,6 +6,8 @@ nothing while it waits, waits longer than it was told for a foreign listener, an
 
 import contextlib
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,29 +99,32 @@ class Rendezvous(LightningEnvironment):
         """The port at which the process group meets: that of the nodes."""
         return int(os.environ.get("MASTER_PORT", self.place.port))
 
-    def meet(self, devices: int, decided: Any) -> Any:
+    def meet(self, devices: int, decide: Callable[[], Any]) -> Any:
         """Wait for all nodes. For the first process of a node, not for those that it starts.
 
         Args:
             devices: Processes of this node.
-            decided: What node 0 has decided, to be told to the others; theirs is not used.
+            decide: What node 0 calls when all are there, and tells the others.
 
         Returns:
             What node 0 has decided.
 
         Raises:
-            UserError: When the nodes are not all there in time, do not fit together, or cannot use the address.
+            UserError: When the nodes are not all there in time, do not fit together, or cannot use the address; or when
+                node 0 decides that it is one.
         """
         hello = {"node": self.rank, "nodes": self.num_nodes, "devices": devices}
         meeting = (Guest if self.rank else Host)(self.place, hello, self.timeout)
-        word = meeting.meet(decided)
+        word = meeting.meet(decide)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         self.names = word["names"]
         return word["decided"]
 
     def name_of(self, message: str) -> str | None:
         """The node whose address stands in a message."""
-        return next((name for address, name in self.names.items() if address in message), None)
+        words = re.split(r"[^\w.:]", message.replace("]:", " "))
+        spoken = {part for word in words for part in (word, word.rpartition(":")[0])}
+        return next((name for address, name in self.names.items() if address in spoken), None)
 
 
 def _integer(name: str, text: str) -> int:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import _InfiniteBarrier
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -107,15 +106,14 @@ def read_once(trainer: Trainer | None, read: Read) -> tuple[Tensor, ...]:
     if trainer is None or not distributed or not CAN_SHARE or trainer.world_size <= trainer.num_nodes:
         return alone(read)
     memory, handle, failure = None, None, None
-    with _InfiniteBarrier():  # to read may take longer than a collective call waits
-        if trainer.local_rank == 0:
-            with suppress(OSError):
-                memory = NodeMemory()
-            try:
-                tensors = read(memory.empty if memory else torch.empty)
-                handle = memory and memory.handle(tensors)
-            except Exception as error:
-                failure = error
+    if trainer.local_rank == 0:
+        with suppress(OSError):
+            memory = NodeMemory()
+        try:
+            tensors = read(memory.empty if memory else torch.empty)
+            handle = memory and memory.handle(tensors)
+        except Exception as error:
+            failure = error
     everyone = gather_objects((trainer.node_rank, handle, failure and _reason(failure)))
     _raise_first(everyone, trainer, failure)
     if trainer.local_rank != 0:

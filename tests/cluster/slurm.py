@@ -110,16 +110,6 @@ class Slurm:
         mark = {**self.conf, "SLURM_JOB_ID": job}
         return {pid: variables for pid, variables in found.items() if mark.items() <= variables.items()}
 
-    def ranks(self, job: str) -> dict[int, int]:
-        """The pid of each rank of the job's `srun`; the processes that a rank started are left out."""
-        found = {}
-        for pid, variables in self.processes(job).items():
-            status = Path(f"/proc/{pid}/status").read_text().splitlines()
-            pid_on_node = next(line for line in status if line.startswith("NSpid:")).split()[-1]
-            if "SLURM_STEP_ID" in variables and variables["SLURM_TASK_PID"] == pid_on_node:
-                found[int(variables["SLURM_PROCID"])] = pid
-        return found
-
 
 @contextmanager
 def cluster() -> Iterator[Slurm]:
