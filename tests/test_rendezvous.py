@@ -142,7 +142,7 @@ def test_what_node_0_decides_wrongly_is_said_on_every_node(go: Any) -> None:
         host = pool.submit(Host(place, hello(0, nodes=2), 20).meet, decide)
         with pytest.raises(UserError, match="node 0: no such checkpoint"):
             go(place, 1, nodes=2).result()
-        with pytest.raises(UserError, match="^no such checkpoint"):
+        with pytest.raises(UserError, match=r"^no such checkpoint"):
             host.result()
 
 

@@ -85,7 +85,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _failed(self, seconds: float) -> RankError | None:
         """The first other process that has failed, if one does within a time."""
-        limit = time.monotonic() + seconds * bool(self.procs)
+        limit = time.monotonic() + seconds
         while True:
             for index, process in enumerate(self.procs):
                 if process.poll():
