@@ -38,7 +38,7 @@ def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> 
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
         run.trained(3)
         run.get(name, whom)
-        out = run.end()
+        out = run.end(20)
     assert run.process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name], out
     assert "Traceback" not in out
     found = run.record
@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_is_named(strategy: str, tmp_path: Path) -> None:
         run.trained(2)
         victim = int((tmp_path / "rank1").read_text())
         os.kill(victim, signal.SIGKILL)
-        out = run.end()
+        out = run.end(30)
     assert run.process.returncode == 1, out
     assert f"error: rank 1 (process {victim}) was ended by SIGKILL" in out
     assert "Traceback" not in out
@@ -132,7 +132,7 @@ def test_rank_zero_that_is_killed_is_named(tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *DDP, *FOR_EVER) as run:
         run.trained(2)
         run.get("SIGKILL", "main")
-        out = run.end()
+        out = run.end(30)
     assert run.process.returncode == -signal.SIGKILL
     assert f"error: rank 0 (process {run.process.pid}) was killed" in out
     assert "Traceback" not in out
@@ -189,4 +189,4 @@ def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path) -> None
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
         run.trained(3)
         run.get("SIGKILL", "main")
-        run.end()
+        run.end(30)
