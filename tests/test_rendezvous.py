@@ -149,3 +149,20 @@ def test_nodes_that_share_no_folder(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "node0" / "cifar_cnn" / "version_0" / "run.json").read_text())
     assert record["test"] is not None
     assert not list((tmp_path / "node1").rglob("run.json"))
+
+
+@SLOW
+def test_a_launcher_of_the_users_own(tmp_path: Path) -> None:
+    """Its processes keep one run, as those of torchrun do."""
+    way = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.plugins", "user_code.OwnLauncher"]
+    port = str(free_port())
+    ranks = run_nodes(
+        ["fit", *SMALL, *STEPS, *way, "--run.root", str(tmp_path)],
+        [[], []],
+        lambda rank: {"OWN_PORT": port, "OWN_RANK": str(rank)},
+    )
+    for code, out in ranks:
+        assert code == 0, out
+    (run,) = (tmp_path / "cifar_cnn").iterdir()
+    record = json.loads((run / "run.json").read_text())
+    assert (record["world_size"], record["status"]) == (2, "completed")

@@ -11,7 +11,9 @@ from typing import Any
 
 import psutil
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -257,3 +259,23 @@ class FillsUpOnRank1(Synthetic):
         if self.trainer.global_rank == 1:
             psutil.virtual_memory = lambda: SimpleNamespace(available=0, total=2**30)  # type: ignore[assignment]
         super().setup(stage)
+
+
+class OwnLauncher(LightningEnvironment):
+    """Somebody's own: it has started the processes, and tells them what they are by variables of its own."""
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["OWN_PORT"])
+
+    def global_rank(self) -> int:
+        return int(os.environ["OWN_RANK"])
+
+    def local_rank(self) -> int:
+        return self.global_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        rank_zero_only.rank = self.global_rank()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
 from torch import distributed
 
@@ -68,29 +69,36 @@ def _among_tasks(
         use_interface_to(environment.main_address)
     place = f"{environment.main_address}:{environment.main_port}"
     with _deadline(timeout, f"{launcher.world_size} processes of {launcher.by} at {place}", trainer.local_rank == 0):
-        try:
+        ids: list[Any] = [None] * launcher.world_size
+        with _explained(environment):
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 _begin_process_group(strategy, timeout)
             strategy.setup_environment()
-            ids: list[Any] = [None] * launcher.world_size
             distributed.all_gather_object(ids, launch_id())
-            word: list[Any] = [None, None]
-            if trainer.is_global_zero:
-                try:
-                    word[0] = decide(sorted(set(filter(None, ids))))
-                except UserError as error:
-                    word[1] = str(error)
+        word: list[Any] = [None, None]
+        if trainer.is_global_zero:
+            try:
+                word[0] = decide(sorted(set(filter(None, ids))))
+            except UserError as error:
+                word[1] = str(error)
+        with _explained(environment):
             distributed.broadcast_object_list(word, 0)
-        except (RuntimeError, OSError) as error:  # DistError is one, and what gloo says of a network
-            if "EADDRINUSE" in str(error):
-                raise UserError(
-                    f"port {environment.main_port} of {environment.main_address} is in use: set MASTER_PORT to another"
-                ) from error
-            raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     decided, wrong = word
     if wrong is not None:
         raise UserError(wrong)
     return decided
+
+
+@contextmanager
+def _explained(environment: ClusterEnvironment) -> Iterator[None]:
+    """Say in one line why processes did not come together, in which gloo's own errors are RuntimeErrors."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        place = f"{environment.main_address}:{environment.main_port}"
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
+        raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
 
 
 def _begin_process_group(strategy: Any, timeout: float) -> None:
