@@ -99,9 +99,13 @@ class Slurm:
         return self.job(job)["JobState"]
 
     def start_again(self, job: str, seconds: float = 60) -> None:
-        """Start a requeued job, as soon as its processes are gone; SLURM itself would wait for two minutes."""
+        """Start a requeued job, as soon as its processes are gone; SLURM itself would wait for two minutes.
+
+        It waits because slurmd refuses a job that starts in the second in which it was ended ("already killed, do not
+        launch batch job": slurm_cred_revoked counts whole seconds).
+        """
         self.reaches(job, "PENDING", seconds=seconds)
-        self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+        self.run("scontrol", "update", f"jobid={job}", "StartTime=now+2seconds")
         self.reaches(job, "RUNNING")
 
     def processes(self, job: str) -> dict[int, dict[str, str]]:
