@@ -57,7 +57,7 @@ def decide(
         keeps: Whether the run is kept at all.
 
     Raises:
-        UserError: When there is no such checkpoint.
+        UserError: When there is no such checkpoint, or no folder can be made for the run.
     """
     tracker = None
     anew = checkpoint == "auto" or (checkpoint is None and goes_on)

@@ -188,7 +188,7 @@ class CLI(LightningCLI):
         self.trainer.loggers = loggers + self.trainer.loggers
         record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
         record.record["resumed_from"], record.record["launchers"] = self.checkpoint, decided["launchers"]
-        use_our_launcher(self.trainer, record.on_exception)
+        use_our_launcher(self.trainer, self.config[self.subcommand].cluster.timeout, record.on_exception)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""

@@ -1,6 +1,5 @@
 """Where metrics go: a CSV file always, Weights & Biases on top."""
 
-import contextlib
 import os
 import re
 import uuid
@@ -19,7 +18,7 @@ from lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experime
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
-from app.errors import one_line
+from app.errors import UserError, one_line
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -225,12 +224,22 @@ def next_version(root: str, name: str) -> str:
 
 
 def claim_version(root: str, name: str) -> str:
-    """Make the first free `version_N` under `root/name`, which no other run that starts now can have, too."""
+    """Make the first free `version_N` under `root/name`, which no other run that starts now can have, too.
+
+    Raises:
+        UserError: When no folder can be made there.
+    """
     while True:
         version = next_version(root, name)
-        with contextlib.suppress(FileExistsError):
-            Path(root, name, version).mkdir(parents=True)
+        directory = Path(root, name, version)
+        try:
+            directory.mkdir(parents=True)
             return version
+        except OSError as error:
+            if not os.path.exists(directory):  # otherwise another run was faster
+                raise UserError(
+                    f"{directory}: no folder can be made there ({error.strerror}): give another --run.root"
+                ) from error
 
 
 def make_loggers(

@@ -250,3 +250,12 @@ def test_16_mixed_on_cpu_becomes_bf16_with_a_warning(app: App) -> None:
             "2",
         )
     assert code == 0, out
+
+
+@pytest.mark.parametrize("root", ["file", "dangling"])
+def test_where_no_folder_can_be_made(root: str, app: App, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "deep")
+    said = error_of(*app("fit", *SMALL, "--run.root", tmp_path / root))
+    assert said.startswith(f"error: {tmp_path / root}/cifar_cnn/version_0: no folder can be made there (")
+    assert said.endswith("): give another --run.root")

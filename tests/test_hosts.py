@@ -23,6 +23,7 @@ STEPS = [*SMALL, "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", 
 TCP = ["--trainer.num_nodes", "2", "--trainer.devices", "2", "--cluster.init_method", "tcp://h1:29500"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # with torch 2.15 a node that joins would wait in vain otherwise
+SILENCE = "error: no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
 Process = subprocess.Popen[str]
 
 
@@ -36,10 +37,10 @@ def fit(host: Host, *flags: object, launcher: list[str] | None = None, env: dict
     return host.start(*start, "-m", "app", "fit", *STEPS, *map(str, flags), env=env)
 
 
-def two_nodes(hosts: Network, root: Path, *flags: str) -> list[Process]:
+def two_nodes(hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None) -> list[Process]:
     """A run of 2 × 2 ranks by plain addresses."""
     both = enumerate((hosts.hosts["h1"], hosts.hosts["h2"]))
-    return [fit(host, "--run.root", root, *TCP, "--cluster.node_rank", node, *flags) for node, host in both]
+    return [fit(host, "--run.root", root, *TCP, "--cluster.node_rank", node, *flags, env=env) for node, host in both]
 
 
 def inner(process: Process) -> psutil.Process:
@@ -90,6 +91,9 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
             at = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
             launcher = [str(BIN / "torchrun"), *at]
         elif way == "env":
+            if node == 0:  # as Debian's installer leaves it
+                host.run("sh", "-c", f"sed 's/10.77.0.1/127.0.1.1/' /etc/hosts > {tmp_path}/etc-hosts")
+                host.run("mount", "--bind", tmp_path / "etc-hosts", "/etc/hosts")
             env = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500", "NODE_RANK": str(node)}
         else:
             url = f"file://{tmp_path}/meet" if way == "file" else "tcp://10.77.0.1:29500"
@@ -131,9 +135,66 @@ def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
     out = ended(processes, 20 + 20)
     for process, said in zip(processes, out, strict=True):
         assert process.returncode == 1, said
-        assert "error: no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut" in said
+        assert SILENCE in said
         assert "Traceback" not in said
     assert record(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path) -> None:
+    """The others wait for the one that reads, as long as it takes; a link that is gone is another matter."""
+    reads = ["--data", "user_code.ReadsWhenTold", "--cluster.timeout", "20"]
+    processes = two_nodes(hosts, tmp_path, *reads, env={"TEST_PLACE": str(tmp_path)})
+    awaited((tmp_path / "reads").exists, 120)
+    hosts.link("h2", "down")
+    (tmp_path / "go").touch()
+    out = ended(processes, 20 + 20)
+    for process, said in zip(processes, out, strict=True):
+        assert process.returncode == 1, said
+        assert SILENCE in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("tcp", 1), ("torchrun", 1)])
+def test_a_rank_alone_on_its_host_that_hangs(way: str, node: int, hosts: Network, tmp_path: Path) -> None:
+    """Nobody but a process of its own can end it there."""
+    processes = []
+    for number, host in enumerate((hosts.hosts["h1"], hosts.hosts["h2"])):
+        at, launcher = ["--cluster.init_method", "tcp://h1:29500", "--cluster.node_rank", number], None
+        if way == "torchrun":
+            meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
+            at, launcher = [], [str(BIN / "torchrun"), *meet]
+        flags = ["--run.root", tmp_path, "--trainer.num_nodes", "2", "--trainer.devices", "1", *at, *FOR_EVER]
+        processes.append(fit(host, *flags, "--cluster.timeout", "20", launcher=launcher))
+    trained(tmp_path, processes, 2)
+    stopped = inner(processes[node])
+    stopped = stopped.children()[0] if way == "torchrun" else stopped
+    stopped.suspend()
+    awaited(lambda: stopped.status() == psutil.STATUS_ZOMBIE, 20 + 10 + 5)
+    processes[node].send_signal(signal.SIGCONT)  # nsenter stops with what it has started
+    out = ended(processes, 10)
+    assert SILENCE in out[1 - node]
+    assert "was stopped for longer than --cluster.timeout (20 s): ending it" in out[node]
+    assert all(process.returncode for process in processes)
+    assert "Traceback" not in "".join(out) or way == "torchrun"  # its own
+
+
+@pytest.mark.usefixtures("clean")
+def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None:
+    """Node 0 keeps the run; the best weights, which the other has not, are not tested."""
+    root = tmp_path / "runs"
+    root.mkdir()
+    for name in ("h1", "h2"):
+        hosts.hosts[name].run("mount", "-t", "tmpfs", "tmpfs", root)
+    flags = ["--trainer.max_epochs", "1", "--run.test", "true"]
+    processes = two_nodes(hosts, root, *flags)
+    out = ended(processes, 120)
+    assert [process.returncode for process in processes] == [0, 0], out
+    assert "best.ckpt is not on every node: testing the last weights instead of the best" in out[0]
+    kept = [Path(f"/proc/{hosts.hosts[name].pid}/root{root}/cifar_cnn/version_0/run.json") for name in ("h1", "h2")]
+    assert json.loads(kept[0].read_text())["test"] is not None
+    assert not kept[1].exists()
 
 
 @pytest.mark.usefixtures("clean")

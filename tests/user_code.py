@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import torch
+from cluster.hosts import awaited
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -258,6 +259,18 @@ class FillsUpOnRank1(Synthetic):
         assert self.trainer is not None
         if self.trainer.global_rank == 1:
             psutil.virtual_memory = lambda: SimpleNamespace(available=0, total=2**30)  # type: ignore[assignment]
+        super().setup(stage)
+
+
+class ReadsWhenTold(Synthetic):
+    """Rank zero is long in reading."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        if self.trainer.global_rank == 0:
+            place = Path(os.environ["TEST_PLACE"])
+            (place / "reads").touch()
+            awaited((place / "go").exists, 60)
         super().setup(stage)
 
 

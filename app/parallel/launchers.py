@@ -15,14 +15,13 @@ from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from app.errors import RankError, UserError
-from app.parallel.environment import launched
+from app.parallel.guard import guarded
 from app.parallel.rendezvous import Rendezvous
 from app.process import PARENT, end_with_parent
 from app.stopping import CAUSES, EXIT_CODES, Signals
@@ -39,9 +38,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     Attributes:
         on_failure: Notes in the run's record that another process has failed.
+        timeout: Seconds for which other ranks wait for this one, or None where there are none.
     """
 
     on_failure: Callable[[Trainer, LightningModule, BaseException], None]
+    timeout: float | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the processes, of which this one is rank zero, and run the function in it.
@@ -56,7 +57,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             first = PARENT in os.environ and self.cluster_environment.local_rank() == 1 and hasattr(os, "pidfd_open")
-            with _noticing_the_end_of(self._rank(0)) if first else contextlib.nullcontext():
+            with guarded(self.timeout), _noticing_the_end_of(self._rank(0)) if first else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit):
             self.kill(signal.SIGKILL)  # before they complain that this process is gone
@@ -79,7 +80,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if LOST.search(text):
             return self._failed(5.0) or RankError(_lost(self.cluster_environment, text))
         if _is_silent(text):
-            _end_stopped()
             return self._failed(1.0) or RankError(SAID_OF_SILENCE)
         return None
 
@@ -129,7 +129,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
     """Starts the processes of `ddp_spawn` and `ddp_fork`, and tells them of SIGINT and SIGTERM.
 
     The first signal lets them end in order, the second Ctrl-C ends them.
+
+    Attributes:
+        timeout: Seconds for which the ranks wait for each other, or None where there is one.
     """
+
+    timeout: float | None = None
 
     def __init__(self, *args: Any) -> None:
         self.stopped_by = 0
@@ -217,12 +222,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
         assert parent is not None
         if not parent.is_alive():
             os._exit(1)
-        try:
+        with guarded(self.timeout):
             super()._wrapping_function(*args, **kwargs)
-        except RuntimeError as error:
-            if _is_silent(str(error)):  # who waits for the processes gives a stopped one half a minute more
-                _end_stopped()
-            raise
 
 
 def _lost(environment: Any, text: str) -> str:
@@ -233,19 +234,6 @@ def _lost(environment: Any, text: str) -> str:
 def _is_silent(text: str) -> bool:
     """Whether an error says that another rank did not answer in time."""
     return bool(SILENT.search(text)) and "DataLoader" not in text
-
-
-def _end_stopped() -> None:
-    """End what was stopped of the run's processes on this node: nobody else would end the one that started them."""
-    if PARENT not in os.environ and launched() is None and multiprocessing.parent_process() is None:
-        return  # the parent is the user's, and so are its other children
-    parent = psutil.Process(os.getppid())
-    for process in (*([parent] if PARENT in os.environ else []), *parent.children()):
-        with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED:
-                said = f"error: {SAID_OF_SILENCE}: ending process {process.pid}, which is stopped"
-                print(said, file=sys.stderr, flush=True)  # before: this process may end with it
-                process.kill()
 
 
 @contextlib.contextmanager
@@ -276,12 +264,26 @@ def _noticing_the_end_of(rank: int) -> Iterator[None]:
         end_with_parent()
 
 
-def use_our_launcher(trainer: Trainer, on_failure: Callable[[Trainer, LightningModule, BaseException], None]) -> None:
-    """Put our launcher in the place of Lightning's of the same kind."""
+def use_our_launcher(
+    trainer: Trainer, timeout: float, on_failure: Callable[[Trainer, LightningModule, BaseException], None]
+) -> None:
+    """Put our launcher in the place of Lightning's of the same kind.
+
+    Args:
+        trainer: The run's.
+        timeout: Seconds for which ranks wait for each other.
+        on_failure: Notes in the run's record that another process has failed.
+    """
     strategy: Any = trainer.strategy
     old = strategy.launcher
+    ours: ScriptLauncher | ProcessLauncher
     if isinstance(old, _SubprocessScriptLauncher):
-        strategy._launcher = ScriptLauncher(old.cluster_environment, old.num_processes, old.num_nodes)
-        strategy._launcher.on_failure = on_failure
+        ours = ScriptLauncher(old.cluster_environment, old.num_processes, old.num_nodes)
+        ours.on_failure = on_failure
     elif isinstance(old, _MultiProcessingLauncher):
-        strategy._launcher = ProcessLauncher(strategy, old._start_method)
+        ours = ProcessLauncher(strategy, old._start_method)
+    else:
+        return
+    if trainer.world_size > 1:
+        ours.timeout = timeout
+    strategy._launcher = ours
