@@ -115,20 +115,40 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     fit = ["python", "-m", "app", "fit", *STEPS, "--run.root", str(tmp_path)]
     alone = "error: this SLURM job has 4 tasks, but the command was started once, without srun: put srun before it"
     unequal = "error: srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4: leave"
-    for command, said in (
-        (["--wrap", shlex.join(fit)], alone),
-        (["--wrap", shlex.join(["srun", *fit, "--trainer.devices", "4"])], unequal),
+    nodes = "error: this SLURM job has 2 nodes, but the command was started once, without srun: put srun before it"
+    for shape, command, said in (
+        (SHAPE, fit, alone),
+        (["--nodes=2"], fit, nodes),
+        (SHAPE, ["srun", *fit, "--trainer.devices", "4"], unequal),
     ):
-        job = slurm.submit(*SHAPE, *command, env=PATH)
+        job = slurm.submit(*shape, "--wrap", shlex.join(command), env=PATH)
         assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=200) == "FAILED", slurm.output(job)
         assert said in slurm.output(job)
     session = ["salloc", "--nodes=2", "--ntasks-per-node=2"]
     out = slurm.run(*session, "sh", "-c", f"{shlex.join(fit)}; test $? = 2", env=PATH, timeout=200)
     assert alone in out
     assert not list(tmp_path.glob("cifar_cnn/version_*"))
-    out = slurm.run(*session, "srun", *fit, "--trainer.max_epochs", "1", env=PATH, timeout=280)
-    assert record(tmp_path, 0)["world_size"] == 4, out
-    assert len(list(tmp_path.glob("cifar_cnn/version_*"))) == 1
+    once = shlex.join([*fit, "--trainer.max_epochs", "1"])
+    # two steps at once, on ports of their own; then one process that starts its own, as from a shell on a node
+    steps = f"srun --overlap {once} & srun --overlap {once}; other=$?; wait $! && test $other = 0"
+    shell = f"srun --overlap --nodes=1 --ntasks=1 {once} --trainer.devices 2 --trainer.strategy ddp"
+    out = slurm.run(*session, "sh", "-c", f"{steps} && {shell}", env=PATH, timeout=280)
+    assert [record(tmp_path, version)["world_size"] for version in range(3)] == [4, 4, 2], out
+    assert len(list(tmp_path.glob("cifar_cnn/version_*"))) == 3
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_job_that_may_not_be_requeued(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.submit(
+        *SHAPE, "--no-requeue", SCRIPT, *STEPS, "--run.root", tmp_path, "--trainer.max_epochs", "100000", env=PATH
+    )
+    trained(slurm, job, tmp_path, 1)
+    slurm.run("scancel", "--signal=USR1", f"{job}.0")
+    slurm.reaches(job, "FAILED")
+    assert slurm.job(job)["ExitCode"] == "143:0", slurm.output(job)
+    assert f"SLURM does not start job {job} again (" in slurm.output(job)
+    assert "submit it anew with --ckpt_path auto" in slurm.output(job)
+    assert last(tmp_path, 0).exists()
 
 
 @pytest.mark.parametrize("preempted", [True, False])
