@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import QUIET, error_of, largest_difference, losses, start_app, weights
 
@@ -102,7 +103,7 @@ def run_nodes(
     ],
 )
 def test_parity_over_two_nodes(scheme: str, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    """And the test at the end, and `validate`, run the same way."""
+    """And the test at the end, and the other commands, run the same way."""
     port, file = free_port(), tmp_path / "meet"
     urls = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{file}"}
     methods = [
@@ -134,8 +135,15 @@ def test_parity_over_two_nodes(scheme: str, strategy: str, devices: int, app: Ap
     assert records[0]["world_size"] == 2 * devices
     assert not file.exists()
     if scheme == "env":
-        for code, out in run_nodes(["validate", *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best"], methods, env):
-            assert code == 0, out
+        for command in ("validate", "test", "predict"):
+            ways = run_nodes([command, *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best"], methods, env)
+            assert [code for code, _ in ways] == [0, 0], ways
+        found = [json.loads((ours.with_name(f"version_{n}") / "run.json").read_text()) for n in (1, 2, 3)]
+        assert [each["status"] for each in found] == ["completed"] * 3
+        assert found[1]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
+        runs = (ours.with_name("version_3"), tmp_path / "suggested" / "cifar_cnn" / "version_0")
+        together, alone = (pd.read_csv(run / "predictions.csv") for run in runs)
+        pd.testing.assert_frame_equal(together, alone)
 
 
 @SLOW
