@@ -55,7 +55,7 @@ class RunRecord(Callback):
             "epochs": [],
             "peak_memory": [],
             "steps": 0,
-            **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "setup_s", "train_s", "throughput")),
+            **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "tested", "setup_s", "train_s", "throughput")),
             "time_per_step": None,
         }
         self._warmup_epochs = warmup_epochs
@@ -281,10 +281,11 @@ class RunRecord(Callback):
             self.record["epochs"] = list(checkpoint.get("epochs", []))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the test figures."""
+        """Note the test figures, and the checkpoint that has them, unless it is the last weights."""
         metrics = trainer.callback_metrics
         names = {"loss": "test_loss", "acc": "test_acc"}
         self.record["test"] = {key: metrics[name].item() for key, name in names.items() if name in metrics} or None
+        self.record["tested"] = trainer.ckpt_path and str(trainer.ckpt_path)
 
 
 def _count(batch: Any) -> int:

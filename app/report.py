@@ -32,8 +32,8 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
     if accuracies:
         yield f"validation      best accuracy {max(accuracies):.2%}"
     if test:
-        which = "best checkpoint" if checkpoints.get("best") or not fitted else "last weights"
-        yield f"test            {_figures(test)}  ({which})"
+        tested = Path(record["tested"]).name if record["tested"] else "last weights"
+        yield f"test            {_figures(test)}  ({tested})"
     if record.get("validation"):
         yield f"validation      {_figures(record['validation'])}"
     if fitted and record["train_s"] is not None:

@@ -193,7 +193,10 @@ def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None
     assert [process.returncode for process in processes] == [0, 0], out
     assert "best.ckpt is not on every node: testing the last weights instead of the best" in out[0]
     kept = [Path(f"/proc/{hosts.hosts[name].pid}/root{root}/cifar_cnn/version_0/run.json") for name in ("h1", "h2")]
-    assert json.loads(kept[0].read_text())["test"] is not None
+    found = json.loads(kept[0].read_text())
+    assert found["test"] is not None
+    assert found["tested"] is None
+    assert "(last weights)" in out[0]
     assert not kept[1].exists()
 
 

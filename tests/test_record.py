@@ -52,6 +52,7 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     losses = [row["train_loss"] for row in found["epochs"]]
     assert found["train_loss"] == {"first": losses[0], "middle": losses[1], "last": losses[2]}
     assert 0 <= found["test"]["acc"] <= 1
+    assert found["tested"] == found["checkpoint"]["best"]
     assert found["setup_s"] > 0
     assert found["train_s"] > 0
     # 9 steps of an epoch are 4 windows of 2; the first of the 12 is left out
