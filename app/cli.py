@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from app.errors import RankError, UserError
-from app.process import begin
+from app.process import begin, is_task_of_srun
 
 HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
@@ -76,5 +76,9 @@ def main(args: Sequence[str] | None = None) -> int:
         if os.environ.get("APP_DEBUG"):
             traceback.print_exc()
         rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+        if is_task_of_srun():
+            rank = os.environ["SLURM_PROCID"]
+        elif "RANK" not in os.environ and os.environ.get("NODE_RANK", "0") != "0":
+            rank += f" of node {os.environ['NODE_RANK']}"
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, RankError) else 2

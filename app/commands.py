@@ -51,6 +51,7 @@ class CLI(LightningCLI):
         self.command = shlex.join(["python", "-m", "app", *sys.argv[1:]])
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
+        self.decided: dict[str, Any] = {}  # by rank zero
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -149,27 +150,22 @@ class CLI(LightningCLI):
                 self.datamodule.check_world_size(self.trainer.world_size)
             if self.trainer.is_global_zero:
                 self.datamodule.prepare_data()
-        decided = agree(self.trainer, self._decide, config.cluster.timeout)
-        self.checkpoint = decided["checkpoint"]
-        if not self._keeps_nothing():  # such a run has Lightning's own ways to end
-            self._keep(decided)
         try:
-            if self.checkpoint is not None:
-                resumed_by = self.trainer if self.subcommand == "fit" else None
-                check_checkpoint(self.checkpoint, self.model, resumed_by, may_be_finished=decided["may_be_finished"])
-                if isinstance(self.trainer.precision_plugin, DoublePrecision):  # which converts when weights are loaded
-                    self.trainer.precision_plugin.convert_module(self.model)
-            elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
-                raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
+            decided = agree(self.trainer, self._decide, self._check, config.cluster.timeout)
         except UserError:
-            if self.trainer.is_global_zero and decided["version"]:
+            if self.decided.get("version"):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
-                    Path(config.run.root, config.run.name, decided["version"]).rmdir()
+                    Path(config.run.root, config.run.name, self.decided["version"]).rmdir()
             raise
+        self.checkpoint = decided["checkpoint"]
+        if self.checkpoint is not None and isinstance(self.trainer.precision_plugin, DoublePrecision):
+            self.trainer.precision_plugin.convert_module(self.model)  # or the weights would be loaded into float32
+        record = None if self._keeps_nothing() else self._keep(decided)
+        use_our_launcher(self.trainer, config.cluster.timeout, record.on_exception if record else None)
 
     def _decide(self, launchers: list[str]) -> dict[str, Any]:
         config = self.config_init[self.subcommand]
-        return decide(
+        self.decided = decide(
             config.run,
             self.command,
             launchers,
@@ -178,8 +174,17 @@ class CLI(LightningCLI):
             goes_on=self.subcommand == "fit" and started_anew(),
             keeps=not self._keeps_nothing(),
         )
+        return self.decided
 
-    def _keep(self, decided: dict[str, Any]) -> None:
+    def _check(self, decided: dict[str, Any]) -> None:
+        """Refuse a checkpoint that this node cannot use."""
+        if decided["checkpoint"] is not None:
+            resumed_by = self.trainer if self.subcommand == "fit" else None
+            check_checkpoint(decided["checkpoint"], self.model, resumed_by, may_be_finished=decided["may_be_finished"])
+        elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
+            raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
+
+    def _keep(self, decided: dict[str, Any]) -> RunRecord:
         """Give the run its directory, its record and its loggers."""
         run: Run = self.config_init[self.subcommand].run
         loggers = make_loggers(
@@ -188,7 +193,7 @@ class CLI(LightningCLI):
         self.trainer.loggers = loggers + self.trainer.loggers
         record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
         record.record["resumed_from"], record.record["launchers"] = self.checkpoint, decided["launchers"]
-        use_our_launcher(self.trainer, self.config[self.subcommand].cluster.timeout, record.on_exception)
+        return record
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""

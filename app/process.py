@@ -13,7 +13,17 @@ STARTER = "APP_STARTER"  # environment of a run that another command of this app
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # set by a launcher for each process that it starts; a run that finds them takes itself for one of several
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def is_task_of_srun() -> bool:
+    """Whether srun has started this process as a task of a step; a batch script and a shell of salloc are none.
+
+    Where a site has salloc open its shell on a node, that is a step with a number of its own, SLURM_INTERACTIVE_STEP.
+    Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
+    """
+    return int(os.environ.get("SLURM_STEP_ID", SLURM_MAX_NORMAL_STEP_ID + 1)) <= SLURM_MAX_NORMAL_STEP_ID
 
 
 def begin() -> None:
@@ -28,8 +38,9 @@ def begin() -> None:
         end_with_parent()
     if PARENT not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        if "SLURM_STEP_ID" in os.environ:
-            signal.signal(signal.SIGUSR1, lambda *_: requeue())
+        if is_task_of_srun():
+            task = os.getpid()
+            signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # its workers get it, too
 
 
 def requeue() -> bool:

@@ -229,17 +229,18 @@ def claim_version(root: str, name: str) -> str:
     Raises:
         UserError: When no folder can be made there.
     """
+    number = int(next_version(root, name).removeprefix("version_"))
     while True:
-        version = next_version(root, name)
-        directory = Path(root, name, version)
+        directory = Path(root, name, f"version_{number}")
         try:
             directory.mkdir(parents=True)
-            return version
+            return directory.name
         except OSError as error:
-            if not os.path.exists(directory):  # otherwise another run was faster
+            if not (isinstance(error, FileExistsError) and directory.parent.is_dir()):
                 raise UserError(
                     f"{directory}: no folder can be made there ({error.strerror}): give another --run.root"
                 ) from error
+        number += 1  # another run was faster
 
 
 def make_loggers(

@@ -61,11 +61,17 @@ def ended(processes: list[Process], seconds: float) -> list[str]:
     return [process.communicate(timeout=max(limit - time.monotonic(), 0.1))[0] for process in processes]
 
 
-def processes_of(host: Host) -> list[str]:
-    """Command lines of the run's processes that live on a host."""
-    first = psutil.Process(host.pid)
-    lines = [" ".join(p.cmdline()) for p in first.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return [line for line in lines if " app " in f"{line} " and "fit" in line]
+def orphans(host: Host) -> list[str]:
+    """Command lines of the processes that are left on a host: its first one inherits them."""
+    living = [p for p in psutil.Process(host.pid).children(recursive=True) if not gone(p)]
+    return [line for line in (" ".join(p.cmdline()) for p in living) if line != "sleep infinity"]
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture
@@ -74,7 +80,7 @@ def clean(hosts: Network) -> Any:
     yield
     for host in hosts.hosts.values():
         if host.outer.poll() is None:
-            awaited(lambda host=host: not processes_of(host), 10, lambda host=host: str(processes_of(host)))
+            awaited(lambda host=host: not orphans(host), 10, lambda host=host: str(orphans(host)))
             assert host.shared_memory() == []
 
 
@@ -171,11 +177,11 @@ def test_a_rank_alone_on_its_host_that_hangs(way: str, node: int, hosts: Network
     stopped = inner(processes[node])
     stopped = stopped.children()[0] if way == "torchrun" else stopped
     stopped.suspend()
-    awaited(lambda: stopped.status() == psutil.STATUS_ZOMBIE, 20 + 10 + 5)
+    awaited(lambda: gone(stopped), 20 + 10 + 5)
     processes[node].send_signal(signal.SIGCONT)  # nsenter stops with what it has started
     out = ended(processes, 10)
     assert SILENCE in out[1 - node]
-    assert "was stopped for longer than --cluster.timeout (20 s): ending it" in out[node]
+    assert "was stopped for longer than --cluster.timeout (20 s): it was ended" in out[node]
     assert all(process.returncode for process in processes)
     assert "Traceback" not in "".join(out) or way == "torchrun"  # its own
 
@@ -198,6 +204,13 @@ def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None
     assert found["tested"] is None
     assert "(last weights)" in out[0]
     assert not kept[1].exists()
+    processes = two_nodes(hosts, root, *flags, "--ckpt_path", "last", "--trainer.max_epochs", "2")
+    out = ended(processes, 60)
+    assert [process.returncode for process in processes] == [2, 2], out
+    lacking = f"--ckpt_path {root}/cifar_cnn/version_0/checkpoints/last.ckpt: there is no such file"
+    assert f"error: node 1: {lacking}" in out[0]
+    assert f"error: {lacking}" in out[1]
+    assert not kept[0].parent.with_name("version_1").exists()
 
 
 @pytest.mark.usefixtures("clean")

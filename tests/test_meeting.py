@@ -1,6 +1,7 @@
 """The meeting of nodes: what is said while they wait, and what is refused."""
 
 import json
+import re
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from cluster.hosts import awaited
 from app.errors import UserError
 from app.machine import free_port
 from app.parallel.meeting import Guest, Host, Place
+from app.parallel.messages import receive, send
 from app.parallel.rendezvous import Cluster, Rendezvous
 
 
@@ -31,7 +33,7 @@ def go() -> Any:
 
         def start(place: Place, node: int, timeout: float = 20, decided: Any = None, **said: int) -> Future[Any]:
             meeting = (Guest if node else Host)(place, hello(node, **said), timeout)
-            future = pool.submit(meeting.meet, lambda: decided)
+            future = pool.submit(meeting.meet, lambda: decided, lambda decided: None)
             future.meeting = meeting  # type: ignore[attr-defined]
             return future
 
@@ -55,13 +57,13 @@ def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Any, tmp_p
 
 def test_who_is_missing_is_said_and_the_wait_ends(go: Any, capfd: pytest.CaptureFixture[str]) -> None:
     place = tcp(free_port())
-    host, guest = go(place, 0, nodes=3, timeout=6), go(place, 1, nodes=3, timeout=6)
+    host, guest = go(place, 0, nodes=3, timeout=9), go(place, 1, nodes=3, timeout=9)
     for waiting in (host, guest):
-        with pytest.raises(UserError, match=r"waited 6 s \(--cluster.timeout\) for"):
+        with pytest.raises(UserError, match=r"waited 9 s \(--cluster.timeout\) for"):
             waiting.result()
     said = capfd.readouterr().out
-    assert f"waiting for node 2 of 3 at {place.host}:{place.port}, 5 s" in said
-    assert f"waiting for the other nodes of 3, with node 0 at {place.host}:{place.port}, 5 s" in said
+    assert re.search(rf"waiting for node 2 of 3 at {place}, \d s", said)
+    assert re.search(rf"waiting for the other nodes of 3, with node 0 at {place}, \d s", said)
 
 
 def test_node_0_that_is_not_there(go: Any) -> None:
@@ -128,11 +130,40 @@ def test_what_node_0_decides_wrongly_is_said_on_every_node(go: Any) -> None:
         raise UserError("no such checkpoint")
 
     with ThreadPoolExecutor(1) as pool:
-        host = pool.submit(Host(place, hello(0, nodes=2), 20).meet, decide)
+        host = pool.submit(Host(place, hello(0, nodes=2), 20).meet, decide, print)
         with pytest.raises(UserError, match="node 0: no such checkpoint"):
             go(place, 1, nodes=2).result()
         with pytest.raises(UserError, match=r"^no such checkpoint"):
             host.result()
+
+
+@pytest.mark.parametrize("kind", [UserError, PermissionError])
+def test_what_will_not_do_on_one_node_is_said_on_every_node(kind: type[Exception], go: Any) -> None:
+    place = tcp(free_port())
+
+    def check(decided: Any) -> None:
+        raise kind("no such checkpoint here")
+
+    host, other = go(place, 0, nodes=3), go(place, 2, nodes=3)
+    with ThreadPoolExecutor(1) as pool:
+        lacking = pool.submit(Guest(place, hello(1, nodes=3), 20).meet, lambda: None, check)
+        with pytest.raises(UserError, match=r"^no such checkpoint here"):
+            lacking.result()
+    for node in (host, other):
+        with pytest.raises(UserError, match=r"^node 1: no such checkpoint here"):
+            node.result()
+
+
+def test_one_that_ends_before_it_is_ready(go: Any) -> None:
+    place = tcp(free_port())
+    host = go(place, 0, nodes=2)
+    awaited(lambda: host.meeting.port and _connects(place), 20)
+    with socket.create_connection((place.host, place.port)) as caller:
+        send(caller, {"greeting": "data-parallel-lab", **hello(1)})
+        assert receive(caller)["wrong"] is None
+        assert receive(caller)["decided"] is None
+    with pytest.raises(UserError, match=r"^node 1: it has ended: see what it says"):
+        host.result()
 
 
 def test_a_caller_that_says_half_of_it_holds_nobody_up(go: Any) -> None:

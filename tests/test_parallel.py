@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
 import app.parallel  # noqa: F401  (registers dp)
+from app.parallel.failures import lost, silent
 
 App = Callable[..., tuple[int, str]]
 THEIRS = ["--model", "user_code.TheirModel", "--data", "user_code.TheirData", "--trainer.max_epochs", "2", *QUIET]
@@ -38,6 +39,35 @@ def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp
     run = tmp_path / "x" / "version_0"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     assert (run / "config.yaml").read_text().count("user_code.") == 2
+
+
+@pytest.mark.parametrize("flag", ["fast_dev_run", pytest.param("barebones", marks=pytest.mark.slow)])
+def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
+    flags = [*SMALL[:-4], *way("ddp", 2), f"--trainer.{flag}", "true", "--run.root", tmp_path]
+    code, out = start_app("fit", *flags, "--trainer.max_epochs", "1")
+    assert code == 0, out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:51", "gone"),
+        ("socketProgress: Connection closed by remote peer h2<42921>", "gone"),
+        (
+            "ncclRemoteError: possibly due to a network error or a remote process exiting prematurely.",
+            "gone",
+        ),
+        ("NCCL communicator was aborted on rank 0.", "gone"),
+        ("[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", "silent"),
+        ("Socket Timeout", "silent"),
+        ("DataLoader timed out after 5 seconds", None),
+        ("mat1 and mat2 shapes cannot be multiplied", None),
+    ],
+)
+def test_what_an_error_of_a_communication_tells(said: str, meant: str | None) -> None:
+    """NCCL's are those in its library's text: no test here meets them."""
+    assert (lost(said, None) is not None, silent(said) is not None) == (meant == "gone", meant == "silent")
 
 
 def test_somebodys_own_model_that_logs_no_accuracy(app: App) -> None:

@@ -47,6 +47,7 @@ def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, app: App, mo
         ({"RANK": "0", "WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
         ({"NODE_RANK": "1"}, "unset NODE_RANK"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
+        ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, "unset RANK TORCHELASTIC_RUN_ID"),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "this SLURM job has 4 tasks, but the command was started once"),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "this SLURM job has 2 nodes, but the command was started"),
     ],
@@ -59,6 +60,13 @@ def test_leftovers_of_another_launcher_are_explained(
     code, out = app("fit", *SMALL)
     assert code == 2, out
     assert said in out
+
+
+def test_a_port_that_is_none(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "99999"), ("NODE_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    said = error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2"))
+    assert said == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
 def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

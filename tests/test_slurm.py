@@ -132,7 +132,10 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     # two steps at once, on ports of their own; then one process that starts its own, as from a shell on a node
     steps = f"srun --overlap {once} & srun --overlap {once}; other=$?; wait $! && test $other = 0"
     shell = f"srun --overlap --nodes=1 --ntasks=1 {once} --trainer.devices 2 --trainer.strategy ddp"
+    # the shell that salloc opens on a node, where a site has it so
+    on_node = f"srun --interactive --preserve-env {shlex.join(fit)}; test $? = 2"
     out = slurm.run(*session, "sh", "-c", f"{steps} && {shell}", env=PATH, timeout=280)
+    assert alone in slurm.run(*session, "sh", "-c", on_node, env=PATH, timeout=200)
     assert [record(tmp_path, version)["world_size"] for version in range(3)] == [4, 4, 2], out
     assert len(list(tmp_path.glob("cifar_cnn/version_*"))) == 3
 

@@ -18,23 +18,27 @@ from torch import distributed
 
 from app.errors import UserError
 from app.parallel.environment import Launched, launch_id, launched, use_interface_to
-from app.parallel.meeting import Patience
+from app.parallel.messages import Patience
 from app.parallel.rendezvous import Rendezvous
 from app.process import PARENT
 
+Decide = Callable[[list[str]], dict[str, Any]]
+Check = Callable[[dict[str, Any]], None]
 DECIDED = "APP_DECIDED"  # environment of the processes that `ddp` starts: what rank zero has decided, as JSON
 
 
-def agree(trainer: Trainer, decide: Callable[[list[str]], dict[str, Any]], timeout: float) -> dict[str, Any]:
+def agree(trainer: Trainer, decide: Decide, check: Check, timeout: float) -> dict[str, Any]:
     """Have rank zero decide, and tell all ranks; wait for the other nodes where there are any. Collective.
 
     Args:
         trainer: The run's; none of its processes has been started by it yet.
         decide: Called in rank zero with the ids of the launchers of this run; gives what JSON can hold.
+        check: Called with the decision on each node, for what may be wrong with it there.
         timeout: Seconds to wait for another rank, now and in every communication to come.
 
     Raises:
-        UserError: When rank zero's decision is one, or the ranks do not come together in time.
+        UserError: When rank zero's decision is one, a node's check finds one, or the ranks do not come together in
+            time.
     """
     strategy: Any = trainer.strategy
     if hasattr(strategy, "_timeout"):
@@ -45,23 +49,22 @@ def agree(trainer: Trainer, decide: Callable[[list[str]], dict[str, Any]], timeo
     launcher = launched()
     own = launch_id()
     if launcher is not None and launcher.world_size > 1:
-        decided = _among_tasks(trainer, launcher, decide, timeout)
+        decided = _among_tasks(trainer, launcher, decide, check, timeout)
     elif isinstance(environment, Rendezvous):
         devices = getattr(strategy, "num_processes", 1)
-        decided = environment.meet(devices, lambda: decide([]))
+        decided = environment.meet(devices, lambda: decide([]), check)
         use_interface_to(environment.main_address)
     elif trainer.world_size > 1 and environment is not None and environment.creates_processes_externally:
         others = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # mpirun, or the user's own
-        decided = _among_tasks(trainer, others, decide, timeout)
+        decided = _among_tasks(trainer, others, decide, check, timeout)
     else:
         decided = decide([own] if own else [])
+        check(decided)
     os.environ[DECIDED] = json.dumps(decided)
     return decided
 
 
-def _among_tasks(
-    trainer: Trainer, launcher: Launched, decide: Callable[[list[str]], dict[str, Any]], timeout: float
-) -> dict[str, Any]:
+def _among_tasks(trainer: Trainer, launcher: Launched, decide: Decide, check: Check, timeout: float) -> dict[str, Any]:
     """Begin the process group early, which Lightning then takes as it is, and decide in it."""
     strategy: Any = trainer.strategy
     environment = trainer._accelerator_connector.cluster_environment
@@ -83,7 +86,16 @@ def _among_tasks(
                 word[1] = str(error)
         with _explained(environment):
             distributed.broadcast_object_list(word, 0)
-    decided, wrong = word
+        decided, wrong = word
+        if wrong is None:
+            try:
+                check(decided)
+            except UserError as error:
+                wrong = str(error)
+            found: list[Any] = [None] * launcher.world_size
+            with _explained(environment):
+                distributed.all_gather_object(found, wrong)
+            wrong = wrong or next(filter(None, found), None)
     if wrong is not None:
         raise UserError(wrong)
     return decided

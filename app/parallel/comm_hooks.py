@@ -234,6 +234,14 @@ class Ring(DDP):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(ddp_comm_hook=ring_hook, ddp_comm_state=None, **kwargs)
 
+    def _check_backend(self) -> None:
+        super()._check_backend()
+        if self._process_group_backend == "gloo" and self.root_device.type == "cuda":
+            raise UserError(
+                "--trainer.strategy.process_group_backend gloo: it cannot send from one GPU to another, as ddp_ring "
+                "does: leave it out"
+            )
+
     def comm_state(self) -> Traffic:
         """Count from nothing."""
         return Traffic()

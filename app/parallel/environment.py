@@ -20,7 +20,9 @@ from lightning.pytorch import Trainer
 
 from app.errors import UserError
 from app.parallel.rendezvous import Cluster, Rendezvous
-from app.process import PARENT, RANKS
+from app.process import PARENT, RANKS, is_task_of_srun
+
+TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}  # what it tells each of its workers
 
 
 class Launched(NamedTuple):
@@ -41,10 +43,10 @@ class Launched(NamedTuple):
 
 def launched() -> Launched | None:
     """The launcher that started this process as one of its own; None for a process that stands alone."""
-    if TorchElasticEnvironment.detect() and "RANK" in os.environ:
+    if TorchElasticEnvironment.detect() and os.environ.keys() >= TORCHRUN:
         world, here, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
         return Launched("torchrun", nodes, here if here * nodes == world else None, world)
-    if "SLURM_STEP_ID" in os.environ:  # set for the tasks of srun only, not for a batch script or the shell of salloc
+    if is_task_of_srun():
         world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{what}"]) for what in ("TASKS", "NODES"))
         # `2(x2)` or `3,1`; SLURM_NTASKS_PER_NODE is the job's, not the step's
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
@@ -61,7 +63,7 @@ def _interactive() -> bool:
 
 def in_slurm_job() -> bool:
     """Whether SLURM runs this process as a task of a job that it could requeue."""
-    return "SLURM_STEP_ID" in os.environ and not _interactive()
+    return is_task_of_srun() and not _interactive()
 
 
 def launch_id() -> str | None:
@@ -163,7 +165,7 @@ def _refuse_leftovers(num_nodes: int, elsewhere: bool) -> None:
             f"{', '.join(left)} in the environment would make this process one of several, but neither torchrun nor "
             f"srun has started it: unset {' '.join(left)}"
         )
-    if "SLURM_JOB_ID" not in os.environ or "SLURM_STEP_ID" in os.environ or elsewhere:
+    if "SLURM_JOB_ID" not in os.environ or is_task_of_srun() or elsewhere:
         return
     for variable, what in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
         if os.environ.get(variable, "1") != "1":

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,15 +45,18 @@ def guarded(timeout: float | None) -> Iterator[None]:
 
 def watch(process: int, timeout: float) -> None:
     """End the process that has started this one if it is stopped for too long; return when it has ended."""
-    stopped = 0.0
+    stopped, last = 0.0, time.monotonic()
     while os.getppid() == process:
+        passed, last = time.monotonic() - last, time.monotonic()
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-            stopped = stopped + TICK if state == "T" else 0.0
+            stopped = stopped + min(passed, 2 * TICK) if state == "T" else 0.0
         if stopped > timeout + LATER:
-            said = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): ending it"
-            print(f"error: {said}", file=sys.stderr, flush=True)
             os.kill(process, signal.SIGKILL)
+            said = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was ended"
+            with contextlib.suppress(OSError):  # nobody reads
+                print(f"error: {said}", file=sys.stderr, flush=True)
+            return
         select.select([sys.stdin], [], [], TICK)  # readable at once when the process has ended
 
 

@@ -19,29 +19,27 @@ import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from torch import distributed
 
 from app.errors import RankError, UserError
+from app.parallel.failures import lost, silent
 from app.parallel.guard import guarded
-from app.parallel.rendezvous import Rendezvous
 from app.process import PARENT, end_with_parent
 from app.stopping import CAUSES, EXIT_CODES, Signals
 
+OnFailure = Callable[[Trainer, LightningModule, BaseException], None]
 GRACE = 10.0  # seconds in which rank zero may notice by itself that another rank has failed
-# what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
-LOST = re.compile("(closed|reset) by peer|Broken pipe|likely closed|remotely closed")
-SILENT = re.compile("[Tt]imed out|[Tt]imeout")
-SAID_OF_SILENCE = "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Starts the processes of `ddp`.
 
     Attributes:
-        on_failure: Notes in the run's record that another process has failed.
+        on_failure: Notes in the run's record, if it has one, that another process has failed.
         timeout: Seconds for which other ranks wait for this one, or None where there are none.
     """
 
-    on_failure: Callable[[Trainer, LightningModule, BaseException], None]
+    on_failure: OnFailure | None = None
     timeout: float | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -60,13 +58,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             with guarded(self.timeout), _noticing_the_end_of(self._rank(0)) if first else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit):
-            self.kill(signal.SIGKILL)  # before they complain that this process is gone
-            self.procs.clear()  # ends the watch
+            self._end()
             raise
         except Exception as error:
-            failed = self._explain(error) if isinstance(error, RuntimeError) else None
-            self.kill(signal.SIGKILL)
-            self.procs.clear()
+            failed = self._explain(error)
+            self._end()
             if failed is not None:
                 raise failed from error
             raise
@@ -74,14 +70,25 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _rank(self, local_rank: int) -> int:
         return self.cluster_environment.node_rank() * self.num_processes + local_rank
 
-    def _explain(self, error: RuntimeError) -> RankError | None:
+    def _end(self) -> None:
+        """End the other processes, before they complain that this one is gone, and this one's part in NCCL.
+
+        Otherwise NCCL would wait, when this process exits, for what is under way between the others.
+        Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
+        """
+        self.kill(signal.SIGKILL)
+        self.procs.clear()  # ends the watch
+        if distributed.is_initialized() and distributed.get_backend() == "nccl":
+            distributed.distributed_c10d._abort_process_group()
+
+    def _explain(self, error: Exception) -> RankError | None:
         """What another rank has done that this one fails in a communication."""
-        text = str(error)
-        if LOST.search(text):
-            return self._failed(5.0) or RankError(_lost(self.cluster_environment, text))
-        if _is_silent(text):
-            return self._failed(1.0) or RankError(SAID_OF_SILENCE)
-        return None
+        if self.timeout is None or not (type(error) is RuntimeError or isinstance(error, distributed.DistError)):
+            return None
+        if gone := lost(str(error), self.cluster_environment):
+            return self._failed(5.0) or gone
+        hung = silent(str(error))
+        return hung and (self._failed(1.0) or hung)
 
     def _failed(self, seconds: float) -> RankError | None:
         """The first other process that has failed, if one does within a time."""
@@ -107,7 +114,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 time.sleep(GRACE)
                 if self.procs:
                     print(f"error: {failed}", file=sys.stderr, flush=True)
-                    self.on_failure(trainer, trainer.lightning_module, failed)
+                    if self.on_failure is not None:
+                        self.on_failure(trainer, trainer.lightning_module, failed)
                     self.kill(signal.SIGKILL)
                     os._exit(failed.exit_code)
 
@@ -161,6 +169,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         try:
             results = super().launch(function, *args, trainer=trainer, **kwargs)
         except Exception as error:  # a Ctrl-C is not raised here, but comes to _tell
+            strategy: Any = self._strategy
             for process in multiprocessing.active_children():
                 process.kill()
             if self.stopped_by == signal.SIGINT:
@@ -173,13 +182,14 @@ class ProcessLauncher(_MultiProcessingLauncher):
                     "--trainer.strategy ddp, or define what is named at the top level of a module"
                 ) from error
             if isinstance(error, torch.multiprocessing.ProcessExitedException):
-                raise RankError.ended(error.error_index, error.error_pid, error.exit_code) from error
+                rank = strategy.node_rank * strategy.num_processes + error.error_index
+                raise RankError.ended(rank, error.error_pid, error.exit_code) from error
             if isinstance(error, torch.multiprocessing.ProcessRaisedException):  # whose text is a traceback
-                failed = str(error).rstrip().rpartition("\n")[2]
-                if LOST.search(failed):
-                    raise RankError(_lost(self._strategy.cluster_environment, failed)) from error
-                if _is_silent(failed):
-                    raise RankError(SAID_OF_SILENCE) from error
+                *earlier, failed = re.split(r"^(?=RuntimeError|torch\.distributed\.)", str(error), flags=re.MULTILINE)
+                if self.timeout is None or not earlier:
+                    raise
+                if seen := lost(failed, strategy.cluster_environment) or silent(failed):
+                    raise seen from error
             raise
         else:
             if self.stopped_by and trainer is not None and isinstance(trainer._signal_connector, Signals):
@@ -226,16 +236,6 @@ class ProcessLauncher(_MultiProcessingLauncher):
             super()._wrapping_function(*args, **kwargs)
 
 
-def _lost(environment: Any, text: str) -> str:
-    where = environment.name_of(text) if isinstance(environment, Rendezvous) else None
-    return f"lost the connection to {where or 'another rank'}: see what that one says"
-
-
-def _is_silent(text: str) -> bool:
-    """Whether an error says that another rank did not answer in time."""
-    return bool(SILENT.search(text)) and "DataLoader" not in text
-
-
 @contextlib.contextmanager
 def _noticing_the_end_of(rank: int) -> Iterator[None]:
     """Have a process say that the one that started it, of this rank, was killed, and end.
@@ -256,7 +256,7 @@ def _noticing_the_end_of(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if LOST.search(str(error)) and select.select([parent], [], [], 1.0)[0]:
+        if lost(str(error), None) and select.select([parent], [], [], 1.0)[0]:
             watching.join()
         raise
     finally:
@@ -264,24 +264,22 @@ def _noticing_the_end_of(rank: int) -> Iterator[None]:
         end_with_parent()
 
 
-def use_our_launcher(
-    trainer: Trainer, timeout: float, on_failure: Callable[[Trainer, LightningModule, BaseException], None]
-) -> None:
+def use_our_launcher(trainer: Trainer, timeout: float, on_failure: OnFailure | None) -> None:
     """Put our launcher in the place of Lightning's of the same kind.
 
     Args:
         trainer: The run's.
         timeout: Seconds for which ranks wait for each other.
-        on_failure: Notes in the run's record that another process has failed.
+        on_failure: Notes in the run's record, if it has one, that another process has failed.
     """
     strategy: Any = trainer.strategy
-    old = strategy.launcher
+    environment = trainer._accelerator_connector.cluster_environment
     ours: ScriptLauncher | ProcessLauncher
-    if isinstance(old, _SubprocessScriptLauncher):
-        ours = ScriptLauncher(old.cluster_environment, old.num_processes, old.num_nodes)
+    if isinstance(strategy.launcher, _MultiProcessingLauncher):
+        ours = ProcessLauncher(strategy, strategy.launcher._start_method)
+    elif isinstance(strategy.launcher, _SubprocessScriptLauncher) or trainer.world_size > 1:  # fsdp may have none
+        ours = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
         ours.on_failure = on_failure
-    elif isinstance(old, _MultiProcessingLauncher):
-        ours = ProcessLauncher(strategy, old._start_method)
     else:
         return
     if trainer.world_size > 1:

@@ -19,10 +19,9 @@ import psutil
 from app.errors import UserError
 from app.files import write_json
 from app.machine import free_port
+from app.parallel.messages import ANSWER, PAUSE, Patience, keep_alive, receive, send
 
 GREETING = "data-parallel-lab"
-ANSWER = 5.0  # seconds in which one that has connected must say what it is
-PAUSE = 0.25  # seconds between attempts
 
 
 class Place(NamedTuple):
@@ -44,31 +43,6 @@ class Place(NamedTuple):
         return str(self.file or f"{self.host}:{self.port}")
 
 
-class Patience:
-    """Says now and then what is waited for, and ends the wait.
-
-    Args:
-        seconds: How long to wait.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
-
-    def check(self, what: str, remark: str = "", say: bool = True) -> None:
-        """Say what is missing, unless another process does.
-
-        Raises:
-            UserError: When time is up.
-        """
-        passed = time.monotonic() - self.began
-        hint = f" ({remark})" if remark else ""
-        if passed > self.seconds:
-            raise UserError(f"waited {self.seconds:g} s (--cluster.timeout) for {what}{hint}: see how it fares there")
-        if passed > self.due and say:
-            print(f"waiting for {what}, {passed:.0f} s{hint}", flush=True)
-            self.due = min(2 * self.due, self.due + 30)
-
-
 class _Node:
     """One of those that meet.
 
@@ -82,6 +56,11 @@ class _Node:
         self.place, self.hello, self.patience = place, hello, Patience(timeout)
         self.address, self.port = place.host, place.port
 
+    def _answer(self, other: socket.socket, awaited: str) -> dict[str, Any]:
+        while not select.select([other], [], [], PAUSE)[0]:
+            self.patience.check(awaited)
+        return receive(other)
+
 
 class Host(_Node):
     """Node 0, which listens until every other node has come."""
@@ -91,8 +70,12 @@ class Host(_Node):
         self.id = uuid.uuid4().hex
         self.guests: dict[int, socket.socket] = {}
 
-    def meet(self, decide: Callable[[], Any]) -> dict[str, Any]:
-        """Wait for all, and tell them what node 0 decides then.
+    def meet(self, decide: Callable[[], Any], check: Callable[[Any], None]) -> dict[str, Any]:
+        """Wait for all, tell them what node 0 decides then, and hear whether it will do.
+
+        Args:
+            decide: What is called when all are there.
+            check: Raises what is wrong with the decision on this node.
 
         Returns:
             What they were told.
@@ -116,16 +99,31 @@ class Host(_Node):
         self.address = _plain(self.guests[1].getsockname())  # not the name of this host, which may be on the loopback
         names = {_plain(guest.getpeername()): f"node {node}" for node, guest in self.guests.items()}
         word: dict[str, Any] = {"wrong": None, "names": {**names, self.address: "node 0"}}
-        try:
-            word["decided"] = decide()
-        except Exception as error:
-            word["wrong"] = str(error)
-            raise
-        finally:
+        with contextlib.ExitStack() as stack:
             for guest in self.guests.values():
-                with contextlib.suppress(OSError), guest:  # one that is gone is missed by the process group
-                    _send(guest, word)
+                stack.enter_context(guest)
+            try:
+                word["decided"] = decide()
+                check(word["decided"])
+            except Exception as error:
+                self._tell({"wrong": f"node 0: {error}"})
+                raise
+            self._tell(word)
+            for node, guest in self.guests.items():
+                try:
+                    wrong = self._answer(guest, f"node {node} of {self.hello['nodes']} to be ready")["wrong"]
+                except (OSError, ValueError, KeyError):
+                    wrong = "it has ended: see what it says"
+                if wrong:
+                    self._tell({"wrong": f"node {node}: {wrong}"})
+                    raise UserError(f"node {node}: {wrong}")
+            self._tell({"wrong": None})
         return word
+
+    def _tell(self, word: dict[str, Any]) -> None:
+        for guest in self.guests.values():
+            with contextlib.suppress(OSError):  # one that is gone does not answer, either
+                send(guest, word)
 
     def _listen(self) -> socket.socket:
         port = self.port or free_port()
@@ -166,8 +164,8 @@ class Host(_Node):
                 contextlib.suppress(OSError, ValueError),
                 socket.create_connection((address, content["port"]), 1) as host,
             ):
-                _send(host, {"greeting": GREETING})
-                if _receive(host, 1.0).get("id") == content["id"]:
+                send(host, {"greeting": GREETING})
+                if receive(host, 1.0).get("id") == content["id"]:
                     raise UserError(
                         f"another run is meeting at {file} just now: give --cluster.init_method another one"
                     )
@@ -190,7 +188,7 @@ class Host(_Node):
         guest = self.guests.get(node)
         if guest is None:
             return False
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             if not select.select([guest], [], [], 0)[0] or guest.recv(1, socket.MSG_PEEK):
                 return True
         self.guests.pop(node).close()
@@ -199,10 +197,11 @@ class Host(_Node):
     def _welcome(self, guest: socket.socket) -> None:
         """Let one in, or tell it why not; one that is not of this application gets no answer."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            hello = _receive(guest)
+            keep_alive(guest)
+            hello = receive(guest)
             if hello.get("greeting") == GREETING:
                 wrong = self._wrong(hello)
-                _send(guest, {"id": self.id, "wrong": wrong})
+                send(guest, {"id": self.id, "wrong": wrong})
                 if "node" in hello and wrong is None:
                     self.guests[hello["node"]] = guest
                     return
@@ -222,11 +221,12 @@ class Host(_Node):
 class Guest(_Node):
     """Any other node, which goes to node 0 until it is there, and waits until all are."""
 
-    def meet(self, decide: Callable[[], Any]) -> dict[str, Any]:
+    def meet(self, decide: Callable[[], Any], check: Callable[[Any], None]) -> dict[str, Any]:
         """Wait for all.
 
         Args:
             decide: Not used: node 0 decides.
+            check: Raises what is wrong with the decision on this node.
 
         Returns:
             What node 0 says.
@@ -237,7 +237,7 @@ class Guest(_Node):
                 try:
                     with socket.create_connection((address, port), timeout=ANSWER) as host:
                         self.address, self.port = address, port
-                        return self._attend(host, wanted)
+                        return self._attend(host, wanted, check)
                 except ConnectionRefusedError:
                     remark = "nobody listens there yet"
                 except (OSError, ValueError, KeyError) as error:
@@ -254,46 +254,31 @@ class Guest(_Node):
         for address in content.get("addresses", ()):
             yield address, content["port"], content["id"]
 
-    def _attend(self, host: socket.socket, wanted: str | None) -> dict[str, Any]:
-        _send(host, {"greeting": GREETING, **self.hello})
-        answer = _receive(host)
+    def _attend(self, host: socket.socket, wanted: str | None, check: Callable[[Any], None]) -> dict[str, Any]:
+        keep_alive(host)
+        send(host, {"greeting": GREETING, **self.hello})
+        answer = receive(host)
         if wanted not in (None, answer.get("id")):
             raise ValueError("what listens there is another run")
         if answer["wrong"]:
             raise UserError(answer["wrong"])
-        while not select.select([host], [], [], PAUSE)[0]:
-            self.patience.check(f"the other nodes of {self.hello['nodes']}, with node 0 at {self.address}:{self.port}")
-        word = _receive(host)
+        others = f"the other nodes of {self.hello['nodes']}, with node 0 at {self.address}:{self.port}"
+        word = self._answer(host, others)
         if word["wrong"]:
-            raise UserError(f"node 0: {word['wrong']}")
+            raise UserError(word["wrong"])
+        try:
+            check(word["decided"])
+        except Exception as error:
+            send(host, {"wrong": str(error)})
+            raise UserError(str(error)) from error  # not an OSError, after which it would come again
+        send(host, {"wrong": None})
+        if wrong := self._answer(host, others)["wrong"]:
+            raise UserError(wrong)
         return word
 
 
 def _plain(address: Any) -> str:
     return str(address[0]).removeprefix("::ffff:")  # IPv4 on a socket that serves both
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(connection: socket.socket, seconds: float = ANSWER) -> dict[str, Any]:
-    """One message; ValueError for what is none, TimeoutError for one that takes too long."""
-    line, ends = b"", time.monotonic() + seconds
-    while not line.endswith(b"\n") and len(line) < 2**20:
-        connection.settimeout(max(ends - time.monotonic(), 0.001))
-        part = connection.recv(1)  # not into the next message
-        if not part:
-            raise ConnectionResetError("it closed the connection")
-        line += part
-    connection.settimeout(ANSWER)
-    try:
-        message = json.loads(line)
-    except ValueError:
-        message = None
-    if not isinstance(message, dict):
-        raise ValueError("what listens there is no run of this application")
-    return message
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -78,7 +78,10 @@ class Rendezvous(LightningEnvironment):
         if self.method == "env://":
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
             if not missing:
-                return os.environ["MASTER_ADDR"], _integer("MASTER_PORT", os.environ["MASTER_PORT"]), None
+                port = _integer("MASTER_PORT", os.environ["MASTER_PORT"])
+                if not 0 < port < 2**16:
+                    raise UserError(f"MASTER_PORT={port} in the environment: give a port, 1 to 65535")
+                return os.environ["MASTER_ADDR"], port, None
             raise UserError(
                 f"--trainer.num_nodes {self.num_nodes}: where do the nodes meet? give --cluster.init_method "
                 f"tcp://HOST:PORT, or set {' and '.join(missing)}, or start them with torchrun or srun"
@@ -99,23 +102,24 @@ class Rendezvous(LightningEnvironment):
         """The port at which the process group meets: that of the nodes."""
         return int(os.environ.get("MASTER_PORT", self.place.port))
 
-    def meet(self, devices: int, decide: Callable[[], Any]) -> Any:
+    def meet(self, devices: int, decide: Callable[[], Any], check: Callable[[Any], None]) -> Any:
         """Wait for all nodes. For the first process of a node, not for those that it starts.
 
         Args:
             devices: Processes of this node.
             decide: What node 0 calls when all are there, and tells the others.
+            check: What each of them calls with it, and node 0.
 
         Returns:
             What node 0 has decided.
 
         Raises:
             UserError: When the nodes are not all there in time, do not fit together, or cannot use the address; or when
-                node 0 decides that it is one.
+                one of them finds that the decision is one.
         """
         hello = {"node": self.rank, "nodes": self.num_nodes, "devices": devices}
         meeting = (Guest if self.rank else Host)(self.place, hello, self.timeout)
-        word = meeting.meet(decide)
+        word = meeting.meet(decide, check)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         self.names = word["names"]
         return word["decided"]
