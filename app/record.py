@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 import time
 from pathlib import Path
@@ -15,17 +14,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.checkpoints import RunCheckpoint
 from app.data.batches import GlobalBatches
-from app.data.module import ImageData
 from app.errors import RankError, ReportedUserError
 from app.files import write_json
 from app.machine import hardware, peak_memory, versions
 from app.modules import log_window
-from app.parallel import SplitForward
 from app.parallel.sharing import gather_objects
 from app.profiling import StepProfile
 from app.report import epoch_line, finished
 from app.stopping import EXIT_CODES, cause
 from app.tracking import Tracker
+from app.way import devices_of, way_of_running
 
 
 class RunRecord(Callback):
@@ -81,7 +79,7 @@ class RunRecord(Callback):
         if self.path.exists():
             self.record = json.loads(self.path.read_text())
         self.record["status"] = "running"
-        self.record.update(_way_of_running(trainer), versions=versions(), hardware=hardware())
+        self.record.update(way_of_running(trainer), versions=versions(), hardware=hardware())
         self.record["run_dir"] = directory
         self.record["tracker"] = next((logger.id for logger in trainer.loggers if isinstance(logger, Tracker)), None)
         self._write()
@@ -144,7 +142,7 @@ class RunRecord(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the accelerator's peak memory from here."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            for device in _devices(trainer):
+            for device in devices_of(trainer):
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -257,7 +255,7 @@ class RunRecord(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch and collect every rank's memory."""
-        memory = [row for rows in gather_objects(peak_memory(trainer.global_rank, _devices(trainer))) for row in rows]
+        memory = [row for rows in gather_objects(peak_memory(trainer.global_rank, devices_of(trainer))) for row in rows]
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
         profiles = (callback.time_per_step for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
@@ -292,30 +290,3 @@ def _count(batch: Any) -> int:
     while not isinstance(batch, torch.Tensor):
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return len(batch)
-
-
-def _devices(trainer: Trainer) -> list[torch.device]:
-    """The devices of this process: several only under dp and ddp_dp."""
-    strategy = trainer.strategy
-    if isinstance(strategy, SplitForward):
-        return strategy.parallel_devices
-    return [strategy.root_device]
-
-
-def _way_of_running(trainer: Trainer) -> dict[str, Any]:
-    flag = trainer._accelerator_connector._strategy_flag
-    data = getattr(trainer, "datamodule", None)
-    own = data if isinstance(data, ImageData) else None
-    return {
-        "strategy": flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__),
-        "devices": len(getattr(trainer.strategy, "parallel_devices", None) or [0]),
-        "num_nodes": trainer.num_nodes,
-        "world_size": trainer.world_size,
-        "precision": trainer.precision,
-        "placement": own and own.placement,
-        "threads": torch.get_num_threads(),
-        "global_batch_size": own and own.global_batch_size,
-        "max_epochs": trainer.max_epochs,
-        "max_steps": trainer.max_steps,
-        "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
-    }

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +93,30 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
     found = json.loads((run.with_name("version_1") / "run.json").read_text())
     assert found["status"] == "completed"
     assert [row["epoch"] for row in found["epochs"]] == [0, 1]
+
+
+ASKS = """\
+import os, signal
+from app.process import begin
+begin()
+if os.fork() == 0:  # as a loader's worker, which SLURM signals, too
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os._exit(0)
+os.wait()
+print("then", flush=True)
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_one_process_of_a_job_asks_for_its_requeue(tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$0.said"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS], env={**os.environ, **task}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines() == ["then", "SLURM starts job 7 again, which goes on from its last checkpoint"]
+    assert (tmp_path / "scontrol.said").read_text() == "requeue 7\n"
 
 
 @SLOW
