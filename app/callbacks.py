@@ -11,10 +11,10 @@ from torch import Tensor
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
+from app.launch.sharing import gather_objects
 from app.modules import ImageClassifier
+from app.monitor.loggers import Tracker
 from app.parallel import SplitForward
-from app.parallel.sharing import gather_objects
-from app.tracking import Tracker
 
 
 class BatchShapes(Callback):

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from app.errors import RankError, UserError
-from app.process import begin, is_task_of_srun
+from app.launch.process import begin, is_task_of_srun
 
 HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
@@ -67,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
             from app.doctor import run as doctor
 
             return doctor(sys.argv[2:])
-        from app.run import run
+        from app.fit.run import run
 
         return run()
     except KeyboardInterrupt:

@@ -24,12 +24,12 @@ from rich.console import Console
 
 from app.data.sources import CIFAR10Source, FashionMNISTSource
 from app.errors import UserError
-from app.machine import GIB, driver, hardware, usable_cores
+from app.fit.parser import PlainParser
+from app.launch.process import ADDRESSES, RANKS, run_app
 from app.modules import CIFARCNN
-from app.network import fit_link, measure_all_reduce
-from app.parsing import PlainParser
-from app.process import ADDRESSES, RANKS, run_app
-from app.tracking import logged_in
+from app.monitor.loggers import logged_in
+from app.system.interconnect import fit_link, measure_all_reduce
+from app.system.machine import GIB, driver, hardware, usable_cores
 
 USAGE = """\
 python -m app doctor [--json] [--data_root DIR]

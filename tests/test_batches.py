@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUIET, error_of, start_app
+from harness import QUIET, error_of, start_app
 from torch import Tensor, nn
 
 from app.data.batches import GlobalBatches

@@ -4,7 +4,7 @@ import re
 import subprocess
 
 import yaml
-from conftest import ROOT
+from harness import ROOT
 
 CLUSTER = ROOT / "configs" / "cluster"
 

@@ -17,7 +17,7 @@ import pandas as pd
 import psutil
 import pytest
 import yaml
-from conftest import ROOT, SHIPPED, error_of, start_app
+from harness import ROOT, SHIPPED, error_of, start_app
 from PIL import Image
 
 from app.compare.results import COLUMNS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import error_of, start_app
+from harness import error_of, start_app
 
 from app.doctor import Check, environment, examine
 

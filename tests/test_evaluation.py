@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import QUIET, start_app
+from harness import QUIET, start_app
 
 App = Callable[..., tuple[int, str]]
 # 1,003 test images in batches of 64: 15 whole ones and one of 43, which neither 2 nor 4 divides

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import SHIPPED, error_of
+from harness import SHIPPED, error_of
 
 from app.compare.results import COLUMNS
 from app.errors import UserError

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from cluster.hosts import Host, Network, awaited
-from conftest import QUIET, largest_difference, losses, weights
+from harness import QUIET, largest_difference, losses, weights
 
 App = Callable[..., tuple[int, str]]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUIET, error_of, start_app, weights
+from harness import QUIET, error_of, start_app, weights
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
 import app.parallel  # noqa: F401  (registers dp)
-from app.parallel.failures import lost, silent
+from app.launch.failures import lost, silent
 
 App = Callable[..., tuple[int, str]]
 THEIRS = ["--model", "user_code.TheirModel", "--data", "user_code.TheirData", "--trainer.max_epochs", "2", *QUIET]

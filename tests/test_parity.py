@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import QUIET, largest_difference, losses, start_app, weights
+from harness import QUIET, largest_difference, losses, start_app, weights
 
 from app.data.batches import stream
 from app.data.synthetic import SyntheticSource

@@ -11,11 +11,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from cluster.hosts import Network
-from conftest import QUIET, error_of, start_app
+from harness import QUIET, error_of, start_app
 
-from app.network import Link, fit_line, fit_link, measure_all_reduce
+from app.plan.cost_model import AGREEMENT, Bucket, Line, Machines, Step, fit_step, make_buckets, predict
 from app.plan.measure import measure_steps, profile_gradients
-from app.plan.model import AGREEMENT, Bucket, Line, Machines, Step, fit_step, make_buckets, predict
+from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
 
 App = Callable[..., tuple[int, str]]
 AT_H1 = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}

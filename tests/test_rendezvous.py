@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import QUIET, error_of, largest_difference, losses, start_app, weights
+from harness import QUIET, error_of, largest_difference, losses, start_app, weights
 
-from app.machine import free_port
+from app.system.machine import free_port
 
 App = Callable[..., tuple[int, str]]
 SLOW = pytest.mark.slow

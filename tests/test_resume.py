@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUIET, error_of, largest_difference, start_app, weights
+from harness import QUIET, error_of, largest_difference, start_app, weights
 
 from app.networks import LeNet
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from cluster.hosts import awaited
-from conftest import QUIET, error_of, family, start_app, started
+from harness import QUIET, error_of, family, start_app, started
 
-from app.machine import free_port
-from app.parallel.sharing import NodeMemory, open_handle, read_once
+from app.launch.sharing import NodeMemory, open_handle, read_once
+from app.system.machine import free_port
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 SLOW = pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from conftest import QUIET, ROOT, largest_difference, losses, weights
+from harness import QUIET, ROOT, largest_difference, losses, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"

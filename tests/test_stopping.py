@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster.hosts import awaited
-from conftest import QUIET, family, largest_difference, started, weights
+from harness import QUIET, family, largest_difference, started, weights
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
@@ -97,7 +97,7 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
 
 ASKS = """\
 import os, signal
-from app.process import begin
+from app.launch.process import begin
 begin()
 if os.fork() == 0:  # as a loader's worker, which SLURM signals, too
     os.kill(os.getpid(), signal.SIGUSR1)

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import QUIET, largest_difference, losses, started, weights
+from harness import QUIET, largest_difference, losses, started, weights
 
-from app.parallel.agreement import agree_on_a_name
+from app.launch.agree import agree_on_a_name
 
 App = Callable[..., tuple[int, str]]
 pytestmark = pytest.mark.slow

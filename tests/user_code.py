@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from app.data import ImageData, Synthetic
 from app.data.sources import CIFAR10Source, Split, SplitName
+from app.launch.sharing import Empty, Once, Read, alone
 from app.modules import CIFARCNN
-from app.parallel.sharing import Empty, Once, Read, alone
 
 
 class TheirModel(LightningModule):

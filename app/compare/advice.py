@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from app.profiling import PHASES
+from app.monitor.step_profiler import PHASES
 
 OVERHEAD = 0.35  # share of a step from which on a phase, other than the model's own work, is what limits it
 LAUNCH_BOUND = 0.9  # share of its own work from which on a GPU waits for the host to launch it

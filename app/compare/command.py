@@ -21,13 +21,13 @@ from app.compare.experiment import Experiment, Variant, expand
 from app.compare.report import write_report
 from app.compare.runner import Runner
 from app.errors import UserError, nearest
-from app.files import write_json
-from app.machine import driver, hardware, usable_cores, versions
-from app.parsing import PlainParser, read_yaml
+from app.fit.configuration import split_words
+from app.fit.parser import PlainParser, read_yaml
+from app.monitor.loggers import Tracker, make_loggers, next_version
+from app.monitor.step_profiler import PHASES
 from app.plan.measure import short_run
-from app.profiling import PHASES
-from app.settings import split_words
-from app.tracking import Tracker, make_loggers, next_version
+from app.system.files import write_json
+from app.system.machine import driver, hardware, usable_cores, versions
 
 DEFAULT = "configs/compare/this_machine.yaml"
 USAGE = """\

@@ -15,8 +15,8 @@ import yaml
 from jsonargparse import Namespace
 
 from app.errors import UserError, nearest
-from app.machine import usable_cores
-from app.settings import resolve
+from app.fit.configuration import resolve
+from app.system.machine import usable_cores
 
 # flags that say where a run is kept and how it is measured
 OWN = ("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure  # not pyplot, whose state a notebook share
 from matplotlib.ticker import MaxNLocator
 
 from app.compare.runner import Outcome
-from app.profiling import PHASES
+from app.monitor.step_profiler import PHASES
 
 TITLES = {
     "throughput": "Throughput: median of the runs, bars from the slowest to the fastest",

@@ -14,9 +14,9 @@ from app.compare.experiment import Experiment
 from app.compare.figures import draw
 from app.compare.results import COLUMNS, tabulate
 from app.compare.runner import Outcome
-from app.files import write_json
-from app.profiling import PHASES
-from app.report import markdown_table
+from app.monitor.step_profiler import PHASES
+from app.monitor.summary import markdown_table
+from app.system.files import write_json
 
 STYLE = """\
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }

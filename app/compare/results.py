@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from app.compare.runner import Outcome
-from app.profiling import PHASES
+from app.monitor.step_profiler import PHASES
 
 # name in results.csv: how it is headed in the report, with its unit
 COLUMNS = {

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from app.compare.experiment import Experiment, Variant
-from app.files import write_json
-from app.machine import free_port
-from app.process import environment_of_a_run
+from app.launch.process import environment_of_a_run
+from app.system.files import write_json
+from app.system.machine import free_port
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order
 TAIL = 12  # lines of a failed run's output that the report shows

@@ -16,7 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from app.data.sources import EMBEDDED, Source, Split, SplitName
 from app.errors import UserError
-from app.parallel.sharing import Empty, Once, alone
+from app.launch.sharing import Empty, Once, alone
 
 
 def work_apart(worker: int) -> None:

@@ -14,8 +14,8 @@ from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, str
 from app.data.sources import Source, Split, SplitName
 from app.data.transforms import Transform
 from app.errors import UserError
-from app.parallel.environment import launched
-from app.parallel.sharing import CAN_SHARE, Read, gather_objects, read_once
+from app.launch.cluster_environment import launched
+from app.launch.sharing import CAN_SHARE, Read, gather_objects, read_once
 
 
 class ImageData(LightningDataModule):

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets.utils import check_integrity
 
 from app.errors import UserError
-from app.parallel.sharing import Empty, Once, alone
+from app.launch.sharing import Empty, Once, alone
 
 SplitName = Literal["train", "val", "test", "predict"]
 EMBEDDED = "or train on the embedded data set: --data Synthetic"

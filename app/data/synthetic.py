@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName
-from app.parallel.sharing import Empty, Once, alone
+from app.launch.sharing import Empty, Once, alone
 
 
 class SyntheticSource(Source):

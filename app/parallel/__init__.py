@@ -8,10 +8,10 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from app.errors import UserError
+from app.launch.cluster_environment import check_settings, launched
 from app.parallel.comm_hooks import BF16, FP16, LocalSGD, PowerSGD, Ring
 from app.parallel.data_parallel import DataParallelStrategy, SplitForward
 from app.parallel.ddp import DDP, Hybrid
-from app.parallel.environment import check_settings, launched
 
 __all__ = ["BF16", "DDP", "FP16", "DataParallelStrategy", "Hybrid", "LocalSGD", "PowerSGD", "Ring", "SplitForward"]
 

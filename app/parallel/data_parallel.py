@@ -20,7 +20,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from app.errors import UserError
-from app.parallel.environment import launched
+from app.launch.cluster_environment import launched
 
 
 class Replica(nn.Module):

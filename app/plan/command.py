@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from app.errors import UserError
-from app.files import write_json
-from app.machine import hardware, usable_cores, versions
-from app.network import Link, fit_link, measure_all_reduce
-from app.parsing import PlainParser, read_yaml
+from app.fit.configuration import split_words
+from app.fit.parser import PlainParser, read_yaml
+from app.monitor.loggers import next_version
+from app.monitor.summary import markdown_table
+from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict
 from app.plan.measure import measure_steps, profile_gradients, read_record
-from app.plan.model import Machines, Step, fit_step, make_buckets, predict
-from app.report import markdown_table
-from app.settings import split_words
-from app.tracking import next_version
+from app.system.files import write_json
+from app.system.interconnect import Link, fit_link, measure_all_reduce
+from app.system.machine import hardware, usable_cores, versions
 
 USAGE = """\
 python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]
@@ -234,8 +234,8 @@ def _report(
     yield f"Step: {source}. Buckets of gradients, and when in the backward pass they are ready: {buckets}."
     yield (
         f"Network: {', '.join(links)}; {network}. The model is a ring all-reduce of DDP's buckets that overlaps with "
-        "the backward pass; its formulas and sources are in app/plan/model.py. Among many ranks NCCL takes trees for "
-        "small buffers, whose latency grows less than that of a ring."
+        "the backward pass; its formulas and sources are in app/plan/cost_model.py. Among many ranks NCCL takes trees "
+        "for small buffers, whose latency grows less than that of a ring."
     )
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from app.data.module import ImageData
 from app.errors import UserError
+from app.fit.configuration import build, resolve
+from app.launch.process import run_app
 from app.modules import ImageClassifier
-from app.process import run_app
-from app.settings import build, resolve
 
 QUIET = {
     "trainer.devices": "1",

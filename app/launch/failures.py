@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from app.errors import RankError
-from app.parallel.rendezvous import Rendezvous
+from app.launch.rendezvous import Rendezvous
 
 # what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")

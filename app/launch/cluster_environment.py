@@ -19,8 +19,8 @@ from lightning.fabric.plugins.environments import (
 from lightning.pytorch import Trainer
 
 from app.errors import UserError
-from app.parallel.rendezvous import Cluster, Rendezvous
-from app.process import PARENT, RANKS, is_task_of_srun
+from app.launch.process import PARENT, RANKS, is_task_of_srun
+from app.launch.rendezvous import Cluster, Rendezvous
 
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}  # what it tells each of its workers
 

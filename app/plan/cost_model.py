@@ -32,9 +32,9 @@ from typing import Any
 
 import pandas as pd
 
-from app.network import Link, fit_line
+from app.system.interconnect import Link, fit_line
 
-AGREEMENT = 8  # bytes: app.stopping
+AGREEMENT = 8  # bytes: app.launch.signals
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: torch.nn.parallel.DistributedDataParallel's defaults
 
 

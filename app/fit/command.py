@@ -19,22 +19,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 import app.data
 import app.modules
-from app.beginning import Run, decide
 from app.callbacks import PredictionWriter, TestFigures
-from app.checkpoints import RunCheckpoint, check_checkpoint
 from app.errors import UserError, nearest, one_line
+from app.fit.checkpoints import RunCheckpoint, check_checkpoint
+from app.fit.parser import Parser, find_class, spell_out_strategy
+from app.fit.run_options import Run, decide
+from app.launch.agree import agree
+from app.launch.cluster_environment import plan_processes, started_anew
+from app.launch.launchers import ProcessLauncher, use_our_launcher
+from app.launch.rendezvous import Cluster
+from app.launch.sharing import gather_objects
+from app.launch.signals import Signals, StopTogether, cause
+from app.monitor.loggers import SaveConfig, Tracker, make_loggers
+from app.monitor.run_record import RunRecord
+from app.monitor.step_profiler import StepProfile
+from app.monitor.summary import report
 from app.parallel import refuse_impossible
-from app.parallel.agreement import agree
-from app.parallel.environment import plan_processes, started_anew
-from app.parallel.launchers import ProcessLauncher, use_our_launcher
-from app.parallel.rendezvous import Cluster
-from app.parallel.sharing import gather_objects
-from app.parsing import Parser, find_class, spell_out_strategy
-from app.profiling import StepProfile
-from app.record import RunRecord
-from app.report import report
-from app.stopping import Signals, StopTogether, cause
-from app.tracking import SaveConfig, Tracker, make_loggers
 
 
 class CLI(LightningCLI):

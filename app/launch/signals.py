@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
-from app.parallel.environment import in_slurm_job
+from app.launch.cluster_environment import in_slurm_job
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 EXIT_CODES = {name: 128 + number for number, name in CAUSES.items()}

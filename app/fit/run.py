@@ -10,12 +10,12 @@ import lightning.pytorch
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from app.commands import CLI
 from app.errors import ReportedUserError, UserError, one_line
-from app.parallel.environment import launched
-from app.parsing import chosen_classes
-from app.process import PARENT, requeue
-from app.stopping import EXIT_CODES
+from app.fit.command import CLI
+from app.fit.parser import chosen_classes
+from app.launch.cluster_environment import launched
+from app.launch.process import PARENT, requeue
+from app.launch.signals import EXIT_CODES
 
 LIGHTNING = Path(lightning.pytorch.__file__).parent
 

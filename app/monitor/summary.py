@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from app.tracking import Tracker
+from app.monitor.loggers import Tracker
 
 
 def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> Iterator[str]:

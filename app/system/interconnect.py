@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from app.machine import free_port
+from app.system.machine import free_port
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
 

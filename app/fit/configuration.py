@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from app.commands import CLI
 from app.errors import UserError
-from app.parsing import chosen_classes
+from app.fit.command import CLI
+from app.fit.parser import chosen_classes
 
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # its other flags have a dot
 

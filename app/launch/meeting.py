@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import psutil
 
 from app.errors import UserError
-from app.files import write_json
-from app.machine import free_port
-from app.parallel.messages import ANSWER, PAUSE, Patience, keep_alive, receive, send
+from app.launch.messages import ANSWER, PAUSE, Patience, keep_alive, receive, send
+from app.system.files import write_json
+from app.system.machine import free_port
 
 GREETING = "data-parallel-lab"
 

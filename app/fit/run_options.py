@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.checkpoints import find_checkpoint, newest_checkpoint, tracked_as
-from app.tracking import claim_version
+from app.fit.checkpoints import find_checkpoint, newest_checkpoint, tracked_as
+from app.monitor.loggers import claim_version
 
 
 @dataclass

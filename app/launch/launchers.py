@@ -22,10 +22,10 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from torch import distributed
 
 from app.errors import RankError, UserError
-from app.parallel.failures import lost, silent
-from app.parallel.guard import guarded
-from app.process import PARENT, end_with_parent
-from app.stopping import CAUSES, EXIT_CODES, Signals
+from app.launch.failures import lost, silent
+from app.launch.process import PARENT, end_with_parent
+from app.launch.signals import CAUSES, EXIT_CODES, Signals
+from app.launch.watchdog import guarded
 
 OnFailure = Callable[[Trainer, LightningModule, BaseException], None]
 GRACE = 10.0  # seconds in which rank zero may notice by itself that another rank has failed

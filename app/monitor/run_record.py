@@ -12,18 +12,18 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from app.checkpoints import RunCheckpoint
 from app.data.batches import GlobalBatches
 from app.errors import RankError, ReportedUserError
-from app.files import write_json
-from app.machine import hardware, peak_memory, versions
+from app.fit.checkpoints import RunCheckpoint
+from app.launch.sharing import gather_objects
+from app.launch.signals import EXIT_CODES, cause
 from app.modules import log_window
-from app.parallel.sharing import gather_objects
-from app.profiling import StepProfile
-from app.report import epoch_line, finished
-from app.stopping import EXIT_CODES, cause
-from app.tracking import Tracker
-from app.way import devices_of, way_of_running
+from app.monitor.loggers import Tracker
+from app.monitor.step_profiler import StepProfile
+from app.monitor.summary import epoch_line, finished
+from app.monitor.way import devices_of, way_of_running
+from app.system.files import write_json
+from app.system.machine import hardware, peak_memory, versions
 
 
 class RunRecord(Callback):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.errors import UserError
-from app.parallel.meeting import Guest, Host, Place
+from app.launch.meeting import Guest, Host, Place
 
 
 @dataclass

@@ -17,10 +17,10 @@ from lightning.pytorch import Trainer
 from torch import distributed
 
 from app.errors import UserError
-from app.parallel.environment import Launched, launch_id, launched, use_interface_to
-from app.parallel.messages import Patience
-from app.parallel.rendezvous import Rendezvous
-from app.process import PARENT
+from app.launch.cluster_environment import Launched, launch_id, launched, use_interface_to
+from app.launch.messages import Patience
+from app.launch.process import PARENT
+from app.launch.rendezvous import Rendezvous
 
 Decide = Callable[[list[str]], dict[str, Any]]
 Check = Callable[[dict[str, Any]], None]
