@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.launch.sharing import gather_objects
+from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
 from app.monitor.loggers import Tracker
 from app.parallel import SplitForward

@@ -12,8 +12,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from app.errors import RankError, UserError
-from app.launch.process import begin, is_task_of_srun
+from app.errors import ExitStatus, RankError, UserError
+from app.launch.process import AGENT, begin, is_task_of_srun
 
 HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
@@ -45,40 +45,39 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 for success, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
     """
-    if args is not None:  # one source for LightningCLI and for the processes that ddp starts
-        sys.argv = [sys.argv[0], *args]
+    argv = list(sys.argv[1:] if args is None else args)
     begin()
-    if "--verbose" in sys.argv:
-        sys.argv.remove("--verbose")
-        os.environ["APP_DEBUG"] = "1"  # the processes that ddp starts inherit it
-    if len(sys.argv) == 1 or sys.argv[1] in ("-h", "--help"):
+    if "--verbose" in argv:
+        argv.remove("--verbose")
+        os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
+    if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0
     try:
-        if sys.argv[1] == "compare":
-            from app.compare.command import run as compare
-
-            return compare(sys.argv[2:])
-        if sys.argv[1] == "plan":
-            from app.plan.command import run as plan
-
-            return plan(sys.argv[2:])
-        if sys.argv[1] == "doctor":
-            from app.doctor import run as doctor
-
-            return doctor(sys.argv[2:])
-        from app.fit.run import run
-
-        return run()
-    except KeyboardInterrupt:
-        return 130
-    except (UserError, RankError) as error:
-        if os.environ.get("APP_DEBUG"):
+        return _route(argv)
+    except (KeyboardInterrupt, UserError, RankError) as error:
+        status = ExitStatus.of(error)
+        if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
             traceback.print_exc()
-        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-        if is_task_of_srun():
-            rank = os.environ["SLURM_PROCID"]
-        elif "RANK" not in os.environ and os.environ.get("NODE_RANK", "0") != "0":
-            rank += f" of node {os.environ['NODE_RANK']}"
-        print(f"{'' if rank == '0' else f'rank {rank}: '}error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, RankError) else 2
+        if status.status == "failed" and AGENT not in os.environ:  # the agent says it for its ranks
+            rank = os.environ["SLURM_PROCID"] if is_task_of_srun() else os.environ.get("RANK", "0")
+            print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
+        return status.code
+
+
+def _route(argv: list[str]) -> int:
+    if argv[0] == "compare":
+        from app.compare.command import run as compare
+
+        return compare(argv[1:])
+    if argv[0] == "plan":
+        from app.plan.command import run as plan
+
+        return plan(argv[1:])
+    if argv[0] == "doctor":
+        from app.doctor import run as doctor
+
+        return doctor(argv[1:])
+    from app.fit.command import run
+
+    return run(argv)

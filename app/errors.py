@@ -1,25 +1,24 @@
-"""What a user did wrong: reported in one line, with exit code 2."""
+"""What a user did wrong, reported in one line with exit code 2; and how a run ends."""
 
 import difflib
 import re
 import signal
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXIT_CODES = {"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}
 
 
 class UserError(Exception):
     """Names the thing that is wrong, where it is, and the remedy, in one line."""
 
 
-class ReportedUserError(UserError):
-    """A user's error that another rank of this node reports, too."""
-
-
 class RankError(Exception):
-    """Another process of the run has failed, of which this one only sees that it is gone, or silent.
+    """A process of the run has failed.
 
     Args:
         message: What is known of it.
-        exit_code: Of this process.
+        exit_code: Of the command.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -27,10 +26,57 @@ class RankError(Exception):
         self.exit_code = exit_code
 
     @classmethod
-    def ended(cls, rank: int, pid: int | None, code: int) -> "RankError":
-        """One that has left an exit code, below zero for a signal."""
+    def ended(cls, rank: int, pid: int | None, code: int, message: str = "") -> "RankError":
+        """One that has left an exit code, below zero for a signal, and maybe the exception that ended it."""
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        return cls(f"rank {rank} (process {pid}) {how}", 2 if code == 2 else 1)
+        reason = f": {message.splitlines()[0]}" if message else ""
+        return cls(f"rank {rank} (process {pid}) {how}{reason}", 2 if code == 2 else 1)
+
+
+class RankLostError(RankError):
+    """Another rank is gone: the consequence of what has happened there."""
+
+
+class RankSilentError(RankError):
+    """Another rank did not answer in time."""
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a command or a run has ended.
+
+    Attributes:
+        code: Exit code of the process.
+        status: Of the run record: `completed`, `interrupted` or `failed`.
+        reason: Why, in one line; None when it has completed.
+    """
+
+    code: int = 0
+    status: str = "completed"
+    reason: str | None = None
+
+    @classmethod
+    def stopped_by(cls, name: str) -> "ExitStatus":
+        """Of a run that a signal has ended, `Ctrl-C` or `SIGTERM`."""
+        return cls(EXIT_CODES[name], "interrupted", f"by {name}")
+
+    @classmethod
+    def of(cls, error: BaseException) -> "ExitStatus":
+        """Of what an exception has ended."""
+        if isinstance(error, SystemExit):
+            if isinstance(error.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
+                return cls.stopped_by("Ctrl-C")
+            if error.code == EXIT_CODES["SIGTERM"]:
+                return cls.stopped_by("SIGTERM")
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            return cls(code, "failed", f"exit code {code}") if code else cls()
+        if isinstance(error, KeyboardInterrupt):
+            return cls.stopped_by("Ctrl-C")
+        if isinstance(error, UserError):
+            return cls(2, "failed", str(error))
+        if isinstance(error, RankError):
+            return cls(error.exit_code, "failed", str(error))
+        return cls(1, "failed", f"{type(error).__name__}: {error}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import logging
+import os
 import shlex
-import sys
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +16,91 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import app.data
 import app.modules
 from app.callbacks import PredictionWriter, TestFigures
-from app.errors import UserError, nearest, one_line
+from app.errors import ExitStatus, UserError, nearest, one_line
 from app.fit.checkpoints import RunCheckpoint, check_checkpoint
-from app.fit.parser import Parser, find_class, spell_out_strategy
+from app.fit.parser import Parser, chosen_classes, find_class, spell_out_strategy
+from app.fit.processes import agent_processes, devices_per_node
 from app.fit.run_options import Run, decide
-from app.launch.agree import agree
-from app.launch.cluster_environment import plan_processes, started_anew
-from app.launch.launchers import ProcessLauncher, use_our_launcher
-from app.launch.rendezvous import Cluster
-from app.launch.sharing import gather_objects
+from app.launch.agree import agree, connect, gather_objects, nodes_together
+from app.launch.cluster_environment import OWN_AGENT, Launched, launched, may_resume, plan_processes
+from app.launch.elastic import launch, note_run_dir
+from app.launch.failures import noticing_other_ranks
+from app.launch.process import end_in_order, requeue
+from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.launch.signals import Signals, StopTogether, cause
+from app.launch.spawn import SpawnLauncher
+from app.launch.watchdog import watched
 from app.monitor.loggers import SaveConfig, Tracker, make_loggers
-from app.monitor.run_record import RunRecord
+from app.monitor.run_record import RunRecord, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import report
 from app.parallel import refuse_impossible
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command line of Lightning's; a rank leaves what ends it in torch elastic's error file.
+
+    Args:
+        argv: The arguments of `python -m app`.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        UserError: For what a user did wrong.
+        RankError: When another rank has failed.
+    """
+    run_rank = record(_run) if "TORCHELASTIC_ERROR_FILE" in os.environ else _run
+    return run_rank(argv) or 0
+
+
+def _run(argv: Sequence[str]) -> int:
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_quiet)
+    try:
+        with noticing_other_ranks():
+            return CLI(argv, chosen_classes(list(argv))).exit_code
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        return ExitStatus.of(end).code
+    except MisconfigurationException as error:
+        raise UserError(one_line(str(error))) from error
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Leave out Lightning's advertisements, and that there is no TPU."""
+    return not record.getMessage().startswith(("💡", "TPU available"))
 
 
 class CLI(LightningCLI):
     """Lightning's command line with this application's models, data, record and tracking.
 
     Args:
+        argv: The arguments of `python -m app`.
         chosen: Sections of which the user has chosen the class; the others get a default one. A default that
             is set regardless would leave its `init_args` behind: `--model FashionMLP` would train with
             CIFARCNN's loss and optimizer, since jsonargparse keeps what the new class accepts.
     """
 
-    def __init__(self, chosen: dict[str, str]) -> None:
-        self.chosen = chosen
-        self.command = shlex.join(["python", "-m", "app", *sys.argv[1:]])
+    def __init__(self, argv: Sequence[str], chosen: dict[str, str]) -> None:
+        self.argv, self.chosen = list(argv), chosen
+        self.command = shlex.join(["python", "-m", "app", *argv])
+        self.exit_code = self.processes = 0
+        self.launcher: Launched | None = launched()
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
         self.decided: dict[str, Any] = {}  # by rank zero
+        self.rendezvous: NodeRendezvous | None = None  # of nodes whose first processes start the others
+        self.record: RunRecord | None = None
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -106,7 +155,7 @@ class CLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Let options follow the name of a strategy."""
-        self.config = parser.parse_args(spell_out_strategy(sys.argv[1:]))
+        self.config = parser.parse_args(spell_out_strategy(self.argv))
 
     def _parse_ckpt_path(self) -> None:
         """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
@@ -121,12 +170,15 @@ class CLI(LightningCLI):
                 raise UserError(f"--trainer.strategy {trainer.strategy}: unknown{nearest(trainer.strategy, names)}")
         if trainer.accumulate_grad_batches < 1:
             raise UserError(f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}: give 1 or more")
-        if self.linked and any(word.startswith("--model.num_classes") for word in sys.argv):
+        if self.linked and any(word.startswith("--model.num_classes") for word in self.argv):
             raise UserError("--model.num_classes comes from the data: leave it out")
         self.asked_for = config.ckpt_path
         config.ckpt_path = None  # the saved config is for new runs, too; the record says what was resumed
 
     def _set_seed(self) -> None:
+        self.processes = agent_processes(self.config[self.subcommand])
+        if self.processes:  # they do
+            return
         try:
             super()._set_seed()
         except ValueError as error:
@@ -136,64 +188,86 @@ class CLI(LightningCLI):
         return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self.checkpoint}
 
     def instantiate_classes(self) -> None:
-        """Build data, model and trainer; check data and checkpoint before any process is started."""
+        """Start the ranks, where this process is to be their agent; else build data, model and trainer, and agree."""
+        config = self.config[self.subcommand]
+        if self.processes:
+            rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, devices_per_node(config.trainer))
+            self.exit_code = launch(self.argv, self.processes, rendezvous, config.cluster, mark_failed)
+            return
         try:
             super().instantiate_classes()
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UserError(one_line(str(error))) from error
         refuse_impossible(self.trainer)
-        config = self.config[self.subcommand]
         if isinstance(self.datamodule, app.data.ImageData):
             if isinstance(self.model, app.modules.ImageClassifier):
                 self.model.check_image_shape(self.datamodule.image_shape)
             if self.subcommand == "fit":
                 self.datamodule.check_world_size(self.trainer.world_size)
-            if self.trainer.is_global_zero:
-                self.datamodule.prepare_data()
+        self._agree(config.cluster.timeout)
+
+    def _agree(self, timeout: float) -> None:
+        """Have rank zero settle what only one can, and give the run its directory, record and loggers."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        environment = trainer._accelerator_connector.cluster_environment
+        if hasattr(strategy, "_timeout"):
+            strategy._timeout = timedelta(seconds=timeout)
+        if isinstance(strategy.launcher, _MultiProcessingLauncher):
+            several = timeout if trainer.world_size > 1 else None
+            strategy._launcher = SpawnLauncher(strategy, strategy.launcher._start_method, several)
+        connect(trainer, environment, timeout)
         try:
-            decided = agree(self.trainer, self._decide, self._check, config.cluster.timeout)
+            with nodes_together(self.rendezvous, timeout):
+                decided = agree(self._decide, self._check, trainer.node_rank)
         except UserError:
             if self.decided.get("version"):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
-                    Path(config.run.root, config.run.name, self.decided["version"]).rmdir()
+                    Path(self._run_options.root, self._run_options.name, self.decided["version"]).rmdir()
             raise
+        end_in_order()
         self.checkpoint = decided["checkpoint"]
-        if self.checkpoint is not None and isinstance(self.trainer.precision_plugin, DoublePrecision):
-            self.trainer.precision_plugin.convert_module(self.model)  # or the weights would be loaded into float32
-        record = None if self._keeps_nothing() else self._keep(decided)
-        use_our_launcher(self.trainer, config.cluster.timeout, record.on_exception if record else None)
+        if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
+            trainer.precision_plugin.convert_module(self.model)  # or the weights would be loaded into float32
+        if self._is_recorded:
+            self._record(decided)
+
+    @property
+    def _run_options(self) -> Run:
+        return self.config_init[self.subcommand].run
 
     def _decide(self, launchers: list[str]) -> dict[str, Any]:
-        config = self.config_init[self.subcommand]
         self.decided = decide(
-            config.run,
+            self._run_options,
             self.command,
             launchers,
             self.asked_for,
             configs=[str(file) for file in self.config[self.subcommand].config or []],
-            goes_on=self.subcommand == "fit" and started_anew(),
-            keeps=not self._keeps_nothing(),
+            may_resume=self.subcommand == "fit" and may_resume(),
+            is_recorded=self._is_recorded,
         )
         return self.decided
 
     def _check(self, decided: dict[str, Any]) -> None:
-        """Refuse a checkpoint that this node cannot use."""
+        """Make the data ready on each node, and refuse a checkpoint that this rank cannot use."""
+        if self.trainer.local_rank == 0 and isinstance(self.datamodule, app.data.ImageData):
+            self.datamodule.prepare_data()
         if decided["checkpoint"] is not None:
             resumed_by = self.trainer if self.subcommand == "fit" else None
             check_checkpoint(decided["checkpoint"], self.model, resumed_by, may_be_finished=decided["may_be_finished"])
         elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
             raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
 
-    def _keep(self, decided: dict[str, Any]) -> RunRecord:
+    def _record(self, decided: dict[str, Any]) -> None:
         """Give the run its directory, its record and its loggers."""
-        run: Run = self.config_init[self.subcommand].run
+        run = self._run_options
         loggers = make_loggers(
             run.root, run.name, decided["version"], run.wandb, run.project, run.group, run.tags, decided["tracker"]
         )
         self.trainer.loggers = loggers + self.trainer.loggers
-        record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
-        record.record["resumed_from"], record.record["launchers"] = self.checkpoint, decided["launchers"]
-        return record
+        self.record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
+        self.record.record.update(resumed_from=self.checkpoint, launchers=decided["launchers"])
+        if self.trainer.is_global_zero:
+            note_run_dir(str(loggers[0].log_dir))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""
@@ -204,15 +278,18 @@ class CLI(LightningCLI):
         plan: dict[str, Any] = {}
         if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):  # which knows better
             plan = plan_processes(trainer.strategy, trainer.devices, trainer.num_nodes, config.cluster)
-        meeting = self.config[self.subcommand].cluster
-        meeting.init_method = meeting.node_rank = None  # the saved config is for any node
+            if self.launcher is None and trainer.num_nodes > 1:
+                self.rendezvous = NodeRendezvous(config.cluster, trainer.num_nodes, devices_per_node(trainer))
+                os.environ["NODE_RANK"] = str(self.rendezvous.node_rank)  # for Lightning's own launcher
+        cluster = self.config[self.subcommand].cluster
+        cluster.init_method = cluster.node_rank = None  # the saved config is for any node
         kwargs["plugins"] = [*given, *filter(None, [plan.pop("environment", None)])]
         kwargs |= plan
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
             parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
         if trainer.barebones:
             parser.callback_keys = []
-        if self._keeps_nothing():
+        if not self._is_recorded:
             return super().instantiate_trainer(**kwargs)
         if isinstance(trainer.logger, bool | None):
             kwargs["logger"] = False  # Lightning's own; ours come when the directory is known
@@ -232,10 +309,11 @@ class CLI(LightningCLI):
         trainer.fit_loop._iteration_based_training = bool  # type: ignore[method-assign]
         return trainer
 
-    def _keeps_nothing(self) -> bool:
-        """Whether Lightning was asked for a run that leaves no traces."""
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether Lightning was not asked for a run that leaves no traces."""
         trainer = self.config[self.subcommand].trainer
-        return bool(trainer.fast_dev_run or trainer.barebones)
+        return not (trainer.fast_dev_run or trainer.barebones)
 
     def predict(self, **kwargs: Any) -> None:
         """Predict without keeping what PredictionWriter has written."""
@@ -244,11 +322,10 @@ class CLI(LightningCLI):
     def after_fit(self) -> None:
         """Test the best checkpoint, where there are test images and the model can."""
         data = self.datamodule
-        run = self.config[self.subcommand].run
-        if not run.test or self._keeps_nothing() or not isinstance(data, app.data.ImageData) or self.stopped_by:
+        if not self._run_options.test or not self._is_recorded or not isinstance(data, app.data.ImageData):
             return
-        if "test" in data.source.splits and is_overridden("test_step", self.model):
-            best = gather_objects((self._record().get("checkpoint") or {}).get("best"))[0]
+        if self.stopped_by is None and "test" in data.source.splits and is_overridden("test_step", self.model):
+            best = gather_objects((self._outcome().get("checkpoint") or {}).get("best"))[0]
             if best is not None and not all(gather_objects(Path(best).is_file())):
                 rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
                 best = None
@@ -256,22 +333,39 @@ class CLI(LightningCLI):
 
     @property
     def stopped_by(self) -> str | None:
-        """`Ctrl-C` or `SIGTERM`, where it has ended the run."""
-        record = self._record() if isinstance(self.trainer.strategy.launcher, ProcessLauncher) else {}
-        interrupted = record.get("status") == "interrupted"
-        return cause(self.trainer) or (record["error"].removeprefix("by ") if interrupted else None)
+        """`Ctrl-C`, `SIGTERM` or `SIGUSR1`, where it has ended the run."""
+        spawned = self._outcome() if isinstance(self.trainer.strategy.launcher, SpawnLauncher) else {}
+        interrupted = spawned.get("status") == "interrupted"
+        return cause(self.trainer) or (spawned["error"].removeprefix("by ") if interrupted else None)
 
-    def _record(self) -> dict[str, Any]:
-        """The run's record as it was written: spawned processes leave word only there."""
-        directory = getattr(self.trainer.logger, "log_dir", None)
-        path = Path(directory or "", "run.json")
-        return json.loads(path.read_text()) if directory is not None and path.exists() else {}
+    def _outcome(self) -> dict[str, Any]:
+        """The run's record; spawned processes leave theirs in its file alone."""
+        if self.record is None:
+            return {}
+        if not isinstance(self.trainer.strategy.launcher, SpawnLauncher):
+            return self.record.record
+        path = Path(self.record.record["run_dir"] or str(self.trainer.loggers[0].log_dir), "run.json")
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def _run_subcommand(self, subcommand: str) -> None:
+        if self.processes:  # which have run it
+            return
+        several = self.trainer.world_size > 1 and not isinstance(self.trainer.strategy.launcher, SpawnLauncher)
         try:
-            super()._run_subcommand(subcommand)
+            with watched(self.config[subcommand].cluster.timeout if several else None):
+                super()._run_subcommand(subcommand)
         finally:
             self._close()
+        self.exit_code = self._exit_code()
+
+    def _exit_code(self) -> int:
+        stopped_by = self.stopped_by
+        if stopped_by == "SIGUSR1":
+            stopped_by = None if requeue() else "SIGTERM"
+        # what started the others would take anything but 0 for a failure; torchrun has to, to go on without a node
+        by = self.launcher.by if self.launcher else None
+        says = {OWN_AGENT: self.trainer.local_rank == 0, "srun": self.trainer.is_global_zero}.get(by or "", True)
+        return ExitStatus.stopped_by(stopped_by).code if stopped_by and says else 0
 
     @rank_zero_only
     def _close(self) -> None:
@@ -279,6 +373,6 @@ class CLI(LightningCLI):
         for logger in self.trainer.loggers:
             if isinstance(logger, Tracker):
                 logger.finish()
-        record = self._record()
-        if record and (record["status"] == "completed" or record["train_s"] is not None):
-            print("\n".join(["", *report(record, self.trainer.loggers, fitted=self.subcommand == "fit")]))
+        outcome = self._outcome()
+        if outcome.get("run_dir") and (outcome["status"] == "completed" or outcome["train_s"] is not None):
+            print("\n".join(["", *report(outcome, self.trainer.loggers, fitted=self.subcommand == "fit")]))

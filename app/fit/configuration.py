@@ -37,7 +37,7 @@ class _Built(_Settings):
 def _read(cls: type[_Settings], words: Sequence[str]) -> _Settings:
     before, sys.argv = sys.argv, [sys.argv[0], *words]  # which LightningCLI reads
     try:
-        return cls(chosen_classes(sys.argv[1:]))
+        return cls(words, chosen_classes(list(words)))
     finally:
         sys.argv = before
 

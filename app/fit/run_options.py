@@ -42,8 +42,8 @@ def decide(
     checkpoint: str | None,
     *,
     configs: Sequence[str],
-    goes_on: bool,
-    keeps: bool,
+    may_resume: bool,
+    is_recorded: bool,
 ) -> dict[str, Any]:
     """Settle what only one process can. For rank zero.
 
@@ -53,14 +53,14 @@ def decide(
         launchers: Ids of what started the processes of the run.
         checkpoint: What was given as `--ckpt_path`, or None.
         configs: The config files that were given.
-        goes_on: Whether a launcher may have started this run before. Then it wants it to go on, without a flag.
-        keeps: Whether the run is kept at all.
+        may_resume: Whether a launcher may have started this run before. Then it wants it to go on, without a flag.
+        is_recorded: Whether the run leaves anything behind.
 
     Raises:
         UserError: When there is no such checkpoint, or no folder can be made for the run.
     """
     tracker = None
-    anew = checkpoint == "auto" or (checkpoint is None and goes_on)
+    anew = checkpoint == "auto" or (checkpoint is None and may_resume)
     if anew:
         checkpoint = newest_checkpoint(run.root, run.name, None if checkpoint else (command, launchers))
         if checkpoint is not None:
@@ -71,7 +71,7 @@ def decide(
     return {
         "checkpoint": checkpoint,
         "may_be_finished": anew,  # started again after the end of its training, it has still to be tested
-        "version": claim_version(run.root, run.name) if keeps else None,
+        "version": claim_version(run.root, run.name) if is_recorded else None,
         "launchers": launchers,
         "tracker": tracker,
     }

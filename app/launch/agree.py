@@ -1,14 +1,11 @@
-"""What rank zero decides before a run begins, told to all ranks: its directory, the checkpoint, the tracker's run."""
+"""The ranks of a run come together; then rank zero decides, all hear it, every node checks, and all hear who cannot."""
 
-import hashlib
-import json
 import os
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,117 +14,141 @@ from lightning.pytorch import Trainer
 from torch import distributed
 
 from app.errors import UserError
-from app.launch.cluster_environment import Launched, launch_id, launched, use_interface_to
-from app.launch.messages import Patience
-from app.launch.process import PARENT
-from app.launch.rendezvous import Rendezvous
+from app.launch.cluster_environment import Launched, launch_id, launched
+from app.launch.failures import name_nodes, own_addresses
+from app.launch.rendezvous import Deadline, NodeRendezvous, host_store
+from app.system.interconnect import use_interface_to
 
 Decide = Callable[[list[str]], dict[str, Any]]
 Check = Callable[[dict[str, Any]], None]
-DECIDED = "APP_DECIDED"  # environment of the processes that `ddp` starts: what rank zero has decided, as JSON
+STORE = "app/store"  # key in the agents' store: port of the one that rank zero hosts
 
 
-def agree(trainer: Trainer, decide: Decide, check: Check, timeout: float) -> dict[str, Any]:
-    """Have rank zero decide, and tell all ranks; wait for the other nodes where there are any. Collective.
+def gather_objects(mine: Any) -> list[Any]:
+    """One picklable object of each rank, in order of rank, on every rank. Collective."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, mine)
+    return everyone
+
+
+def agree(decide: Decide, check: Check, node: int) -> dict[str, Any]:
+    """Have rank zero decide, and every rank check what it has decided. Collective, where there is a process group.
 
     Args:
-        trainer: The run's; none of its processes has been started by it yet.
-        decide: Called in rank zero with the ids of the launchers of this run; gives what JSON can hold.
-        check: Called with the decision on each node, for what may be wrong with it there.
-        timeout: Seconds to wait for another rank, now and in every communication to come.
+        decide: Called in rank zero with the ids of the launchers of this run; gives what can be pickled.
+        check: Called with the decision on each rank, for what may be wrong with it there.
+        node: Number of this node, for the others to name it.
 
     Raises:
-        UserError: When rank zero's decision is one, a node's check finds one, or the ranks do not come together in
-            time.
+        UserError: On every rank, when rank zero cannot decide, or the decision will not do on one of them.
     """
-    strategy: Any = trainer.strategy
-    if hasattr(strategy, "_timeout"):
-        strategy._timeout = timedelta(seconds=timeout)
-    if PARENT in os.environ:
-        return json.loads(os.environ[DECIDED])
-    environment = trainer._accelerator_connector.cluster_environment
-    launcher = launched()
-    own = launch_id()
-    if launcher is not None and launcher.world_size > 1:
-        decided = _among_tasks(trainer, launcher, decide, check, timeout)
-    elif isinstance(environment, Rendezvous):
-        devices = getattr(strategy, "num_processes", 1)
-        decided = environment.meet(devices, lambda: decide([]), check)
-        use_interface_to(environment.main_address)
-    elif trainer.world_size > 1 and environment is not None and environment.creates_processes_externally:
-        others = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # mpirun, or the user's own
-        decided = _among_tasks(trainer, others, decide, check, timeout)
-    else:
-        decided = decide([own] if own else [])
-        check(decided)
-    os.environ[DECIDED] = json.dumps(decided)
-    return decided
-
-
-def _among_tasks(trainer: Trainer, launcher: Launched, decide: Decide, check: Check, timeout: float) -> dict[str, Any]:
-    """Begin the process group early, which Lightning then takes as it is, and decide in it."""
-    strategy: Any = trainer.strategy
-    environment = trainer._accelerator_connector.cluster_environment
-    if launcher.nodes > 1:
-        use_interface_to(environment.main_address)
-    place = f"{environment.main_address}:{environment.main_port}"
-    with _deadline(timeout, f"{launcher.world_size} processes of {launcher.by} at {place}", trainer.local_rank == 0):
-        ids: list[Any] = [None] * launcher.world_size
-        with _explained(environment):
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                _begin_process_group(strategy, timeout)
-            strategy.setup_environment()
-            distributed.all_gather_object(ids, launch_id())
-        word: list[Any] = [None, None]
-        if trainer.is_global_zero:
-            try:
-                word[0] = decide(sorted(set(filter(None, ids))))
-            except UserError as error:
-                word[1] = str(error)
-        with _explained(environment):
-            distributed.broadcast_object_list(word, 0)
-        decided, wrong = word
-        if wrong is None:
-            try:
-                check(decided)
-            except UserError as error:
-                wrong = str(error)
-            found: list[Any] = [None] * launcher.world_size
-            with _explained(environment):
-                distributed.all_gather_object(found, wrong)
-            wrong = wrong or next(filter(None, found), None)
+    ids, nodes = zip(*gather_objects((launch_id(), (node, own_addresses()))), strict=True)
+    name_nodes(list(nodes))
+    launchers = sorted(set(filter(None, ids)))
+    decision: list[Any] = [None, None]
+    several = distributed.is_available() and distributed.is_initialized()
+    if not several or distributed.get_rank() == 0:
+        try:
+            decision[0] = decide(launchers)
+        except UserError as error:
+            decision[1] = str(error)
+    if several:
+        distributed.broadcast_object_list(decision, 0)
+    decided, wrong = decision
     if wrong is not None:
         raise UserError(wrong)
+    failure: Exception | None = None
+    try:
+        check(decided)
+    except Exception as error:
+        failure = error
+    reasons = gather_objects((node, failure and (str(failure) or type(failure).__name__)))
+    if failure is not None:
+        raise failure
+    for other, reason in reasons:
+        if reason is not None:
+            raise UserError(reason if other == node else f"node {other}: {reason}")
     return decided
 
 
 @contextmanager
-def _explained(environment: ClusterEnvironment) -> Iterator[None]:
-    """Say in one line why processes did not come together, in which gloo's own errors are RuntimeErrors."""
+def nodes_together(rendezvous: NodeRendezvous | None, timeout: float) -> Iterator[None]:
+    """A process group of the first processes of all nodes, in which they agree before each starts its ranks.
+
+    Args:
+        rendezvous: How they meet; None where there is one node.
+        timeout: Seconds to wait for another node.
+    """
+    if rendezvous is None:
+        yield
+        return
+    store, limit = distributed.PrefixStore("nodes", rendezvous.store()), timedelta(seconds=timeout)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous.address, str(rendezvous.port)
+    use_interface_to(rendezvous.address)
+    distributed.init_process_group(
+        "gloo", store=store, rank=rendezvous.node_rank, world_size=rendezvous.num_nodes, timeout=limit
+    )
     try:
         yield
-    except (RuntimeError, OSError) as error:
-        place = f"{environment.main_address}:{environment.main_port}"
-        if "EADDRINUSE" in str(error):
-            raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
-        raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
+    finally:
+        distributed.destroy_process_group()
 
 
-def _begin_process_group(strategy: Any, timeout: float) -> None:
-    """Begin the process group of torchrun's workers among keys of its own.
+def connect(trainer: Trainer, environment: ClusterEnvironment, timeout: float) -> None:
+    """Begin the process group of the ranks, which Lightning then takes as it is. Collective.
 
-    The agents' store outlives the workers, and what those of an earlier round have left there makes the next ones wait
-    for processes that are gone. Source: https://github.com/pytorch/pytorch/issues/135712.
+    Does nothing in a process that a launcher has not started as one of several ranks.
+
+    Args:
+        trainer: The run's.
+        environment: The trainer's.
+        timeout: Seconds to wait for another rank, now and in every communication to come.
+
+    Raises:
+        UserError: When the ranks do not come together in time.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    limit = timedelta(seconds=timeout)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = distributed.TCPStore(address, port, is_master=False, timeout=limit)
-    prefix = agree_on_a_name(distributed.PrefixStore("app", store), rank, world_size)
+    strategy: Any = trainer.strategy
+    launcher = launched()
+    if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
+        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # mpirun, or the user's own
+    if launcher is None or launcher.world_size == 1:
+        return
+    if launcher.nodes > 1:
+        use_interface_to(environment.main_address)
+    place = f"{environment.main_address}:{environment.main_port}"
+    what = f"all {launcher.world_size} processes of {launcher.by} at {place}"
+    with _ending_at(Deadline(timeout), what, trainer.local_rank == 0), _explained(place):
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            begin_process_group(strategy, trainer.global_rank, launcher.world_size, timeout, key=STORE)
+        strategy.setup_environment()
+
+
+def begin_process_group(strategy: Any, rank: int, world_size: int, timeout: float, key: str) -> None:
+    """Begin a process group in a store that rank zero hosts, of whose port the agents' store tells.
+
+    The agents' store outlives the ranks, and what those of an earlier round have left there makes the next ones wait
+    for processes that are gone. Source: https://github.com/pytorch/pytorch/issues/135712.
+
+    Args:
+        strategy: The run's.
+        rank: Of this process.
+        world_size: Number of ranks.
+        timeout: Seconds to wait for another rank.
+        key: Under which the port is told.
+    """
+    limit, address = timedelta(seconds=timeout), os.environ["MASTER_ADDR"]
+    agents = distributed.TCPStore(address, int(os.environ["MASTER_PORT"]), timeout=limit)
+    if rank == 0:
+        store = host_store(address, 0, timeout)
+        agents.set(key, str(store.port))
+    else:
+        store = _join(address, agents, key, limit)
     strategy.accelerator.setup_device(strategy.root_device)
     distributed.init_process_group(
         strategy._get_process_group_backend(),
-        store=distributed.PrefixStore(prefix, store),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=limit,
@@ -135,51 +156,36 @@ def _begin_process_group(strategy: Any, timeout: float) -> None:
     )
 
 
-def agree_on_a_name(store: distributed.Store, rank: int, world_size: int) -> str:
-    """Find a name that only the processes that are here now have in common, whatever others have left in the store.
-
-    Each rank writes a word of its own. Rank zero says which words it sees, over and over, for some may be old. A rank
-    that finds its own among them confirms that list; when all have confirmed the same one, it is the name.
-
-    Args:
-        store: One that all ranks share, and that may hold what earlier processes have written here.
-        rank: Of this process.
-        world_size: Number of processes.
-    """
-    mine = uuid.uuid4().hex
-    store.set(f"word{rank}", mine)
+def _join(address: str, agents: distributed.TCPStore, key: str, limit: timedelta) -> distributed.TCPStore:
+    """The store of rank zero; one that is gone may have left its port."""
     while True:
-        if rank == 0:
-            words = _values(store, [f"word{other}" for other in range(world_size)])
-            confirmed = _values(store, [f"confirmed{other}" for other in range(1, world_size)])
-            seen = json.dumps(words)
-            agreed = all(confirmation == seen for confirmation in confirmed)
-            store.set("seen", json.dumps([words, agreed]))
-        else:
-            (said,) = _values(store, ["seen"])
-            words, agreed = json.loads(said or "[[], false]")
-            if rank < len(words) == world_size and words[rank] == mine:
-                store.set(f"confirmed{rank}", json.dumps(words))
-            else:
-                agreed = False
-        if agreed:
-            return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+        with suppress(distributed.DistNetworkError):
+            store = distributed.TCPStore(address, int(agents.get(key)), timeout=timedelta(seconds=1))
+            store.set_timeout(limit)
+            return store
         time.sleep(0.05)
 
 
-def _values(store: distributed.Store, keys: list[str]) -> list[str | None]:
-    return [store.get(key).decode() if store.check([key]) else None for key in keys]
+@contextmanager
+def _explained(place: str) -> Iterator[None]:
+    """Say in one line why processes did not come together, in which gloo's own errors are RuntimeErrors."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
+        raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager
-def _deadline(seconds: float, what: str, say: bool) -> Iterator[None]:
+def _ending_at(deadline: Deadline, what: str, say: bool) -> Iterator[None]:
     """End this process when time is up: torch waits longer than it was told where a foreign listener has the port."""
-    patience, done = Patience(seconds), threading.Event()
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(0.5):
             try:
-                patience.check(f"all {what}", say=say)
+                deadline.check(what, say=say)
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
                 os._exit(2)

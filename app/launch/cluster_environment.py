@@ -19,9 +19,10 @@ from lightning.fabric.plugins.environments import (
 from lightning.pytorch import Trainer
 
 from app.errors import UserError
-from app.launch.process import PARENT, RANKS, is_task_of_srun
-from app.launch.rendezvous import Cluster, Rendezvous
+from app.launch.process import AGENT, RANKS, is_task_of_srun
+from app.launch.rendezvous import Cluster
 
+OWN_AGENT = "the application"  # as a launcher of ranks
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}  # what it tells each of its workers
 
 
@@ -45,7 +46,8 @@ def launched() -> Launched | None:
     """The launcher that started this process as one of its own; None for a process that stands alone."""
     if TorchElasticEnvironment.detect() and os.environ.keys() >= TORCHRUN:
         world, here, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
-        return Launched("torchrun", nodes, here if here * nodes == world else None, world)
+        by = OWN_AGENT if AGENT in os.environ else "torchrun"
+        return Launched(by, nodes, here if here * nodes == world else None, world)
     if is_task_of_srun():
         world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{what}"]) for what in ("TASKS", "NODES"))
         # `2(x2)` or `3,1`; SLURM_NTASKS_PER_NODE is the job's, not the step's
@@ -76,13 +78,16 @@ def launch_id() -> str | None:
     agent = os.getppid()
     began = Path(f"/proc/{agent}/stat")  # in ticks since boot: psutil's moves when the clock is set
     when = began.read_text().rpartition(")")[2].split()[19] if began.exists() else psutil.Process(agent).create_time()
-    return f"torchrun {socket.gethostname()} {agent} {when}"
+    return f"{launcher.by} {socket.gethostname()} {agent} {when}"
 
 
-def started_anew() -> bool:
+def may_resume() -> bool:
     """Whether a launcher may have started this run before: torchrun does not say so when nodes come and go."""
     launcher = launched()
-    return launcher is not None and (launcher.by == "torchrun" or os.environ.get("SLURM_RESTART_COUNT", "0") != "0")
+    if launcher is None:
+        return False
+    count = {"srun": "SLURM_RESTART_COUNT", OWN_AGENT: "TORCHELASTIC_RESTART_COUNT"}.get(launcher.by)
+    return count is None or os.environ.get(count, "0") != "0"
 
 
 class Slurm(SLURMEnvironment):
@@ -132,18 +137,17 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
     launcher, name = launched(), getattr(strategy, "strategy_name", strategy)
     plan: dict[str, Any] = {}
     if launcher is not None:
-        if cluster.init_method is not None:
+        if cluster.init_method is not None and launcher.by != OWN_AGENT:
             raise UserError(f"--cluster.init_method: {launcher.by} has seen to how the nodes meet: leave it out")
         if devices == "auto" and name != "ddp_dp":  # whose tasks have several
             plan["devices"] = launcher.per_node or launcher.world_size
         if num_nodes == 1:
             plan["num_nodes"] = launcher.nodes
         return plan | ({"environment": Slurm()} if launcher.by == "srun" else {})
-    if PARENT not in os.environ:
-        _refuse_leftovers(num_nodes, elsewhere=cluster.init_method is not None or "NODE_RANK" in os.environ)
+    _refuse_leftovers(num_nodes, elsewhere=cluster.init_method is not None or "NODE_RANK" in os.environ)
     other_launcher = cluster.init_method is None and (LSFEnvironment.detect() or MPIEnvironment.detect())
-    if num_nodes > 1 and name != "dp" and not other_launcher:  # dp says itself that it has one node
-        return {"environment": Rendezvous(cluster, num_nodes)}
+    if num_nodes > 1:  # NodeRendezvous has found them, or dp says that it has one node
+        return {"environment": LightningEnvironment()} if not other_launcher else {}
     for flag, value in (("init_method", cluster.init_method), ("node_rank", cluster.node_rank)):
         if value is not None and num_nodes == 1:
             raise UserError(f"--cluster.{flag} {value}: there is one node: give --trainer.num_nodes, or leave it out")
@@ -151,7 +155,7 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
         plan["devices"] = 1  # several only when they are asked for
     if other_launcher:
         return plan
-    if PARENT not in os.environ and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
+    if (address := os.environ.pop("MASTER_ADDR", None)) is not None:
         print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
     return plan | {"environment": LightningEnvironment()}
 
@@ -196,7 +200,7 @@ def check_settings(trainer: Trainer) -> None:
     launcher = launched()
     if launcher is None:
         environment = trainer._accelerator_connector.cluster_environment
-        if type(environment) is LightningEnvironment and trainer.world_size > 1 and PARENT not in os.environ:
+        if type(environment) is LightningEnvironment and trainer.world_size > 1 and trainer.num_nodes == 1:
             _refuse_taken_port()
         return
     if trainer.world_size == 1 == launcher.world_size:
@@ -214,25 +218,3 @@ def check_settings(trainer: Trainer) -> None:
         f"--trainer.num_nodes {trainer.num_nodes} of {per_node}: leave --trainer.num_nodes and --trainer.devices out, "
         f"and they follow {launcher.by}"
     )
-
-
-def use_interface_to(address: str) -> None:
-    """Have gloo and NCCL use the network interface over which the main node is reached, unless one was chosen.
-
-    gloo takes the one that the host's name resolves to, which is often the loopback.
-    """
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing
-            own = probe.getsockname()[0]
-            if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-                # this host, whose own name is often on the loopback: by which way it reaches any other
-                probe.connect(("192.0.2.1", 9))  # an address that nobody has: https://www.rfc-editor.org/rfc/rfc5737
-                own = probe.getsockname()[0]
-    except OSError:
-        return
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == own for entry in entries) and name != "lo":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # the very one, not those that begin alike

@@ -1,31 +1,120 @@
-"""What another rank has done, as far as an error of a communication tells."""
+"""Which rank has failed, and what the others see of it."""
 
 import re
-from typing import Any
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from app.errors import RankError
-from app.launch.rendezvous import Rendezvous
+import psutil
+from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from app.errors import EXIT_CODES, RankError, RankLostError, RankSilentError, UserError
 
 # what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
+_nodes: dict[str, str] = {}  # address: which node has it
 
 
-def lost(text: str, environment: Any) -> RankError | None:
-    """Another rank is gone.
+def own_addresses() -> list[str]:
+    """Addresses of this machine, but for the loopback."""
+    found = {entry.address for name, entries in psutil.net_if_addrs().items() for entry in entries if name != "lo"}
+    return sorted(found)
+
+
+def name_nodes(nodes: list[tuple[int, list[str]]]) -> None:
+    """Remember which node has which address, where only one has it.
+
+    Args:
+        nodes: Number and addresses of the node of each rank.
+    """
+    owners: dict[str, set[int]] = {}
+    for node, addresses in nodes:
+        for address in addresses:
+            owners.setdefault(address, set()).add(node)
+    _nodes.clear()
+    _nodes.update({address: f"node {min(found)}" for address, found in owners.items() if len(found) == 1})
+
+
+def node_of(text: str) -> str | None:
+    """The node whose address stands in an error message."""
+    words = re.split(r"[^\w.:]", text.replace("]:", " "))
+    spoken = {part for word in words for part in (word, word.rpartition(":")[0])}
+    return next((name for address, name in _nodes.items() if address in spoken), None)
+
+
+def lost(text: str) -> RankError | None:
+    """What an error of a communication tells of another rank, if it does.
 
     Args:
         text: The error.
-        environment: The run's ClusterEnvironment, which may know names for addresses.
     """
-    if not GONE.search(text):
-        return None
-    where = environment.name_of(text) if isinstance(environment, Rendezvous) else None
-    return RankError(f"lost the connection to {where or 'another rank'}: see what that one says")
+    if GONE.search(text):
+        return RankLostError(f"lost the connection to {node_of(text) or 'another rank'}: see what that one says")
+    if SILENT.search(text) and "DataLoader" not in text:
+        return RankSilentError(
+            "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
+        )
+    return None
 
 
-def silent(text: str) -> RankError | None:
-    """Another rank did not answer in time."""
-    if not SILENT.search(text) or "DataLoader" in text:
-        return None
-    return RankError("no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut")
+@contextmanager
+def noticing_other_ranks() -> Iterator[None]:
+    """Turn an error of a communication into what it tells of another rank, and leave the group of NCCL.
+
+    Otherwise NCCL would wait, when this process exits, for what is under way between the others.
+    Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
+
+    Raises:
+        RankError: When another rank is gone or silent.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not distributed.is_available() or not distributed.is_initialized():
+            raise
+        if distributed.get_backend() == "nccl":
+            distributed.distributed_c10d._abort_process_group()
+        communicated = type(error) is RuntimeError or isinstance(error, distributed.DistError)
+        if communicated and (seen := lost(str(error))):
+            raise seen from error
+        raise
+
+
+def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank whose failure ended the others, and its failure.
+
+    torch takes the earliest one, to the second. But a rank that has lost the connection to another may end first, and
+    the others are ended by a signal.
+
+    Args:
+        failures: By rank, in the order in which they were seen.
+    """
+
+    def is_consequence(rank: int) -> tuple[bool, bool]:
+        failure = failures[rank]
+        ended = failure.exitcode in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
+        return ended, _message(failure).startswith(RankLostError.__name__)
+
+    first = min(failures, key=is_consequence)
+    same = [rank for rank in failures if _message(failures[rank]) == _message(failures[first])]
+    rank = min(same) if _message(failures[first]) else first  # what several have found, the first one says
+    return rank, failures[rank]
+
+
+def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
+    """What a failed rank means for the command that started it."""
+    name, _, text = _message(failure).partition(": ")
+    if name == UserError.__name__:
+        return UserError(f"rank {rank}: {text}" if failure.local_rank else text)
+    for kind in (RankLostError, RankSilentError):
+        if name == kind.__name__:
+            return kind(text)
+    return RankError.ended(rank, failure.pid, failure.exitcode, _message(failure))
+
+
+def _message(failure: ProcessFailure) -> str:
+    """What a rank has left in its error file: the name of the exception, and its text."""
+    message = failure.error_file_data.get("message", "")
+    return str(message.get("message", "")) if isinstance(message, dict) else ""

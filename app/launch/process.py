@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-PARENT = "APP_PARENT"  # environment of a process that `ddp` starts: id of the one that started it
+AGENT = "APP_AGENT"  # environment of a rank that our agent starts: id of the agent
 STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # set by a launcher for each process that it starts; a run that finds them takes itself for one of several
@@ -28,19 +28,43 @@ def is_task_of_srun() -> bool:
 
 def begin() -> None:
     """Settle how this process ends: with the one that started it, where that is ours; in order on SIGTERM."""
-    starters = (os.environ.pop(STARTER, None), os.environ.get(PARENT))
-    for pid in starters:
+    for pid in (os.environ.pop(STARTER, None), os.environ.get(AGENT)):
         if pid is not None:
             end_with_parent()
             if os.getppid() != int(pid):
                 os._exit(1)
-    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:  # of a torchrun that is killed, the workers go on
-        end_with_parent()
-    if PARENT not in os.environ and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        if is_task_of_srun():
-            task = os.getpid()
-            signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # its workers get it, too
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if is_worker():
+        end_with_parent()  # of an agent that is killed, the workers would go on
+        for number in (signal.SIGINT, signal.SIGTERM):  # while it starts, it has nothing to save, and nothing to say
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # which our agent has blocked
+        if os.environ["LOCAL_RANK"] != "0":
+            os.environ["PYTHONBREAKPOINT"] = "0"  # rank zero alone has the terminal
+        return
+    signal.signal(signal.SIGTERM, _end)
+    if is_task_of_srun():
+        task = os.getpid()
+        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # its workers get it, too
+
+
+def is_worker() -> bool:
+    """Whether a torch elastic agent has started this process: torchrun's, or our own."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def end_in_order() -> None:
+    """From here on, a signal to a worker ends it by an exception, so that what it has begun is brought to an end."""
+    if is_worker() and threading.current_thread() is threading.main_thread():
+        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, _end)):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, handler)
+
+
+def _end(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)
 
 
 def requeue() -> bool:
@@ -73,7 +97,8 @@ def environment_of_a_run() -> dict[str, str]:
     Without what a launcher has set for this one. Not a `preexec_fn`, which could see to the end with its parent, too:
     Python runs hooks after such a fork, and a Ctrl-C that comes in one of them is lost.
     """
-    own = {key: value for key, value in os.environ.items() if key not in (*RANKS, *ADDRESSES) and key[:6] != "SLURM_"}
+    theirs = (*RANKS, *ADDRESSES, AGENT)
+    own = {key: value for key, value in os.environ.items() if key not in theirs and key[:6] != "SLURM_"}
     return own | {STARTER: str(os.getpid())}
 
 

@@ -1,137 +1,403 @@
-"""How the nodes of a run meet without a launcher: at a TCP address, through a shared file, or by variables.
+"""How the nodes of a run find each other without a launcher: at a TCP address, through a shared file, or by variables.
 
-The first process of each node meets the others here, before any process group begins: torch's own rendezvous says
-nothing while it waits, waits longer than it was told for a foreign listener, and leaves its file behind.
+Node 0 hosts a `TCPStore`, in which every node says who it is. It is torch elastic's rendezvous for our own agent, and
+adds to torch's static one what a user needs: it says for whom it waits and for how long, refuses nodes that do not fit
+together with the flag in question, and ends within its deadline where something else listens on the port.
 """
 
 import contextlib
+import json
 import os
-import re
+import signal
+import socket
+import threading
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from lightning.fabric.plugins.environments import LightningEnvironment
+import psutil
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from app.errors import UserError
-from app.launch.meeting import Guest, Host, Place
+from app.system.files import write_json
+from app.system.interconnect import use_interface_to
+
+T = TypeVar("T")
+PAUSE = 0.25  # seconds between two looks
+ALIVE = 5.0  # seconds after which a node whose heartbeat stands still is gone
 
 
 @dataclass
 class Cluster:
-    """How the nodes of a run find each other where neither torchrun nor SLURM sees to it.
+    """How the processes of a run are started, and how nodes find each other without torchrun or SLURM.
 
     Args:
-        init_method: Where they meet: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a file that all nodes
+        init_method: Where nodes meet: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a file that all nodes
             share; `env://`, which several nodes take by default: MASTER_ADDR, MASTER_PORT and NODE_RANK.
         node_rank: Number of this node, from 0.
         timeout: Seconds to wait for the other nodes and processes to start, and later for an answer of another rank.
+        max_restarts: How often the processes are started again when one of them fails; they go on from the last
+            checkpoint of the run.
+        log_dir: Folder in which each rank's output is kept; rank zero's comes to the terminal, too.
     """
 
     init_method: str | None = None
     node_rank: int | None = None
     timeout: float = 1800.0
+    max_restarts: int = 0
+    log_dir: str | None = None
 
 
-class Rendezvous(LightningEnvironment):
-    """Nodes that meet at one address, of which each starts its own processes.
+class Deadline:
+    """Says now and then what is waited for, and ends the wait.
 
-    The processes that a node starts are told the address by it, in MASTER_ADDR and MASTER_PORT.
+    Args:
+        seconds: How long to wait.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
+
+    def check(self, what: str, remark: str = "", say: bool = True) -> None:
+        """Say what is missing, unless another process does.
+
+        Raises:
+            UserError: When time is up.
+        """
+        passed = time.monotonic() - self.began
+        hint = f" ({remark})" if remark else ""
+        if passed > self.seconds:
+            raise UserError(f"waited {self.seconds:g} s (--cluster.timeout) for {what}{hint}: see how it fares there")
+        if passed > self.due and say:
+            print(f"waiting for {what}, {passed:.0f} s{hint}", flush=True)
+            self.due = min(2 * self.due, self.due + 30)
+
+    def within(self, call: Callable[[], T], what: str) -> T:
+        """Call what may wait for ever, in a thread that is left behind when time is up."""
+        results: list[tuple[T | None, Exception | None]] = []
+
+        def run() -> None:
+            try:
+                results.append((call(), None))
+            except Exception as error:
+                results.append((None, error))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        while not results:
+            thread.join(PAUSE)
+            if not results:
+                self.check(what)
+        result, error = results[0]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+
+def host_store(address: str, port: int, timeout: float) -> TCPStore:
+    """A store that this process hosts.
+
+    It listens on the address alone, where that is one of this machine; else on all of them: behind a translated
+    address, or where `/etc/hosts` has this host's name on 127.0.1.1, as Debian's installer leaves it.
+
+    Args:
+        address: Name or address at which the other processes reach this machine.
+        port: Port, or 0 for a free one.
+        timeout: Seconds that an operation of the store may take.
+
+    Raises:
+        OSError: When it cannot listen there.
+    """
+    listener = None
+    with contextlib.suppress(OSError):
+        family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if not str(found[0]).startswith("127.") or found[0] == "127.0.0.1":
+            listener = socket.create_server(found[:2], family=family, backlog=1024)
+    if listener is None:
+        address, dual = "localhost", socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
+    port = listener.getsockname()[1]
+    limit, descriptor = timedelta(seconds=timeout), listener.detach()
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor)
+
+
+class NodeRendezvous(RendezvousHandler):
+    """The rendezvous of nodes at one address, or in this process alone.
 
     Args:
         cluster: How they find each other.
         num_nodes: How many there are.
+        devices: `--trainer.devices` of this node, as a number, in which the nodes must agree.
+
+    Attributes:
+        node_rank: Number of this node.
+        address: Name or address of node 0 as this node reaches it.
+        port: Port of the store.
 
     Raises:
         UserError: When the address, or the number of this node, is missing or wrong.
     """
 
-    def __init__(self, cluster: Cluster, num_nodes: int) -> None:
-        super().__init__()
-        self.num_nodes, self.timeout = num_nodes, cluster.timeout
+    def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
         self.method = cluster.init_method or "env://"
-        rank, where = cluster.node_rank, "--cluster.node_rank"
-        if rank is None and "NODE_RANK" in os.environ:
-            where = "NODE_RANK"
-            rank = _integer(where, os.environ[where])
-        self.place = Place(self.method, *self._parse())
-        if rank is None:
-            raise UserError(
-                f"--trainer.num_nodes {num_nodes}: which of them is this? give --cluster.node_rank 0, 1, …, or set "
-                "NODE_RANK"
-            )
-        if not 0 <= rank < num_nodes:
-            raise UserError(f"{where} {rank}: the nodes are 0 to {num_nodes - 1}, for --trainer.num_nodes {num_nodes}")
-        self.rank = rank
-        self.names: dict[str, str] = {}  # address of another node: which one it is
+        self.num_nodes, self.timeout = num_nodes, cluster.timeout
+        self.hello = {"id": uuid.uuid4().hex, "nodes": num_nodes, "devices": devices}
+        self.file: Path | None = None
+        self._store: TCPStore | None = None
+        self._rounds = 0
+        if num_nodes == 1:
+            self.address, self.port, self.node_rank = "127.0.0.1", 0, 0
+            return
+        self.address, self.port = self._place()
+        self.node_rank = self._node_rank(cluster)
 
-    def _parse(self) -> tuple[str, int, Path | None]:
+    def _place(self) -> tuple[str, int]:
         url = urlsplit(self.method)
         if url.scheme == "file" and url.path and not url.netloc:
-            return "", 0, Path(url.path)
+            self.file = Path(url.path)
+            return "", 0
         if url.scheme == "tcp":
             with contextlib.suppress(ValueError):  # of a port out of range
                 if url.hostname and url.port:
-                    return url.hostname, url.port, None
-        if self.method == "env://":
-            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-            if not missing:
-                port = _integer("MASTER_PORT", os.environ["MASTER_PORT"])
-                if not 0 < port < 2**16:
-                    raise UserError(f"MASTER_PORT={port} in the environment: give a port, 1 to 65535")
-                return os.environ["MASTER_ADDR"], port, None
+                    return url.hostname, url.port
+        if self.method != "env://":
+            raise UserError(f"--cluster.init_method {self.method}: give tcp://HOST:PORT, file:///PATH or env://")
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
             raise UserError(
                 f"--trainer.num_nodes {self.num_nodes}: where do the nodes meet? give --cluster.init_method "
                 f"tcp://HOST:PORT, or set {' and '.join(missing)}, or start them with torchrun or srun"
             )
-        raise UserError(f"--cluster.init_method {self.method}: give tcp://HOST:PORT, file:///PATH or env://")
+        port = _integer("MASTER_PORT")
+        if not 0 < port < 2**16:
+            raise UserError(f"MASTER_PORT={port} in the environment: give a port, 1 to 65535")
+        return os.environ["MASTER_ADDR"], port
 
-    def node_rank(self) -> int:
-        """Number of this node."""
-        return self.rank
+    def _node_rank(self, cluster: Cluster) -> int:
+        rank, where = cluster.node_rank, "--cluster.node_rank"
+        if rank is None and "NODE_RANK" in os.environ:
+            rank, where = _integer("NODE_RANK"), "NODE_RANK"
+        if rank is None:
+            raise UserError(
+                f"--trainer.num_nodes {self.num_nodes}: which of them is this? give --cluster.node_rank 0, 1, …, or "
+                "set NODE_RANK"
+            )
+        if not 0 <= rank < self.num_nodes:
+            last = self.num_nodes - 1
+            raise UserError(f"{where} {rank}: the nodes are 0 to {last}, for --trainer.num_nodes {self.num_nodes}")
+        return rank
 
-    @property
-    def main_address(self) -> str:
-        """Address of node 0 as this node reaches it."""
-        return os.environ.get("MASTER_ADDR", self.place.host)
+    # -- what torch elastic's agent asks for ----------------------------------------------------------------
 
-    @property
-    def main_port(self) -> int:
-        """The port at which the process group meets: that of the nodes."""
-        return int(os.environ.get("MASTER_PORT", self.place.port))
-
-    def meet(self, devices: int, decide: Callable[[], Any], check: Callable[[Any], None]) -> Any:
-        """Wait for all nodes. For the first process of a node, not for those that it starts.
-
-        Args:
-            devices: Processes of this node.
-            decide: What node 0 calls when all are there, and tells the others.
-            check: What each of them calls with it, and node 0.
-
-        Returns:
-            What node 0 has decided.
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for all nodes, once; when processes are started again, the nodes are known.
 
         Raises:
-            UserError: When the nodes are not all there in time, do not fit together, or cannot use the address; or when
-                one of them finds that the decision is one.
+            UserError: When they are not all there in time, do not fit together, or cannot use the address.
         """
-        hello = {"node": self.rank, "nodes": self.num_nodes, "devices": devices}
-        meeting = (Guest if self.rank else Host)(self.place, hello, self.timeout)
-        word = meeting.meet(decide, check)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
-        self.names = word["names"]
-        return word["decided"]
+        self._rounds += 1
+        store = PrefixStore(f"round{self._rounds}", self.store())
+        if self.num_nodes > 1:
+            use_interface_to(self.address)
+        # a rank that is starting would report a Ctrl-C with a traceback; it unblocks them when it has begun
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        return RendezvousInfo(store, self.node_rank, self.num_nodes, RendezvousStoreInfo(self.address, self.port))
 
-    def name_of(self, message: str) -> str | None:
-        """The node whose address stands in a message."""
-        words = re.split(r"[^\w.:]", message.replace("]:", " "))
-        spoken = {part for word in words for part in (word, word.rpartition(":")[0])}
-        return next((name for address, name in self.names.items() if address in spoken), None)
+    def get_backend(self) -> str:
+        """Name of this rendezvous."""
+        return "nodes"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The store that the agents share serves their processes, too."""
+        return True
+
+    def is_closed(self) -> bool:
+        """A run of fixed size is never closed to its nodes."""
+        return False
+
+    def set_closed(self) -> None:
+        """There is nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody joins later; the agent asks when it has started its ranks."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        return 0
+
+    def get_run_id(self) -> str:
+        """Id of the run, the same on all nodes."""
+        return "app"
+
+    def shutdown(self) -> bool:
+        """The store ends with this process."""
+        return True
+
+    # -- the nodes come together ----------------------------------------------------------------------------
+
+    def store(self) -> TCPStore:
+        """The store that all nodes share, when they are all there."""
+        if self._store is None:
+            deadline = Deadline(self.timeout)
+            self._store = self._host(deadline) if self.node_rank == 0 else self._join(deadline)
+        return self._store
+
+    def _host(self, deadline: Deadline) -> TCPStore:
+        """Node 0: host the store, and let the others go when they are all there and alive."""
+        if self.file is not None:
+            self._refuse_live_file(self.file)
+        try:
+            store = host_store(self.address, self.port, self.timeout)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise UserError(
+                f"--cluster.init_method {self.method}: node 0 cannot listen on port {self.port} ({reason}): give "
+                "another port, or end what uses it"
+            ) from error
+        self.port = store.port
+        store.set("node0", json.dumps(self.hello))
+        with contextlib.ExitStack() as stack:
+            if self.file is not None:
+                stack.callback(self._remove, self.file)
+                self._publish(self.file)
+            beats: dict[int, tuple[bytes, float]] = {}
+            while missing := [node for node in range(1, self.num_nodes) if not _beats(store, node, beats)]:
+                nodes = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.num_nodes}"
+                deadline.check(f"{nodes} at {self._where}", self._doubt())
+                if self.file is not None and _read(self.file).get("id") != self.hello["id"]:
+                    raise UserError(f"{self.file} was taken over by another run that meets there: give each its own")
+                time.sleep(PAUSE)
+        if self.file is not None:
+            self.address = store.get("address").decode()  # as the others reach it
+        store.set("go", "")
+        return store
+
+    def _join(self, deadline: Deadline) -> TCPStore:
+        """Any other node: find node 0, say who this is, and wait until all are there."""
+        remark, node0 = "", f"node 0 of {self.num_nodes} at {self._where}"
+        while True:
+            for address, port, wanted in self._candidates():
+                try:
+                    socket.create_connection((address, port), timeout=ALIVE).close()
+                    self.address, self.port = address, port
+                    store = deadline.within(lambda: TCPStore(address, port, timeout=timedelta(seconds=5)), node0)  # noqa: B023
+                    self._attend(store, wanted, deadline)
+                    store.set_timeout(timedelta(seconds=self.timeout))
+                    return store
+                except ConnectionRefusedError:
+                    remark = "nobody listens there yet"
+                except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
+                    remark = str(error).splitlines()[0]
+            deadline.check(node0, remark)
+            time.sleep(PAUSE)
+
+    def _attend(self, store: TCPStore, wanted: str | None, deadline: Deadline) -> None:
+        host = json.loads(store.get("node0"))
+        if wanted not in (None, host["id"]):
+            raise ValueError("what listens there is another run")
+        for key, flag in (("nodes", "--trainer.num_nodes"), ("devices", "--trainer.devices")):
+            if host[key] != self.hello[key]:
+                raise UserError(
+                    f"{flag} is {host[key]} on node 0 and {self.hello[key]} on node {self.node_rank}: give the same"
+                )
+        mine, beats = json.dumps(self.hello), {}  # type: ignore[var-annotated]
+        other = store.compare_set(f"node{self.node_rank}", "", mine).decode()
+        limit = time.monotonic() + ALIVE
+        while other != mine and time.monotonic() < limit:
+            if _beats(store, self.node_rank, beats):
+                raise UserError(f"another node has --cluster.node_rank {self.node_rank}: give each its own")
+            time.sleep(PAUSE)
+        store.set(f"node{self.node_rank}", mine)
+        store.set("address", self.address)
+        while not store.check(["go"]):
+            store.set(f"beat{self.node_rank}", str(time.monotonic()))
+            deadline.check(f"the other nodes of {self.num_nodes}, with node 0 at {self.address}:{self.port}")
+            time.sleep(PAUSE)
+
+    def _doubt(self) -> str:
+        """What is odd about the address of node 0, which this is."""
+        if self.file is not None:
+            return ""
+        try:
+            found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.address, None)}
+        except OSError:
+            return f"{self.address} is unknown here"
+        own = {a.address for entries in psutil.net_if_addrs().values() for a in entries}
+        here = found & own or any(address.startswith("127.") for address in found)
+        return "" if here else f"{self.address} is no address of this machine, which is node 0"
+
+    @property
+    def _where(self) -> str:
+        return str(self.file or f"{self.address}:{self.port}")
+
+    def _candidates(self) -> list[tuple[str, int, str | None]]:
+        """Address and port at which node 0 may be, and the id that it must have."""
+        if self.file is None:
+            return [(self.address, self.port, None)]
+        content = _read(self.file)  # anew each time: node 0 replaces a stale one when it comes
+        return [(address, content["port"], content["id"]) for address in content.get("addresses", ())]
+
+    # -- the shared file ------------------------------------------------------------------------------------
+
+    def _publish(self, file: Path) -> None:
+        addresses = [
+            a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET
+        ]
+        addresses.sort(key=lambda address: address.startswith("127."))  # those that others can reach come first
+        try:
+            write_json(file, {"id": self.hello["id"], "addresses": addresses, "port": self.port})
+        except OSError as error:
+            raise UserError(
+                f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
+            ) from error
+
+    def _remove(self, file: Path) -> None:
+        if _read(file).get("id") == self.hello["id"]:
+            file.unlink(missing_ok=True)
+
+    def _refuse_live_file(self, file: Path) -> None:
+        """Tell a file that another run is meeting through from one that a dead run has left."""
+        content = _read(file)
+        for address in content.get("addresses", ()):
+            with contextlib.suppress(RuntimeError, OSError, ValueError):
+                socket.create_connection((address, content["port"]), timeout=1).close()
+                store = TCPStore(address, content["port"], timeout=timedelta(seconds=1))
+                if json.loads(store.get("node0"))["id"] == content["id"]:
+                    raise UserError(
+                        f"another run is meeting at {file} just now: give --cluster.init_method another one"
+                    )
+        if content:
+            print(f"replacing {file}, which a run that is gone has left", flush=True)
 
 
-def _integer(name: str, text: str) -> int:
+def _beats(store: TCPStore, node: int, seen: dict[int, tuple[bytes, float]]) -> bool:
+    """Whether a node is waiting: its heartbeat has changed since it was first seen, and not too long ago."""
+    if not store.check([f"beat{node}"]):
+        return False
+    beat, now = store.get(f"beat{node}"), time.monotonic()
+    first = node not in seen
+    if first or seen[node][0] != beat:
+        seen[node] = beat, -ALIVE if first else now
+    return now - seen[node][1] < ALIVE
+
+
+def _integer(name: str) -> int:
+    text = os.environ[name]
     if not text.isdecimal():
         raise UserError(f"{name}={text} in the environment: give a number")
     return int(text)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a file says, or nothing: it may not be there yet, or be of something else."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and {"id", "addresses", "port"} <= content.keys() else {}

@@ -11,21 +11,13 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from app.errors import ReportedUserError, UserError
+from app.errors import UserError
+from app.launch.agree import gather_objects
 
 Empty = Callable[..., Tensor]  # torch.empty, or one like it: a shape, and the keyword dtype
 Read = Callable[[Empty], tuple[Tensor, ...]]  # makes tensors with the function that it is given, and fills them
 Once = Callable[[Read], tuple[Tensor, ...]]
 CAN_SHARE = hasattr(os, "memfd_create")  # Linux
-
-
-def gather_objects(mine: Any) -> list[Any]:
-    """One picklable object of each rank, in order of rank, on every rank. Collective."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
-    return everyone
 
 
 class NodeMemory:
@@ -142,4 +134,4 @@ def _raise_first(everyone: Sequence[tuple[int, Any, str | None]], trainer: Train
         return
     if node != trainer.node_rank:
         reason = f"node {node}: {reason}"
-    raise (ReportedUserError if trainer.local_rank else UserError)(reason) from own
+    raise UserError(reason) from own

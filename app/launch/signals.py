@@ -17,9 +17,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.trainer.states import TrainerFn
 
 from app.launch.cluster_environment import in_slurm_job
+from app.launch.process import is_worker
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-EXIT_CODES = {name: 128 + number for number, name in CAUSES.items()}
 IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # announces the end of the job: `--signal=SIGUSR1@90`
 
 
@@ -37,7 +37,6 @@ class Signals(_SignalConnector):
         super().__init__(trainer)
         self.noted = self.stopped_by = 0
         self._process, self._spawned = 0, False
-        self._mask: set[Any] = set()
 
     def register_signal_handlers(self) -> None:
         """Begin to take note; Lightning calls this in every process, and `teardown` at the end."""
@@ -49,12 +48,10 @@ class Signals(_SignalConnector):
         super().register_signal_handlers()  # which also remembers what `teardown` restores
         for number in heard:
             signal.signal(number, self._note)
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # ddp starts its processes deaf to it
 
     def teardown(self) -> None:
         """Restore what was before training."""
         if self._process == os.getpid():
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             self._process = 0
         super().teardown()
 
@@ -62,13 +59,13 @@ class Signals(_SignalConnector):
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
         if self.noted:
-            if number == signal.SIGINT and not self._spawned:
+            if is_worker() or (number == signal.SIGINT and not self._spawned):  # an agent sends but one of its own
                 raise KeyboardInterrupt
-            if number == signal.SIGINT:  # of the two that ProcessLauncher sends; another thread may have got it later
+            if number == signal.SIGINT:  # of the two that SpawnLauncher sends; another thread may have got it later
                 self.noted = number
             return
         self.noted = number
-        if self.trainer.is_global_zero and not self._spawned:
+        if number == signal.SIGINT and self.trainer.is_global_zero and not self._spawned:
             # not print(): the signal may have come in the middle of one
             os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once)\n")
 

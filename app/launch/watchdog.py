@@ -15,14 +15,14 @@ from pathlib import Path
 
 TICK = 1.0  # seconds
 LATER = 5.0  # seconds, in which the others have said that it does not answer
-DEAF = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # what is sent to all processes of a run, to end in order
+BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # what is sent to all processes of a run, to end in order
 
 
 @contextlib.contextmanager
-def guarded(timeout: float | None) -> Iterator[None]:
+def watched(timeout: float | None) -> Iterator[None]:
     """Have this process ended if it is stopped (SIGSTOP) for longer than a time; Linux only.
 
-    Time counts while the guard runs: not while all of a job is suspended, or a person has pressed Ctrl-Z.
+    Time counts while it runs: not while all of a job is suspended, or a person has pressed Ctrl-Z.
 
     Args:
         timeout: Seconds; None for a process that nobody waits for.
@@ -30,17 +30,17 @@ def guarded(timeout: float | None) -> Iterator[None]:
     if timeout is None or sys.platform != "linux":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:  # the file alone, without what it takes to import this package
         command = [sys.executable, "-IS", __file__, str(os.getpid()), str(timeout)]
-        guard = subprocess.Popen(command, stdin=subprocess.PIPE)
+        watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield
     finally:
-        guard.kill()
-        guard.communicate()
+        watchdog.kill()
+        watchdog.communicate()
 
 
 def watch(process: int, timeout: float) -> None:

@@ -13,10 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.data.batches import GlobalBatches
-from app.errors import RankError, ReportedUserError
+from app.errors import ExitStatus, RankError
 from app.fit.checkpoints import RunCheckpoint
-from app.launch.sharing import gather_objects
-from app.launch.signals import EXIT_CODES, cause
+from app.launch.agree import gather_objects
+from app.launch.signals import cause
 from app.modules import log_window
 from app.monitor.loggers import Tracker
 from app.monitor.step_profiler import StepProfile
@@ -97,35 +97,20 @@ class RunRecord(Callback):
                 logger.log_record(self.record)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say why the run ended. No collective call: the other ranks may be gone.
-
-        A rank that fails leaves its reason in a file of its own: rank zero only sees that it is gone.
-        """
+        """Say why the run ended. No collective call: the other ranks may be gone."""
         directory = getattr(trainer.logger, "log_dir", None)
-        if directory is None:
-            return
-        lines = str(exception).strip().splitlines() or [""]
-        reason = f"{type(exception).__name__}: {lines[-1]}"
-        if not trainer.is_global_zero:
-            if Path(directory).exists() and not isinstance(exception, RankError | ReportedUserError):
-                Path(directory, f"error_rank{trainer.global_rank}.txt").write_text(reason)
+        if directory is None or not trainer.is_global_zero:
             return
         if self.path is None:  # spawned processes had it, or nothing had begun yet
             self.path = Path(directory, "run.json")
             self.record["run_dir"] = directory
             if self.path.exists():
                 self.record = json.loads(self.path.read_text())
-        stopped = "SIGTERM" if getattr(exception, "code", None) == EXIT_CODES["SIGTERM"] else None
-        if isinstance(exception, KeyboardInterrupt):
-            stopped = "Ctrl-C"
-        better = stopped or isinstance(exception, RankError)
+        end = ExitStatus.of(exception)
+        better = end.status == "interrupted" or isinstance(exception, RankError)
         if self.record["status"] == "interrupted" or (self.record["status"] == "failed" and not better):
             return  # a spawned process has said why
-        self.record["status"] = "interrupted" if stopped else "failed"
-        elsewhere = [f"rank {path.stem[10:]}: {path.read_text()}" for path in Path(directory).glob("error_rank*.txt")]
-        if isinstance(exception, RankError):
-            reason = str(exception)
-        self.record["error"] = f"by {stopped}" if stopped else "; ".join(elsewhere) or reason
+        self.record["status"], self.record["error"] = end.status, end.reason
         if self._first_step is not None and trainer.state.fn == "fit" and not isinstance(exception, RankError):
             self._close_epoch(trainer)
             self._measured(trainer)
@@ -290,3 +275,17 @@ def _count(batch: Any) -> int:
     while not isinstance(batch, torch.Tensor):
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return len(batch)
+
+
+def mark_failed(directory: str, reason: str) -> None:
+    """Say in a run's record why it has failed, where its own processes could not, or saw only the consequence.
+
+    Args:
+        directory: The directory of the run.
+        reason: Why, in one line.
+    """
+    path = Path(directory, "run.json")
+    if path.exists():
+        record = json.loads(path.read_text())
+        if record["status"] in ("running", "failed"):
+            write_json(path, {**record, "status": "failed", "error": reason})

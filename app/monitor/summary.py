@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
+from app.launch.cluster_environment import OWN_AGENT
 from app.monitor.loggers import Tracker
 
 
@@ -46,7 +47,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
             yield f"tracked         {logger.where()}"
     if fitted and checkpoints.get("last"):
         again = f"--config {directory}/config.yaml"
-        alone = record["num_nodes"] == 1 and not record["launchers"]
+        alone = record["num_nodes"] == 1 and all(launcher.startswith(OWN_AGENT) for launcher in record["launchers"])
         resume = f"python -m app fit {again}" if alone else "the same command, with"
         resume += f" --ckpt_path {checkpoints['last']}"
         if not finished(record):

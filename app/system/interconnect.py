@@ -1,11 +1,14 @@
 """How fast processes exchange gradients: an all-reduce measured over a range of sizes, and what it comes to."""
 
+import os
 import queue
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
@@ -126,3 +129,25 @@ def _rank(rank: int, ranks: int, port: int, sizes: tuple[int, ...], cuda: bool, 
     distributed.destroy_process_group()
     if rank == 0:
         answers.put(measured)
+
+
+def use_interface_to(address: str) -> None:
+    """Have gloo and NCCL use the network interface over which the main node is reached, unless one was chosen.
+
+    gloo takes the one that the host's name resolves to, which is often the loopback.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing
+            own = probe.getsockname()[0]
+            if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
+                # this host, whose own name is often on the loopback: by which way it reaches any other
+                probe.connect(("192.0.2.1", 9))  # an address that nobody has: https://www.rfc-editor.org/rfc/rfc5737
+                own = probe.getsockname()[0]
+    except OSError:
+        return
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == own for entry in entries) and name != "lo":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # the very one, not those that begin alike
