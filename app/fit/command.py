@@ -34,7 +34,7 @@ from app.launch.agree import agree, connect, gather_objects, nodes_together
 from app.launch.cluster_environment import OWN_AGENT, Launched, launched, may_resume, plan_processes
 from app.launch.elastic import launch, note_run_dir
 from app.launch.failures import noticing_other_ranks
-from app.launch.process import end_in_order, requeue
+from app.launch.process import end_in_order, end_undisturbed, requeue
 from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
@@ -74,6 +74,8 @@ def _run(argv: Sequence[str]) -> int:
         return ExitStatus.of(end).code
     except MisconfigurationException as error:
         raise UserError(one_line(str(error))) from error
+    finally:
+        end_undisturbed()
 
 
 def _quiet(record: logging.LogRecord) -> bool:

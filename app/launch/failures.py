@@ -85,17 +85,18 @@ def noticing_other_ranks() -> Iterator[None]:
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank whose failure ended the others, and its failure.
 
-    torch takes the earliest one, to the second. But a rank that has lost the connection to another may end first, and
-    the others are ended by a signal.
+    torch takes the earliest one, to the second. But a rank that has lost the connection to another may end first, the
+    others are ended by a signal, and one that hangs is seen by those that wait for it before it is killed.
 
     Args:
         failures: By rank, in the order in which they were seen.
     """
 
-    def is_consequence(rank: int) -> tuple[bool, bool]:
-        failure = failures[rank]
+    def is_consequence(rank: int) -> tuple[bool, bool, bool]:
+        failure, message = failures[rank], _message(failures[rank])
         ended = failure.exitcode in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
-        return ended, _message(failure).startswith(RankLostError.__name__)
+        killed = failure.exitcode == -signal.SIGKILL
+        return ended, message.startswith(RankLostError.__name__), killed
 
     first = min(failures, key=is_consequence)
     same = [rank for rank in failures if _message(failures[rank]) == _message(failures[first])]

@@ -63,6 +63,13 @@ def end_in_order() -> None:
                 signal.signal(number, handler)
 
 
+def end_undisturbed() -> None:
+    """Have a worker that is ending do so: its agent may be ending it, too, and Python would report an exception."""
+    if is_worker() and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def _end(*_: object) -> None:
     sys.exit(128 + signal.SIGTERM)
 
