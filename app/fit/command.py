@@ -10,7 +10,7 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -35,9 +35,10 @@ from app.monitor.run_record import RunRecord
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import report
 from app.parallel import refuse_impossible
+from app.system.lightning_patches import CommandLine, count_epochs, replace_signal_connector
 
 
-class CLI(LightningCLI):
+class CLI(CommandLine):
     """Lightning's command line with this application's models, data, record and tracking.
 
     Args:
@@ -108,9 +109,6 @@ class CLI(LightningCLI):
         """Let options follow the name of a strategy."""
         self.config = parser.parse_args(spell_out_strategy(sys.argv[1:]))
 
-    def _parse_ckpt_path(self) -> None:
-        """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
-
     def before_instantiate_classes(self) -> None:
         """Settle what depends on other settings."""
         config = self.config[self.subcommand]
@@ -132,8 +130,9 @@ class CLI(LightningCLI):
         except ValueError as error:
             raise UserError(f"--seed_everything: {error}") from error
 
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self.checkpoint}
+    def more_arguments(self) -> dict[str, Any]:
+        """The checkpoint that rank zero has found."""
+        return {"ckpt_path": self.checkpoint}
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; check data and checkpoint before any process is started."""
@@ -199,7 +198,7 @@ class CLI(LightningCLI):
         """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""
         config = self.config_init[self.subcommand]
         run, trainer = config.run, config.trainer
-        parser = self._parser(self.subcommand)
+        parser = self.command_parser
         given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins] * bool(trainer.plugins)
         plan: dict[str, Any] = {}
         if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):  # which knows better
@@ -226,10 +225,8 @@ class CLI(LightningCLI):
             PredictionWriter(),
         ]
         trainer = super().instantiate_trainer(**kwargs)
-        trainer._signal_connector = Signals(trainer)
-        # max_steps ends training and nothing else; Lightning would take a resumed epoch that is whole for a broken-off
-        # one (pytorch-lightning #19617). `bool`, which says False, as spawned processes get the trainer pickled
-        trainer.fit_loop._iteration_based_training = bool  # type: ignore[method-assign]
+        replace_signal_connector(trainer, Signals(trainer))
+        count_epochs(trainer)
         return trainer
 
     def _keeps_nothing(self) -> bool:
@@ -267,14 +264,8 @@ class CLI(LightningCLI):
         path = Path(directory or "", "run.json")
         return json.loads(path.read_text()) if directory is not None and path.exists() else {}
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        try:
-            super()._run_subcommand(subcommand)
-        finally:
-            self._close()
-
     @rank_zero_only
-    def _close(self) -> None:
+    def after_subcommand(self) -> None:
         """End the tracker's run, and say where the run's files are and what to try next."""
         for logger in self.trainer.loggers:
             if isinstance(logger, Tracker):

@@ -21,6 +21,7 @@ from app.launch.cluster_environment import Launched, launch_id, launched, use_in
 from app.launch.messages import Patience
 from app.launch.process import PARENT
 from app.launch.rendezvous import Rendezvous
+from app.system.lightning_patches import cluster_environment, process_group_backend, set_timeout
 
 Decide = Callable[[list[str]], dict[str, Any]]
 Check = Callable[[dict[str, Any]], None]
@@ -41,11 +42,10 @@ def agree(trainer: Trainer, decide: Decide, check: Check, timeout: float) -> dic
             time.
     """
     strategy: Any = trainer.strategy
-    if hasattr(strategy, "_timeout"):
-        strategy._timeout = timedelta(seconds=timeout)
+    set_timeout(strategy, timeout)
     if PARENT in os.environ:
         return json.loads(os.environ[DECIDED])
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     launcher = launched()
     own = launch_id()
     if launcher is not None and launcher.world_size > 1:
@@ -67,7 +67,7 @@ def agree(trainer: Trainer, decide: Decide, check: Check, timeout: float) -> dic
 def _among_tasks(trainer: Trainer, launcher: Launched, decide: Decide, check: Check, timeout: float) -> dict[str, Any]:
     """Begin the process group early, which Lightning then takes as it is, and decide in it."""
     strategy: Any = trainer.strategy
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     if launcher.nodes > 1:
         use_interface_to(environment.main_address)
     place = f"{environment.main_address}:{environment.main_port}"
@@ -126,7 +126,7 @@ def _begin_process_group(strategy: Any, timeout: float) -> None:
     prefix = agree_on_a_name(distributed.PrefixStore("app", store), rank, world_size)
     strategy.accelerator.setup_device(strategy.root_device)
     distributed.init_process_group(
-        strategy._get_process_group_backend(),
+        process_group_backend(strategy),
         store=distributed.PrefixStore(prefix, store),
         rank=rank,
         world_size=world_size,

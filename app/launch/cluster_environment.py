@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 from app.errors import UserError
 from app.launch.process import PARENT, RANKS, is_task_of_srun
 from app.launch.rendezvous import Cluster, Rendezvous
+from app.system.lightning_patches import cluster_environment
 
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}  # what it tells each of its workers
 
@@ -195,7 +196,7 @@ def check_settings(trainer: Trainer) -> None:
     """
     launcher = launched()
     if launcher is None:
-        environment = trainer._accelerator_connector.cluster_environment
+        environment = cluster_environment(trainer)
         if type(environment) is LightningEnvironment and trainer.world_size > 1 and PARENT not in os.environ:
             _refuse_taken_port()
         return

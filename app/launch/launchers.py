@@ -16,9 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from torch import distributed
 
 from app.errors import RankError, UserError
@@ -26,12 +24,14 @@ from app.launch.failures import lost, silent
 from app.launch.process import PARENT, end_with_parent
 from app.launch.signals import CAUSES, EXIT_CODES, Signals
 from app.launch.watchdog import guarded
+from app.system import lightning_patches
+from app.system.torch_patches import abort_process_group
 
 OnFailure = Callable[[Trainer, LightningModule, BaseException], None]
 GRACE = 10.0  # seconds in which rank zero may notice by itself that another rank has failed
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(lightning_patches.ScriptLauncher):
     """Starts the processes of `ddp`.
 
     Attributes:
@@ -52,7 +52,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             threading.Thread(target=self._watch, args=(trainer,), daemon=True).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        lightning_patches.set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             first = PARENT in os.environ and self.cluster_environment.local_rank() == 1 and hasattr(os, "pidfd_open")
             with guarded(self.timeout), _noticing_the_end_of(self._rank(0)) if first else contextlib.nullcontext():
@@ -79,7 +79,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.kill(signal.SIGKILL)
         self.procs.clear()  # ends the watch
         if distributed.is_initialized() and distributed.get_backend() == "nccl":
-            distributed.distributed_c10d._abort_process_group()
+            abort_process_group()
 
     def _explain(self, error: Exception) -> RankError | None:
         """What another rank has done that this one fails in a communication."""
@@ -133,7 +133,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             del os.environ[PARENT]
 
 
-class ProcessLauncher(_MultiProcessingLauncher):
+class ProcessLauncher(lightning_patches.SpawnLauncher):
     """Starts the processes of `ddp_spawn` and `ddp_fork`, and tells them of SIGINT and SIGTERM.
 
     The first signal lets them end in order, the second Ctrl-C ends them.
@@ -192,8 +192,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
                     raise seen from error
             raise
         else:
-            if self.stopped_by and trainer is not None and isinstance(trainer._signal_connector, Signals):
-                trainer._signal_connector.stopped_by = self.stopped_by
+            signals = trainer and lightning_patches.signal_connector(trainer)
+            if self.stopped_by and isinstance(signals, Signals):
+                signals.stopped_by = self.stopped_by
             return results
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -273,15 +274,17 @@ def use_our_launcher(trainer: Trainer, timeout: float, on_failure: OnFailure | N
         on_failure: Notes in the run's record, if it has one, that another process has failed.
     """
     strategy: Any = trainer.strategy
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = lightning_patches.cluster_environment(trainer)
     ours: ScriptLauncher | ProcessLauncher
-    if isinstance(strategy.launcher, _MultiProcessingLauncher):
-        ours = ProcessLauncher(strategy, strategy.launcher._start_method)
-    elif isinstance(strategy.launcher, _SubprocessScriptLauncher) or trainer.world_size > 1:  # fsdp may have none
+    if method := lightning_patches.start_method(strategy):
+        ours = ProcessLauncher(strategy, method)
+    elif (
+        isinstance(strategy.launcher, lightning_patches.ScriptLauncher) or trainer.world_size > 1
+    ):  # fsdp may have none
         ours = ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
         ours.on_failure = on_failure
     else:
         return
     if trainer.world_size > 1:
         ours.timeout = timeout
-    strategy._launcher = ours
+    lightning_patches.set_launcher(strategy, ours)
