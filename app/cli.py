@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from app.errors import RankError, UserError
+from app.errors import RankError, UserError, nearest
 from app.launch.process import begin, is_task_of_srun
 
 HELP = """\
@@ -35,6 +35,8 @@ commands:
 
 --verbose (or APP_DEBUG=1) shows the traceback of an error."""
 
+COMMANDS = ("fit", "validate", "test", "predict", "compare", "plan", "doctor")
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line.
@@ -45,31 +47,34 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 for success, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
     """
-    if args is not None:  # one source for LightningCLI and for the processes that ddp starts
-        sys.argv = [sys.argv[0], *args]
+    argv = list(sys.argv[1:] if args is None else args)
     begin()
-    if "--verbose" in sys.argv:
-        sys.argv.remove("--verbose")
-        os.environ["APP_DEBUG"] = "1"  # the processes that ddp starts inherit it
-    if len(sys.argv) == 1 or sys.argv[1] in ("-h", "--help"):
+    if "--verbose" in argv:
+        argv.remove("--verbose")
+        os.environ["APP_DEBUG"] = "1"  # the processes of a run inherit it
+    if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0
     try:
-        if sys.argv[1] == "compare":
+        command, rest = argv[0], argv[1:]
+        if command == "compare":
             from app.compare.command import run as compare
 
-            return compare(sys.argv[2:])
-        if sys.argv[1] == "plan":
+            return compare(rest)
+        if command == "plan":
             from app.plan.command import run as plan
 
-            return plan(sys.argv[2:])
-        if sys.argv[1] == "doctor":
+            return plan(rest)
+        if command == "doctor":
             from app.doctor import run as doctor
 
-            return doctor(sys.argv[2:])
+            return doctor(rest)
+        if command not in COMMANDS and not command.startswith("-"):
+            near = nearest(command, COMMANDS)
+            raise UserError(f"{command}: there is no such command{near} ({', '.join(COMMANDS)})")
         from app.fit.run import run
 
-        return run()
+        return run(argv)
     except KeyboardInterrupt:
         return 130
     except (UserError, RankError) as error:

@@ -3,16 +3,13 @@
 import contextlib
 import json
 import shlex
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -20,107 +17,42 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 import app.data
 import app.modules
 from app.callbacks import PredictionWriter, TestFigures
-from app.errors import UserError, nearest, one_line
-from app.fit.checkpoints import RunCheckpoint, check_checkpoint
-from app.fit.parser import Parser, find_class, spell_out_strategy
+from app.errors import UserError, one_line
+from app.fit.checkpoints import check_checkpoint
+from app.fit.configuration import Flags
+from app.fit.rules import check_flags
 from app.fit.run_options import Run, decide
 from app.launch.agree import agree
 from app.launch.cluster_environment import plan_processes, started_anew
 from app.launch.launchers import ProcessLauncher, use_our_launcher
-from app.launch.rendezvous import Cluster
 from app.launch.sharing import gather_objects
 from app.launch.signals import Signals, StopTogether, cause
-from app.monitor.loggers import SaveConfig, Tracker, make_loggers
+from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.run_record import RunRecord
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import report
 from app.parallel import refuse_impossible
-from app.system.lightning_patches import CommandLine, count_epochs, replace_signal_connector
+from app.system.lightning_patches import count_epochs, replace_signal_connector
 
 
-class CLI(CommandLine):
-    """Lightning's command line with this application's models, data, record and tracking.
+class CLI(Flags):
+    """Reads a command line, builds what it asks for, and runs it.
 
     Args:
-        chosen: Sections of which the user has chosen the class; the others get a default one. A default that
-            is set regardless would leave its `init_args` behind: `--model FashionMLP` would train with
-            CIFARCNN's loss and optimizer, since jsonargparse keeps what the new class accepts.
+        argv: The arguments of `python -m app`.
     """
 
-    def __init__(self, chosen: dict[str, str]) -> None:
-        self.chosen = chosen
-        self.command = shlex.join(["python", "-m", "app", *sys.argv[1:]])
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.command = shlex.join(["python", "-m", "app", *argv])
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
         self.decided: dict[str, Any] = {}  # by rank zero
-        super().__init__(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            parser_class=Parser,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"save_to_log_dir": False},
-            seed_everything_default=42,
-            trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},  # SaveConfig logs them all
-            auto_configure_optimizers=False,
-        )
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the run's name and tracking, and the callbacks that are on by default."""
-        classes = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
-        parser.set_defaults({key: {"class_path": path} for key, path in classes.items() if key not in self.chosen})
-        parser.chosen = classes | self.chosen  # type: ignore[attr-defined]
-        chosen = {section: find_class(section, name) or object for section, name in (classes | self.chosen).items()}
-        ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
-        self.linked = all(issubclass(chosen[section], ours[section]) for section in ours)
-        if self.linked:
-            parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
-        parser.add_class_arguments(Run, "run")
-        parser.add_class_arguments(Cluster, "cluster")
-        parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
-        parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
-        parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
-        parser.set_defaults(
-            {
-                "best_checkpoint.monitor": "val_acc",
-                "best_checkpoint.mode": "max",
-                "best_checkpoint.filename": "best",
-                "best_checkpoint.enable_version_counter": False,
-                "last_checkpoint.filename": "last",
-                "last_checkpoint.save_on_train_epoch_end": True,
-                "last_checkpoint.enable_version_counter": False,
-                "lr_monitor.logging_interval": "epoch",
-            }
-        )
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Lightning's, less what is set here."""
-        common = {"model", "datamodule", "weights_only"}
-        return {
-            "fit": {*common, "train_dataloaders", "val_dataloaders"},
-            "validate": {*common, "dataloaders", "verbose"},
-            "test": {*common, "dataloaders", "verbose"},
-            "predict": {*common, "dataloaders", "return_predictions"},
-        }
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Let options follow the name of a strategy."""
-        self.config = parser.parse_args(spell_out_strategy(sys.argv[1:]))
+        super().__init__(argv)
 
     def before_instantiate_classes(self) -> None:
         """Settle what depends on other settings."""
         config = self.config[self.subcommand]
-        trainer = config.trainer
-        if isinstance(trainer.strategy, str):
-            names = ["auto", *StrategyRegistry.available_strategies()]
-            if trainer.strategy not in names:
-                raise UserError(f"--trainer.strategy {trainer.strategy}: unknown{nearest(trainer.strategy, names)}")
-        if trainer.accumulate_grad_batches < 1:
-            raise UserError(f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}: give 1 or more")
-        if self.linked and any(word.startswith("--model.num_classes") for word in sys.argv):
-            raise UserError("--model.num_classes comes from the data: leave it out")
+        check_flags(config)
         self.asked_for = config.ckpt_path
         config.ckpt_path = None  # the saved config is for new runs, too; the record says what was resumed
 

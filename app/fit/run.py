@@ -2,8 +2,8 @@
 
 import logging
 import os
-import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch
@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from app.errors import ReportedUserError, UserError, one_line
 from app.fit.command import CLI
-from app.fit.parser import chosen_classes
 from app.launch.cluster_environment import launched
 from app.launch.process import PARENT, requeue
 from app.launch.signals import EXIT_CODES
@@ -25,8 +24,11 @@ def _quiet(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(("💡", "TPU available"))
 
 
-def run() -> int:
-    """Run the command line of this process.
+def run(argv: Sequence[str]) -> int:
+    """Run a command line.
+
+    Args:
+        argv: The arguments of `python -m app`.
 
     Returns:
         Exit code.
@@ -34,10 +36,9 @@ def run() -> int:
     Raises:
         UserError: For what a user did wrong.
     """
-    chosen = chosen_classes(sys.argv[1:])
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_quiet)
     try:
-        cli = CLI(chosen)
+        cli = CLI(argv)
     except SIGTERMException:
         return 143
     except SystemExit as end:

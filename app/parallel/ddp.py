@@ -129,11 +129,12 @@ class Hybrid(SplitForward, DDP):
     """
 
     strategy_name = "ddp_dp"
+    processes_per_node = 1
 
     @property
     def num_processes(self) -> int:
         """Processes on this node."""
-        return 1
+        return self.processes_per_node
 
     def _configure_launcher(self) -> None:
         """Refuse what cannot work: here Lightning has set all that was asked for."""

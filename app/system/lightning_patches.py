@@ -18,6 +18,7 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.nn.parallel import DistributedDataParallel
 
@@ -162,6 +163,12 @@ def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
     """Save, unless this step is saved already. At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`."""
     if not checkpoint._should_skip_saving_checkpoint(trainer):
         checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+
+
+@expects(f"{_CONNECTOR}._choose_auto_accelerator")
+def default_accelerator() -> str:
+    """The name of the accelerator that `auto` means on this machine. At an upgrade: is there a public way to ask?"""
+    return _AcceleratorConnector._choose_auto_accelerator()
 
 
 # -- strategies and launchers --------------------------------------------------------------------------------
