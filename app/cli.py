@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from app.errors import ExitStatus, RankError, UserError
+from app.errors import ExitStatus, RankError, UserError, nearest
 from app.launch.process import AGENT, begin, is_task_of_srun
 
 HELP = """\
@@ -34,6 +34,8 @@ commands:
   python -m app fit --print_config                       all settings and their defaults
 
 --verbose (or APP_DEBUG=1) shows the traceback of an error."""
+
+COMMANDS = ("fit", "validate", "test", "predict", "compare", "plan", "doctor")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -78,6 +80,9 @@ def _route(argv: list[str]) -> int:
         from app.doctor import run as doctor
 
         return doctor(argv[1:])
+    if argv[0] not in COMMANDS and not argv[0].startswith("-"):
+        near = nearest(argv[0], COMMANDS)
+        raise UserError(f"{argv[0]}: there is no such command{near} ({', '.join(COMMANDS)})")
     from app.fit.command import run
 
     return run(argv)

@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from app.data.batches import GlobalBatches
 from app.errors import UserError
 from app.networks import MLP, LeNet, resnet18, resnet18_cifar
+from app.system.lightning_patches import is_attached
 
 Loss = Literal["cross_entropy", "smooth_l1"]
 
@@ -216,7 +217,7 @@ class ImageClassifier(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Give the sums of the unfinished epoch to rank zero; the others start from nothing."""
-        if self._trainer is None or not self.trainer.is_global_zero:
+        if not is_attached(self) or not self.trainer.is_global_zero:
             return
         for name, sums in checkpoint.get("train_metrics", {}).items():
             for key, value in sums.items():

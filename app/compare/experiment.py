@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import yaml
 from jsonargparse import Namespace
 
 from app.errors import UserError, nearest
-from app.fit.configuration import resolve
+from app.fit.configuration import accelerator_name, devices_per_node, replicas, resolve
 from app.system.machine import usable_cores
 
 # flags that say where a run is kept and how it is measured
@@ -120,7 +119,7 @@ class Variant:
     @property
     def replicas(self) -> int:
         """How many devices share a batch: those of dp, or the ranks of all nodes."""
-        return _devices(self.settings.trainer) * self.settings.trainer.num_nodes
+        return replicas(self.settings.trainer)
 
     @property
     def command(self) -> str:
@@ -144,8 +143,8 @@ class Variant:
         if trainer.num_nodes == 1:
             return {}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
-        each = _devices(trainer)
-        if _gpus(trainer):
+        each = devices_per_node(trainer)
+        if accelerator_name(trainer) == "cuda":
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             visible = given.split(",") if given else [str(i) for i in range(self.replicas)]
             return address | {"CUDA_VISIBLE_DEVICES": ",".join(visible[node * each : (node + 1) * each])}
@@ -248,29 +247,13 @@ def _words(configs: list[str], flags: dict[str, Any]) -> list[str]:
     return ["fit", *itertools.chain.from_iterable((*stacked, *typed))]
 
 
-def _gpus(trainer: Namespace) -> bool:
-    return trainer.accelerator in ("gpu", "cuda") or (trainer.accelerator == "auto" and torch.cuda.is_available())
-
-
-def _devices(trainer: Namespace) -> int:
-    """Devices on each node, as Lightning reads the flag."""
-    devices = trainer.devices
-    if isinstance(devices, str) and devices not in ("auto", "-1"):
-        devices = yaml.safe_load(devices if "," not in devices else f"[{devices.strip(',')}]")
-    if isinstance(devices, list):
-        return len(devices)
-    if devices in ("auto", "-1", -1):
-        one = devices == "auto" and trainer.strategy == "auto" and trainer.num_nodes == 1
-        return torch.cuda.device_count() if _gpus(trainer) and not one else 1
-    return int(devices)
-
-
 def _lacking(variant: Variant) -> str | None:
     """What this machine has not enough of: every replica needs a GPU, or a core, of its own."""
     trainer, needed = variant.settings.trainer, variant.replicas
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         return "there is no GPU"
-    what, there = ("GPUs", torch.cuda.device_count()) if _gpus(trainer) else ("CPU cores", usable_cores())
+    gpus = accelerator_name(trainer) == "cuda"
+    what, there = ("GPUs", torch.cuda.device_count()) if gpus else ("CPU cores", usable_cores())
     if trainer.accelerator in ("auto", "cpu", "gpu", "cuda") and needed > there:
         return f"needs {needed} {what}, of which there {'is' if there == 1 else 'are'} {there}"
     return None

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.errors import UserError
 from app.modules import ImageClassifier
+from app.system.lightning_patches import may_stop_early, save_checkpoint_now, steps_between_checkpoints
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -59,13 +60,13 @@ class RunCheckpoint(ModelCheckpoint):
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
         """Keep the place where training ends, whenever checkpoints were asked for."""
-        told = trainer.should_stop and trainer.fit_loop._can_stop_early
-        every = self._every_n_train_steps
+        told = trainer.should_stop and may_stop_early(trainer)
+        every = steps_between_checkpoints(self)
         due = trainer.is_last_batch and every > 0 and trainer.global_step % every == 0
         if not told and not due and not 0 <= trainer.max_steps <= trainer.global_step:
             return
-        if self.monitor is None and not self._should_skip_saving_checkpoint(trainer):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        if self.monitor is None:
+            save_checkpoint_now(self, trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give up monitoring the default metric if validation did not log it, then save."""

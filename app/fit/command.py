@@ -6,17 +6,12 @@ import logging
 import os
 import shlex
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -25,25 +20,26 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import app.data
 import app.modules
 from app.callbacks import PredictionWriter, TestFigures
-from app.errors import ExitStatus, UserError, nearest, one_line
-from app.fit.checkpoints import RunCheckpoint, check_checkpoint
-from app.fit.parser import Parser, chosen_classes, find_class, spell_out_strategy
-from app.fit.processes import agent_processes, devices_per_node
+from app.errors import ExitStatus, UserError, one_line
+from app.fit.checkpoints import check_checkpoint
+from app.fit.configuration import Flags, agent_processes, devices_per_node
+from app.fit.rules import check_flags
 from app.fit.run_options import Run, decide
 from app.launch.agree import agree, connect, gather_objects, nodes_together
 from app.launch.cluster_environment import OWN_AGENT, Launched, launched, may_resume, plan_processes
 from app.launch.elastic import launch, note_run_dir
 from app.launch.failures import noticing_other_ranks
 from app.launch.process import end_in_order, end_undisturbed, requeue
-from app.launch.rendezvous import Cluster, NodeRendezvous
+from app.launch.rendezvous import NodeRendezvous
 from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
-from app.monitor.loggers import SaveConfig, Tracker, make_loggers
+from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.run_record import RunRecord, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import report
 from app.parallel import refuse_impossible
+from app.system import lightning_patches
 
 
 def run(argv: Sequence[str]) -> int:
@@ -67,7 +63,7 @@ def _run(argv: Sequence[str]) -> int:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_quiet)
     try:
         with noticing_other_ranks():
-            return CLI(argv, chosen_classes(list(argv))).exit_code
+            return CLI(argv).exit_code
     except SystemExit as end:
         if isinstance(end.code, str):
             raise
@@ -83,18 +79,18 @@ def _quiet(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(("💡", "TPU available"))
 
 
-class CLI(LightningCLI):
-    """Lightning's command line with this application's models, data, record and tracking.
+class CLI(Flags):
+    """Reads a command line, builds what it asks for, and runs it; or starts the ranks that do.
 
     Args:
         argv: The arguments of `python -m app`.
-        chosen: Sections of which the user has chosen the class; the others get a default one. A default that
-            is set regardless would leave its `init_args` behind: `--model FashionMLP` would train with
-            CIFARCNN's loss and optimizer, since jsonargparse keeps what the new class accepts.
+
+    Attributes:
+        exit_code: Of the process.
+        processes: Ranks of this node that this process starts as their agent, or 0.
     """
 
-    def __init__(self, argv: Sequence[str], chosen: dict[str, str]) -> None:
-        self.argv, self.chosen = list(argv), chosen
+    def __init__(self, argv: Sequence[str]) -> None:
         self.command = shlex.join(["python", "-m", "app", *argv])
         self.exit_code = self.processes = 0
         self.launcher: Launched | None = launched()
@@ -103,82 +99,18 @@ class CLI(LightningCLI):
         self.decided: dict[str, Any] = {}  # by rank zero
         self.rendezvous: NodeRendezvous | None = None  # of nodes whose first processes start the others
         self.record: RunRecord | None = None
-        super().__init__(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            parser_class=Parser,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"save_to_log_dir": False},
-            seed_everything_default=42,
-            trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},  # SaveConfig logs them all
-            auto_configure_optimizers=False,
-        )
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the run's name and tracking, and the callbacks that are on by default."""
-        classes = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
-        parser.set_defaults({key: {"class_path": path} for key, path in classes.items() if key not in self.chosen})
-        parser.chosen = classes | self.chosen  # type: ignore[attr-defined]
-        chosen = {section: find_class(section, name) or object for section, name in (classes | self.chosen).items()}
-        ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
-        self.linked = all(issubclass(chosen[section], ours[section]) for section in ours)
-        if self.linked:
-            parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
-        parser.add_class_arguments(Run, "run")
-        parser.add_class_arguments(Cluster, "cluster")
-        parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
-        parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
-        parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
-        parser.set_defaults(
-            {
-                "best_checkpoint.monitor": "val_acc",
-                "best_checkpoint.mode": "max",
-                "best_checkpoint.filename": "best",
-                "best_checkpoint.enable_version_counter": False,
-                "last_checkpoint.filename": "last",
-                "last_checkpoint.save_on_train_epoch_end": True,
-                "last_checkpoint.enable_version_counter": False,
-                "lr_monitor.logging_interval": "epoch",
-            }
-        )
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Lightning's, less what is set here."""
-        common = {"model", "datamodule", "weights_only"}
-        return {
-            "fit": {*common, "train_dataloaders", "val_dataloaders"},
-            "validate": {*common, "dataloaders", "verbose"},
-            "test": {*common, "dataloaders", "verbose"},
-            "predict": {*common, "dataloaders", "return_predictions"},
-        }
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Let options follow the name of a strategy."""
-        self.config = parser.parse_args(spell_out_strategy(self.argv))
-
-    def _parse_ckpt_path(self) -> None:
-        """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
+        super().__init__(argv)
 
     def before_instantiate_classes(self) -> None:
         """Settle what depends on other settings."""
         config = self.config[self.subcommand]
-        trainer = config.trainer
-        if isinstance(trainer.strategy, str):
-            names = ["auto", *StrategyRegistry.available_strategies()]
-            if trainer.strategy not in names:
-                raise UserError(f"--trainer.strategy {trainer.strategy}: unknown{nearest(trainer.strategy, names)}")
-        if trainer.accumulate_grad_batches < 1:
-            raise UserError(f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}: give 1 or more")
-        if self.linked and any(word.startswith("--model.num_classes") for word in self.argv):
-            raise UserError("--model.num_classes comes from the data: leave it out")
         self.asked_for = config.ckpt_path
         config.ckpt_path = None  # the saved config is for new runs, too; the record says what was resumed
 
     def _set_seed(self) -> None:
-        self.processes = agent_processes(self.config[self.subcommand])
+        config = self.config[self.subcommand]
+        check_flags(config)
+        self.processes = agent_processes(config)
         if self.processes:  # they do
             return
         try:
@@ -186,8 +118,9 @@ class CLI(LightningCLI):
         except ValueError as error:
             raise UserError(f"--seed_everything: {error}") from error
 
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self.checkpoint}
+    def more_arguments(self) -> dict[str, Any]:
+        """The checkpoint that rank zero has found."""
+        return {"ckpt_path": self.checkpoint}
 
     def instantiate_classes(self) -> None:
         """Start the ranks, where this process is to be their agent; else build data, model and trainer, and agree."""
@@ -211,13 +144,11 @@ class CLI(LightningCLI):
     def _agree(self, timeout: float) -> None:
         """Have rank zero settle what only one can, and give the run its directory, record and loggers."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        environment = trainer._accelerator_connector.cluster_environment
-        if hasattr(strategy, "_timeout"):
-            strategy._timeout = timedelta(seconds=timeout)
-        if isinstance(strategy.launcher, _MultiProcessingLauncher):
+        lightning_patches.set_timeout(strategy, timeout)
+        if method := lightning_patches.start_method(strategy):
             several = timeout if trainer.world_size > 1 else None
-            strategy._launcher = SpawnLauncher(strategy, strategy.launcher._start_method, several)
-        connect(trainer, environment, timeout)
+            lightning_patches.set_launcher(strategy, SpawnLauncher(strategy, method, several))
+        connect(trainer, lightning_patches.cluster_environment(trainer), timeout)
         try:
             with nodes_together(self.rendezvous, timeout):
                 decided = agree(self._decide, self._check, trainer.node_rank)
@@ -275,7 +206,7 @@ class CLI(LightningCLI):
         """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""
         config = self.config_init[self.subcommand]
         run, trainer = config.run, config.trainer
-        parser = self._parser(self.subcommand)
+        parser = self.command_parser
         given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins] * bool(trainer.plugins)
         plan: dict[str, Any] = {}
         if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):  # which knows better
@@ -305,10 +236,8 @@ class CLI(LightningCLI):
             PredictionWriter(),
         ]
         trainer = super().instantiate_trainer(**kwargs)
-        trainer._signal_connector = Signals(trainer)
-        # max_steps ends training and nothing else; Lightning would take a resumed epoch that is whole for a broken-off
-        # one (pytorch-lightning #19617). `bool`, which says False, as spawned processes get the trainer pickled
-        trainer.fit_loop._iteration_based_training = bool  # type: ignore[method-assign]
+        lightning_patches.replace_signal_connector(trainer, Signals(trainer))
+        lightning_patches.count_epochs(trainer)
         return trainer
 
     @property
@@ -353,11 +282,8 @@ class CLI(LightningCLI):
         if self.processes:  # which have run it
             return
         several = self.trainer.world_size > 1 and not isinstance(self.trainer.strategy.launcher, SpawnLauncher)
-        try:
-            with watched(self.config[subcommand].cluster.timeout if several else None):
-                super()._run_subcommand(subcommand)
-        finally:
-            self._close()
+        with watched(self.config[subcommand].cluster.timeout if several else None):
+            super()._run_subcommand(subcommand)
         self.exit_code = self._exit_code()
 
     def _exit_code(self) -> int:
@@ -370,7 +296,7 @@ class CLI(LightningCLI):
         return ExitStatus.stopped_by(stopped_by).code if stopped_by and says else 0
 
     @rank_zero_only
-    def _close(self) -> None:
+    def after_subcommand(self) -> None:
         """End the tracker's run, and say where the run's files are and what to try next."""
         for logger in self.trainer.loggers:
             if isinstance(logger, Tracker):

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,22 @@ CKPT_PATH = (
     "fit goes on from it."
 )
 
+SECTIONS = ("trainer", "model", "data", "run", "cluster", "best_checkpoint", "last_checkpoint", "lr_monitor")
+NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)  # in words; 1e400 is found when it is a number
+
 
 class PlainParser(ArgumentParser):
     """Reports what a user did wrong in one line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        """Let a switch be given alone or with a value: `--flag`, `--flag true`."""
+        if kwargs.get("action") == "store_true":
+            del kwargs["action"]
+            kwargs |= {"type": bool, "nargs": "?", "const": True, "default": False}
+        return super().add_argument(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
@@ -151,6 +162,24 @@ def spell_out_strategy(arguments: list[str]) -> list[str]:
                 raise UserError(f"{flag}: {wrong}")
         words.append(word)
     return words
+
+
+def refuse_unusable(arguments: list[str]) -> None:
+    """Refuse what jsonargparse takes for something else, and then says nothing useful of.
+
+    Raises:
+        UserError: For a number of the optimizer or the scheduler that is not finite, and for a section of a config that
+            is null.
+    """
+    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        flag, given, value = word.partition("=")
+        value = value if given else following
+        if flag.startswith(("--model.optimizer.", "--model.scheduler.")) and NOT_FINITE.fullmatch(value):
+            raise UserError(f"{flag} {value}: give a finite number")
+        if flag in ("--config", "-c") and not value.startswith("-"):
+            for section, content in read_yaml(value).items():
+                if content is None and section in SECTIONS:
+                    raise UserError(f"{section}: null in --config {value}: give its settings, or leave it out")
 
 
 class _UniqueKeys(yaml.SafeLoader):

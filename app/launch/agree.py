@@ -18,6 +18,7 @@ from app.launch.cluster_environment import Launched, launch_id, launched
 from app.launch.failures import name_nodes, own_addresses
 from app.launch.rendezvous import Deadline, NodeRendezvous, host_store
 from app.system.interconnect import use_interface_to
+from app.system.lightning_patches import process_group_backend
 
 Decide = Callable[[list[str]], dict[str, Any]]
 Check = Callable[[dict[str, Any]], None]
@@ -147,7 +148,7 @@ def begin_process_group(strategy: Any, rank: int, world_size: int, timeout: floa
         store = _join(address, agents, key, limit)
     strategy.accelerator.setup_device(strategy.root_device)
     distributed.init_process_group(
-        strategy._get_process_group_backend(),
+        process_group_backend(strategy),
         store=store,
         rank=rank,
         world_size=world_size,

@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 from app.errors import UserError
 from app.launch.process import AGENT, RANKS, is_task_of_srun
 from app.launch.rendezvous import Cluster
+from app.system.lightning_patches import cluster_environment
 
 OWN_AGENT = "the application"  # as a launcher of ranks
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}  # what it tells each of its workers
@@ -56,6 +57,11 @@ def launched() -> Launched | None:
             return None  # `srun --pty bash`: a person on a node, who starts processes there
         return Launched("srun", nodes, int(even[1]) if even else None, world)
     return None
+
+
+def other_launcher() -> bool:
+    """Whether mpirun or LSF has started this process, with which Lightning deals."""
+    return LSFEnvironment.detect() or MPIEnvironment.detect()
 
 
 def _interactive() -> bool:
@@ -145,15 +151,15 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
             plan["num_nodes"] = launcher.nodes
         return plan | ({"environment": Slurm()} if launcher.by == "srun" else {})
     _refuse_leftovers(num_nodes, elsewhere=cluster.init_method is not None or "NODE_RANK" in os.environ)
-    other_launcher = cluster.init_method is None and (LSFEnvironment.detect() or MPIEnvironment.detect())
+    externally = cluster.init_method is None and other_launcher()
     if num_nodes > 1:  # NodeRendezvous has found them, or dp says that it has one node
-        return {"environment": LightningEnvironment()} if not other_launcher else {}
+        return {"environment": LightningEnvironment()} if not externally else {}
     for flag, value in (("init_method", cluster.init_method), ("node_rank", cluster.node_rank)):
         if value is not None and num_nodes == 1:
             raise UserError(f"--cluster.{flag} {value}: there is one node: give --trainer.num_nodes, or leave it out")
     if (strategy, devices) == ("auto", "auto"):
         plan["devices"] = 1  # several only when they are asked for
-    if other_launcher:
+    if externally:
         return plan
     if (address := os.environ.pop("MASTER_ADDR", None)) is not None:
         print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
@@ -199,7 +205,7 @@ def check_settings(trainer: Trainer) -> None:
     """
     launcher = launched()
     if launcher is None:
-        environment = trainer._accelerator_connector.cluster_environment
+        environment = cluster_environment(trainer)
         if type(environment) is LightningEnvironment and trainer.world_size > 1 and trainer.num_nodes == 1:
             _refuse_taken_port()
         return

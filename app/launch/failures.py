@@ -10,6 +10,7 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app.errors import EXIT_CODES, RankError, RankLostError, RankSilentError, UserError
+from app.system.torch_patches import abort_process_group
 
 # what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
@@ -75,7 +76,7 @@ def noticing_other_ranks() -> Iterator[None]:
         if not distributed.is_available() or not distributed.is_initialized():
             raise
         if distributed.get_backend() == "nccl":
-            distributed.distributed_c10d._abort_process_group()
+            abort_process_group()
         communicated = type(error) is RuntimeError or isinstance(error, distributed.DistError)
         if communicated and (seen := lost(str(error))):
             raise seen from error

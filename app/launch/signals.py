@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
 from app.launch.cluster_environment import in_slurm_job
 from app.launch.process import is_worker
+from app.system.lightning_patches import (
+    SignalConnector,
+    check_after_validation_only,
+    leave_out_sigterm_broadcast,
+    signal_connector,
+)
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # announces the end of the job: `--signal=SIGUSR1@90`
 
 
-class Signals(_SignalConnector):
+class Signals(SignalConnector):
     """Takes note of SIGINT and SIGTERM while a model is trained; elsewhere they end the process at once.
 
     It stands in for Lightning's, whose handler makes a collective call out of step with the other ranks.
@@ -75,7 +80,7 @@ class StopTogether(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out Lightning's own agreement, a broadcast on every step, which raises instead of saving."""
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        leave_out_sigterm_broadcast(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -90,7 +95,7 @@ class StopTogether(Callback):
             return  # a validation that is due would not be made good by the run that goes on
         trainer.limit_val_batches = 0
         for callback in trainer.early_stopping_callbacks:  # they would miss the validation
-            callback._check_on_train_epoch_end = False
+            check_after_validation_only(callback)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hear of what came during the last validation: no test shall follow."""
@@ -99,7 +104,7 @@ class StopTogether(Callback):
 
 def _agree(trainer: Trainer) -> int:
     """The signal that any rank has noted, or 0; of several the lowest, the same on every rank. Collective."""
-    signals = trainer._signal_connector
+    signals = signal_connector(trainer)
     assert isinstance(signals, Signals)
     number = signals.noted  # read once: a signal may come in the next line
     if trainer.world_size > 1:
@@ -113,5 +118,5 @@ def _agree(trainer: Trainer) -> int:
 
 def cause(trainer: Trainer) -> str | None:
     """What a training was stopped by."""
-    number = getattr(trainer._signal_connector, "stopped_by", 0)
+    number = getattr(signal_connector(trainer), "stopped_by", 0)
     return IN_SLURM[number] if number else None

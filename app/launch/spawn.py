@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
@@ -23,9 +22,10 @@ from app.launch.failures import explain, noticing_other_ranks, root_cause
 from app.launch.process import end_with_parent
 from app.launch.signals import CAUSES, Signals
 from app.launch.watchdog import watched
+from app.system import lightning_patches
 
 
-class SpawnLauncher(_MultiProcessingLauncher):
+class SpawnLauncher(lightning_patches.SpawnLauncher):
     """Starts the processes of a strategy, and tells them of SIGINT and SIGTERM.
 
     The first signal lets them end in order, the second Ctrl-C ends them.
@@ -62,8 +62,9 @@ class SpawnLauncher(_MultiProcessingLauncher):
         try:
             with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as self._folder:
                 results = self._launch(function, *args, trainer=trainer, **kwargs)
-            if self.stopped_by and trainer is not None and isinstance(trainer._signal_connector, Signals):
-                trainer._signal_connector.stopped_by = self.stopped_by
+            signals = trainer and lightning_patches.signal_connector(trainer)
+            if self.stopped_by and isinstance(signals, Signals):
+                signals.stopped_by = self.stopped_by
             return results
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
 from app.errors import UserError, one_line
+from app.system.lightning_patches import open_experiment, tracker_settings
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -95,7 +96,7 @@ class Tracker(WandbLogger):
             id=self.id,
             resume="allow" if resumed else None,
         )
-        del self._wandb_init["anonymous"]  # only a warning by now
+        tracker_settings(self).pop("anonymous", None)  # only a warning by now
 
     @property
     def experiment(self) -> Any:
@@ -109,7 +110,7 @@ class Tracker(WandbLogger):
                 rank_zero_warn(
                     f"Weights & Biases does not start ({one_line(str(error))}): {fallback or 'without it'} from here on"
                 )
-                self.mode = self._wandb_init["mode"] = fallback or "disabled"
+                self.mode = tracker_settings(self)["mode"] = fallback or "disabled"
         self.failed = True
         return DummyExperiment()
 
@@ -118,7 +119,7 @@ class Tracker(WandbLogger):
         folders = [str(path) for path in sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))]
         if folders:
             return f"offline; upload with  wandb sync {' '.join(folders)}"
-        return getattr(self._experiment, "url", None) or self.mode
+        return getattr(open_experiment(self), "url", None) or self.mode
 
     @_guarded
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -175,8 +176,9 @@ class Tracker(WandbLogger):
     @_guarded
     def finish(self) -> None:
         """End the run: everything has been logged."""
-        if self._experiment is not None:
-            self._experiment.finish()
+        run = open_experiment(self)
+        if run is not None:
+            run.finish()
 
 
 class MetricsFile(CSVLogger):
@@ -186,14 +188,14 @@ class MetricsFile(CSVLogger):
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The writer; Lightning's begins by deleting the file."""
-        if self._experiment is None:
+        if open_experiment(self) is None:
             path = Path(self.log_dir, "metrics.csv")
             written = path.read_text() if path.exists() else ""
             writer = super().experiment
             if written:
                 path.write_text(written)
                 writer.metrics_keys = written.partition("\n")[0].strip().split(",")
-        return self._experiment
+        return open_experiment(self)
 
 
 class SaveConfig(SaveConfigCallback):

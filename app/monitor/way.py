@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 
 from app.data.module import ImageData
 from app.parallel import SplitForward
+from app.system.lightning_patches import strategy_name
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:
@@ -20,11 +21,10 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 
 def way_of_running(trainer: Trainer) -> dict[str, Any]:
     """What the run record says of it: strategy, devices, sizes, precision, placement."""
-    flag = trainer._accelerator_connector._strategy_flag
     data = getattr(trainer, "datamodule", None)
     own = data if isinstance(data, ImageData) else None
     return {
-        "strategy": flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__),
+        "strategy": strategy_name(trainer),
         "devices": len(getattr(trainer.strategy, "parallel_devices", None) or [0]),
         "num_nodes": trainer.num_nodes,
         "world_size": trainer.world_size,

@@ -5,13 +5,13 @@ import atexit
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from app.errors import UserError
 from app.launch.cluster_environment import check_settings, launched
 from app.parallel.comm_hooks import BF16, FP16, LocalSGD, PowerSGD, Ring
 from app.parallel.data_parallel import DataParallelStrategy, SplitForward
 from app.parallel.ddp import DDP, Hybrid
+from app.system.lightning_patches import layer_sync, start_method
 
 __all__ = ["BF16", "DDP", "FP16", "DataParallelStrategy", "Hybrid", "LocalSGD", "PowerSGD", "Ring", "SplitForward"]
 
@@ -48,7 +48,7 @@ def refuse_impossible(trainer: Trainer) -> None:
             when SyncBatchNorm would have nothing to do, or static_graph would fail.
     """
     launcher = launched()
-    if launcher is not None and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+    if launcher is not None and start_method(trainer.strategy):
         raise UserError(
             f"ddp_spawn, ddp_fork and ddp_notebook start their own processes, which {launcher.by} has done already: "
             f"use --trainer.strategy ddp, or start without {launcher.by}"
@@ -59,7 +59,7 @@ def refuse_impossible(trainer: Trainer) -> None:
             "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: leave it out, or "
             f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}"
         )
-    if trainer._accelerator_connector._layer_sync is not None:
+    if layer_sync(trainer) is not None:
         if trainer.world_size == 1:
             raise UserError(
                 "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or leave it"

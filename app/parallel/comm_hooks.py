@@ -101,7 +101,7 @@ class PowerSGD(DDP):
     def on_train_end(self) -> None:
         """Say how much was compressed, if anything."""
         super().on_train_end()
-        state = self._ddp_comm_state
+        state = self.connected_state
         assert isinstance(state, PowerSGDState)
         if state.iter <= state.start_powerSGD_iter:
             rank_zero_warn(
@@ -140,7 +140,7 @@ class LocalSGD(DDP):
         super().__init__(ddp_comm_hook=post_localSGD_hook, ddp_comm_state=None, **kwargs)
         self.least |= {"start_localsgd_iter": (start_localsgd_iter, 0), "period": (period, 1)}
         self.start_localsgd_iter = start_localsgd_iter
-        self._model_averaging_period = period
+        self.average_weights_every(period)
 
     def _check_hook(self) -> None:
         super()._check_hook()
@@ -236,7 +236,7 @@ class Ring(DDP):
 
     def _check_backend(self) -> None:
         super()._check_backend()
-        if self._process_group_backend == "gloo" and self.root_device.type == "cuda":
+        if self.process_group_backend == "gloo" and self.root_device.type == "cuda":
             raise UserError(
                 "--trainer.strategy.process_group_backend gloo: it cannot send from one GPU to another, as ddp_ring "
                 "does: leave it out"
@@ -249,7 +249,7 @@ class Ring(DDP):
     def on_train_end(self) -> None:
         """Say what was sent."""
         super().on_train_end()
-        traffic = self._ddp_comm_state
+        traffic = self.connected_state
         assert isinstance(traffic, Traffic)
         if traffic.steps:
             sent, gradients = (count / traffic.steps / 1e6 for count in (traffic.sent, traffic.gradients))

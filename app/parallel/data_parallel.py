@@ -17,10 +17,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import gather, parallel_apply, replicate
 from torch.nn.parallel.scatter_gather import scatter_kwargs
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from app.errors import UserError
 from app.launch.cluster_environment import launched
+from app.system.lightning_patches import set_device
+from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tree_unflatten
 
 
 class Replica(nn.Module):
@@ -148,7 +149,7 @@ class SplitForward(Strategy):
         replicas = replicate(self.replica, devices, detach=not torch.is_grad_enabled())
         for index, replica in enumerate(replicas):
             replica.index = index
-            replica.module._device = devices[index]  # what `self.device` says in the forward
+            set_device(replica.module, devices[index])
         return gather(parallel_apply(replicas, parts, kwargs_parts, devices), devices[0])
 
 
@@ -226,21 +227,7 @@ def _gather(*outputs: Any) -> Any:
 
 
 def _replicas(replica: Replica, count: int) -> Sequence[Replica]:
-    """Shallow copies, as `torch.nn.parallel.replicate` makes them, that share the parameters themselves.
-
-    Buffers are shared by replica 0 only, so that the threads do not write to the same running statistics.
-    """
-    modules = list(replica.modules())
-    copies = []
-    for index in range(count):
-        copy_of: dict[nn.Module, Any] = {module: module._replicate_for_data_parallel() for module in modules}
-        for module, copy in copy_of.items():
-            copy._parameters = module._parameters
-            copy._modules = {name: child and copy_of[child] for name, child in module._modules.items()}
-            copy._buffers = {
-                name: buffer if buffer is None or index == 0 else buffer.clone()
-                for name, buffer in module._buffers.items()
-            }
-        copy_of[replica].index = index
-        copies.append(copy_of[replica])
+    copies = shallow_copies(replica, count)
+    for index, copy in enumerate(copies):
+        copy.index = index
     return copies

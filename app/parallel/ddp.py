@@ -5,17 +5,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from app.errors import UserError, nearest
 from app.parallel.data_parallel import SplitForward
+from app.system.lightning_patches import DDPWithHooks, comm_hook
 
 
-class DDP(DDPStrategy):
+class DDP(DDPWithHooks):
     """Lightning's DDP strategy, whose communication hooks act on every device, and which refuses what cannot act.
 
     Args:
@@ -75,7 +74,7 @@ class DDP(DDPStrategy):
         super()._configure_launcher()
 
     def _check_backend(self) -> None:
-        backend = self._process_group_backend
+        backend = self.process_group_backend
         if backend is None:
             return
         flag, device = f"--trainer.strategy.process_group_backend {backend}", self.root_device.type
@@ -88,9 +87,9 @@ class DDP(DDPStrategy):
             raise UserError(f"{flag}: {why}: use {' or '.join(usable)}")
 
     def _check_hook(self) -> None:
-        hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
+        hook, state, wrapper = comm_hook(self)
         if hook is None:
-            for name, value in (("ddp_comm_state", self._ddp_comm_state), ("ddp_comm_wrapper", wrapper)):
+            for name, value in (("ddp_comm_state", state), ("ddp_comm_wrapper", wrapper)):
                 if value is not None:
                     raise UserError(f"--trainer.strategy.{name} has no effect without a hook: give ddp_comm_hook, too")
             return
@@ -109,16 +108,6 @@ class DDP(DDPStrategy):
                 f"--trainer.strategy {self.strategy_name}: torch refuses to send bfloat16 where it was built without "
                 "NCCL: use --trainer.strategy ddp_fp16"
             )
-
-    def comm_state(self) -> object | None:
-        """The first argument of the hook, made when the processes are connected."""
-        return self._ddp_comm_state
-
-    def _register_ddp_hooks(self) -> None:
-        """Register the hook on every device: Lightning does so on CUDA, and drops it in silence elsewhere."""
-        assert isinstance(self.model, DistributedDataParallel)
-        self._ddp_comm_state = self.comm_state()
-        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Resume, and say what of this way of running cannot be."""
@@ -140,11 +129,12 @@ class Hybrid(SplitForward, DDP):
     """
 
     strategy_name = "ddp_dp"
+    processes_per_node = 1
 
     @property
     def num_processes(self) -> int:
         """Processes on this node."""
-        return 1
+        return self.processes_per_node
 
     def _configure_launcher(self) -> None:
         """Refuse what cannot work: here Lightning has set all that was asked for."""

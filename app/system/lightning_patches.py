@@ -1,0 +1,297 @@
+"""What uses private names of Lightning, one function or class each.
+
+At an upgrade, `tests/test_patches.py` says which names are gone; each docstring says what else to look at.
+"""
+
+from collections.abc import Callable, MutableMapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torch.nn.parallel import DistributedDataParallel
+
+from app.system.patches import EXPECTED, expects
+
+_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector"
+_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
+_FIT_LOOP = "lightning.pytorch.loops.fit_loop:_FitLoop"
+_EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
+_DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
+
+# Classes that Lightning keeps private and that we extend. At an upgrade: do the methods that we override exist still?
+SignalConnector = _SignalConnector
+SpawnLauncher = _MultiProcessingLauncher
+ScriptLauncher = _SubprocessScriptLauncher
+set_num_threads_if_needed = _set_num_threads_if_needed
+EXPECTED[f"{__name__}.SignalConnector"] = tuple(
+    f"lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector{name}"
+    for name in ("", ".register_signal_handlers", ".teardown")
+)
+EXPECTED[f"{__name__}.SpawnLauncher"] = tuple(
+    f"lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher{name}"
+    for name in ("", ".launch", "._wrapping_function", ".procs", "._start_method", "._strategy")
+)
+EXPECTED[f"{__name__}.ScriptLauncher"] = tuple(
+    f"lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher{name}"
+    for name in ("", ".launch", "._call_children_scripts", ".procs")
+)
+EXPECTED[f"{__name__}.set_num_threads_if_needed"] = (
+    "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
+)
+
+
+# -- the Trainer ---------------------------------------------------------------------------------------------
+
+
+@expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}.cluster_environment")
+def cluster_environment(trainer: Trainer) -> ClusterEnvironment:
+    """The environment that the run uses; a strategy of one process has no attribute for it."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+@expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}._strategy_flag")
+def strategy_name(trainer: Trainer) -> str:
+    """The strategy by the name that was typed; `auto` is what Lightning took for it. For the run record."""
+    flag = trainer._accelerator_connector._strategy_flag
+    return flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__)
+
+
+@expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}._layer_sync")
+def layer_sync(trainer: Trainer) -> LayerSync | None:
+    """What makes SyncBatchNorm of BatchNorm: by flag, or by a plugin. Strategies of one process drop it in silence."""
+    return trainer._accelerator_connector._layer_sync
+
+
+@expects(f"{_TRAINER}._signal_connector")
+def signal_connector(trainer: Trainer) -> SignalConnector:
+    """What handles signals in this run."""
+    return trainer._signal_connector
+
+
+@expects(f"{_TRAINER}._signal_connector")
+def replace_signal_connector(trainer: Trainer, connector: SignalConnector) -> None:
+    """Handle signals by ours: Lightning's calls a collective from a handler, out of step with the other ranks.
+
+    Source: signal_connector.py, `_sigterm_handler_fn`. At an upgrade: is it still created in `Trainer.__init__`, and
+    called by `register_signal_handlers` and `teardown` alone?
+    """
+    trainer._signal_connector = connector
+
+
+def _no() -> bool:
+    return False
+
+
+@expects(f"{_FIT_LOOP}._iteration_based_training")
+def count_epochs(trainer: Trainer) -> None:
+    """Let max_steps end training and nothing else.
+
+    Lightning would take a resumed epoch that is whole for a broken-off one. Source:
+    https://github.com/Lightning-AI/pytorch-lightning/issues/19617. A function of a module, since spawned processes get
+    the trainer pickled. At an upgrade: test_resume, without this.
+    """
+    trainer.fit_loop._iteration_based_training = _no  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    return None
+
+
+@expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")
+def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
+    """Leave out Lightning's agreement on SIGTERM: a broadcast on every step, which raises instead of saving.
+
+    Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call it?
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+
+
+@expects(f"{_FIT_LOOP}._can_stop_early")
+def may_stop_early(trainer: Trainer) -> bool:
+    """Whether min_epochs and min_steps are reached, so that `should_stop` counts."""
+    return trainer.fit_loop._can_stop_early
+
+
+# -- modules and callbacks -----------------------------------------------------------------------------------
+
+
+@expects("lightning.pytorch.core.module:LightningModule._trainer")
+def is_attached(module: LightningModule) -> bool:
+    """Whether a Trainer has the module; the public `trainer` raises where none has."""
+    return module._trainer is not None
+
+
+@expects("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin._device")
+def set_device(module: LightningModule, device: torch.device) -> None:
+    """What `self.device` says in the forward of a replica; torch's `replicate` copies the root's."""
+    module._device = device
+
+
+@expects("lightning.pytorch.callbacks.early_stopping:EarlyStopping._check_on_train_epoch_end")
+def check_after_validation_only(callback: Callback) -> None:
+    """Keep EarlyStopping from a check at the end of an epoch that was broken off before its validation."""
+    callback._check_on_train_epoch_end = False  # type: ignore[attr-defined]
+
+
+_CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
+
+
+@expects(f"{_CHECKPOINT}._every_n_train_steps")
+def steps_between_checkpoints(checkpoint: ModelCheckpoint) -> int:
+    """The `every_n_train_steps` that was given, or 0."""
+    return checkpoint._every_n_train_steps
+
+
+@expects(
+    f"{_CHECKPOINT}._should_skip_saving_checkpoint",
+    f"{_CHECKPOINT}._save_topk_checkpoint",
+    f"{_CHECKPOINT}._monitor_candidates",
+)
+def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
+    """Save, unless this step is saved already. At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`."""
+    if not checkpoint._should_skip_saving_checkpoint(trainer):
+        checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+
+
+@expects(f"{_CONNECTOR}._choose_auto_accelerator")
+def default_accelerator() -> str:
+    """The name of the accelerator that `auto` means on this machine. At an upgrade: is there a public way to ask?"""
+    return _AcceleratorConnector._choose_auto_accelerator()
+
+
+# -- strategies and launchers --------------------------------------------------------------------------------
+
+
+@expects(
+    f"{_DDP}._register_ddp_hooks",
+    f"{_DDP}._ddp_comm_state",
+    f"{_DDP}._ddp_comm_hook",
+    f"{_DDP}._ddp_comm_wrapper",
+    f"{_DDP}._model_averaging_period",
+    "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
+)
+class DDPWithHooks(DDPStrategy):
+    """Lightning's DDP, which registers its communication hook on every device.
+
+    Lightning registers it on CUDA only and drops it in silence elsewhere. Source: strategies/ddp.py,
+    `_register_ddp_hooks`. At an upgrade: is the period of model averaging still read in `setup_optimizers`?
+    """
+
+    def comm_state(self) -> object | None:
+        """The first argument of the hook, made when the processes are connected."""
+        return self._ddp_comm_state
+
+    @property
+    def connected_state(self) -> object | None:
+        """The first argument that the hook has had."""
+        return self._ddp_comm_state
+
+    def average_weights_every(self, steps: int) -> None:
+        """Have Lightning average the weights of all ranks every few steps, for post-local SGD."""
+        self._model_averaging_period = steps
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self._ddp_comm_state = self.comm_state()
+        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+
+@expects(f"{_DDP}._ddp_comm_state", f"{_DDP}._ddp_comm_hook", f"{_DDP}._ddp_comm_wrapper")
+def comm_hook(strategy: Strategy) -> tuple[Callable | None, object | None, Callable | None]:
+    """Hook, state and wrapper of a DDP strategy; three times None of another one."""
+    return tuple(getattr(strategy, f"_ddp_comm_{name}", None) for name in ("hook", "state", "wrapper"))  # type: ignore[return-value]
+
+
+@expects(f"{_DDP}._timeout")
+def set_timeout(strategy: Strategy, seconds: float) -> None:
+    """How long ranks wait for each other: the command line has no flag for it, as it is no plain number."""
+    if hasattr(strategy, "_timeout"):
+        strategy._timeout = timedelta(seconds=seconds)
+
+
+@expects(f"{_DDP}._get_process_group_backend")
+def process_group_backend(strategy: Any) -> str:
+    """The backend that was asked for, or that serves the device."""
+    return strategy._get_process_group_backend()
+
+
+@expects("lightning.pytorch.strategies.strategy:Strategy._launcher")
+def set_launcher(strategy: Strategy, launcher: Any) -> None:
+    """Put a launcher in the place of Lightning's. At an upgrade: is `Strategy.launcher` still this attribute?"""
+    strategy._launcher = launcher
+
+
+@expects("lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._start_method")
+def start_method(strategy: Strategy) -> str | None:
+    """How Lightning starts the processes of ddp_spawn and ddp_fork itself; None where it does not."""
+    launcher = strategy.launcher
+    return launcher._start_method if isinstance(launcher, SpawnLauncher) else None
+
+
+# -- loggers -------------------------------------------------------------------------------------------------
+
+
+@expects("lightning.pytorch.loggers.wandb:WandbLogger._wandb_init")
+def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
+    """What the logger gives to `wandb.init` when it is first used, to be changed before."""
+    return logger._wandb_init
+
+
+@expects(
+    "lightning.pytorch.loggers.wandb:WandbLogger._experiment",
+    "lightning.pytorch.loggers.csv_logs:CSVLogger._experiment",
+)
+def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
+    """What the logger writes to, if it has begun; the public `experiment` begins it."""
+    return logger._experiment
+
+
+# -- the command line ----------------------------------------------------------------------------------------
+
+_CLI = "lightning.pytorch.cli:LightningCLI"
+
+
+@expects(
+    *(f"{_CLI}.{name}" for name in ("_parse_ckpt_path", "_prepare_subcommand_kwargs", "_run_subcommand", "_parser"))
+)
+class CommandLine(LightningCLI):
+    """LightningCLI whose steps can be extended by public methods.
+
+    At an upgrade: are the private ones still called by `LightningCLI.__init__` and by each other?
+    """
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        return super()._prepare_subcommand_kwargs(subcommand) | self.more_arguments()
+
+    def more_arguments(self) -> dict[str, Any]:
+        """Arguments for the Trainer's method, in place of those of the command line."""
+        return {}
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        finally:
+            self.after_subcommand()
+
+    def after_subcommand(self) -> None:
+        """Run after the Trainer's method, also when it has failed."""
+
+    @property
+    def command_parser(self) -> LightningArgumentParser:
+        """The parser of the command that was typed."""
+        return self._parser(self.subcommand)

@@ -1,0 +1,53 @@
+"""What uses private names of torch, one function each. At an upgrade, `tests/test_patches.py` says which are gone."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import distributed, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from app.system.patches import EXPECTED, expects
+
+__all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
+
+# nested arguments as a list of leaves, and back: torch.nn.parallel.scatter does it for CUDA only
+EXPECTED[f"{__name__}.tree_map"] = tuple(
+    f"torch.utils._pytree:{name}" for name in ("tree_flatten", "tree_map", "tree_unflatten")
+)
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@expects(
+    "torch.nn:Module._replicate_for_data_parallel",
+    "torch.nn:Module._parameters",
+    "torch.nn:Module._modules",
+    "torch.nn:Module._buffers",
+)
+def shallow_copies(module: Module, count: int) -> Sequence[Module]:
+    """Copies of a module that share its parameters; the buffers are shared by the first copy only.
+
+    So threads do not write to the same running statistics. Answers `torch.nn.parallel.replicate`, which copies to CUDA
+    devices only. At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.
+    """
+    modules = list(module.modules())
+    copies = []
+    for index in range(count):
+        copy_of: dict[nn.Module, nn.Module] = {each: each._replicate_for_data_parallel() for each in modules}
+        for original, copy in copy_of.items():
+            copy._parameters = original._parameters
+            copy._modules = {name: child and copy_of[child] for name, child in original._modules.items()}
+            copy._buffers = {
+                name: buffer if buffer is None or index == 0 else buffer.clone()
+                for name, buffer in original._buffers.items()
+            }
+        copies.append(copy_of[module])
+    return copies  # type: ignore[return-value]
+
+
+@expects("torch.distributed.distributed_c10d:_abort_process_group")
+def abort_process_group() -> None:
+    """Leave the process group without waiting for the others, as NCCL's would when this process exits.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown. At an upgrade: is there a public one?
+    """
+    distributed.distributed_c10d._abort_process_group()

@@ -1,0 +1,95 @@
+"""The resolved configuration of a command line, and the devices and processes that it means."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import error_of
+from jsonargparse import Namespace
+from lightning.pytorch.accelerators import CUDAAccelerator
+
+from app.errors import UserError
+from app.fit.configuration import build, devices_per_node, processes_per_node, replicas, resolve, resolve_command
+from app.fit.parser import PlainParser
+from app.modules import FashionMLP
+
+App = Callable[..., tuple[int, str]]
+
+
+def trainer(**settings: object) -> Namespace:
+    return Namespace({"accelerator": "cpu", "devices": "auto", "strategy": "auto", "num_nodes": 1, **settings})
+
+
+def test_the_arguments_are_those_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["app", "fit", "--trainer.max_epochs", "7"]
+    monkeypatch.setattr(sys, "argv", typed)
+    command, config = resolve_command(["test", "--data", "Synthetic", "--ckpt_path", "x"])
+    assert (command, config.trainer.max_epochs, config.ckpt_path) == ("test", 50, "x")
+    assert config.data.class_path == "app.data.Synthetic"
+    model, data = build(["fit", "--model", "FashionMLP", "--data", "Synthetic", "--data.like", "FashionMNIST"])
+    assert isinstance(model, FashionMLP)
+    assert data.image_shape == (1, 28, 28)
+    assert sys.argv is typed
+    assert typed[1:] == ["fit", "--trainer.max_epochs", "7"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"), [("auto", 1), ("-1", 1), (3, 3), ("3", 3), ("0,2", 2), ("1,", 1), ([0, 1, 5], 3)]
+)
+def test_devices_are_counted_as_lightning_does(devices: object, count: int) -> None:
+    assert devices_per_node(trainer(devices=devices, strategy="ddp")) == count
+
+
+def test_devices_are_several_only_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 4))
+    counts = {
+        (strategy, devices, nodes): devices_per_node(
+            trainer(accelerator="cuda", strategy=strategy, devices=devices, num_nodes=nodes)
+        )
+        for strategy, devices, nodes in (("auto", "auto", 1), ("auto", "auto", 2), ("auto", -1, 1), ("ddp", "auto", 1))
+    }
+    assert list(counts.values()) == [1, 4, 4, 4]
+
+
+@pytest.mark.parametrize("devices", ["0", "-2", "abc", 0, "[]"])
+def test_what_is_no_number_of_devices(devices: object) -> None:
+    with pytest.raises(UserError, match=r"--trainer.devices .*: give a count from 1 on"):
+        devices_per_node(trainer(devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "processes"),
+    [("auto", 1, 3), ("ddp", 2, 3), ("ddp_spawn", 1, 3), ("dp", 1, 1), ("ddp_dp", 2, 1), ("single_device", 1, 1)],
+)
+def test_processes_and_replicas(strategy: str, nodes: int, processes: int) -> None:
+    config = trainer(strategy=strategy, devices=3, num_nodes=nodes)
+    assert (processes_per_node(config), replicas(config)) == (processes, 3 * nodes)
+
+
+def test_an_option_of_a_strategy_names_its_class() -> None:
+    words = ["--trainer.strategy", "ddp_dp", "--trainer.strategy.bucket_cap_mb", "1", "--trainer.num_nodes", "2"]
+    config = resolve(["fit", "--data", "Synthetic", "--trainer.devices", "4", *words]).trainer
+    assert (processes_per_node(config), replicas(config)) == (1, 8)
+
+
+@pytest.mark.parametrize("section", ["run", "trainer", "cluster", "data"])
+def test_a_section_that_is_null(section: str, app: App, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"{section}: null\n")
+    said = error_of(*app("fit", "--config", tmp_path / "c.yaml"))
+    assert said == f"error: {section}: null in --config {tmp_path}/c.yaml: give its settings, or leave it out"
+
+
+def test_an_unknown_command_is_told_all_of_them(app: App) -> None:
+    said = error_of(*app("nope"))
+    assert said.startswith("error: nope: there is no such command")
+    assert said.endswith("(fit, validate, test, predict, compare, plan, doctor)")
+
+
+def test_a_switch_takes_a_value_too() -> None:
+    parser = PlainParser(prog="x")
+    parser.add_argument("--dry_run", action="store_true")
+    given = [["--dry_run"], ["--dry_run", "true"], ["--dry_run=true"], ["--dry_run", "false"], []]
+    assert [parser.parse_args(words).dry_run for words in given] == [True, True, True, False, False]
+    with pytest.raises(UserError, match="--dry_run maybe: expected bool"):
+        parser.parse_args(["--dry_run", "maybe"])
