@@ -5,15 +5,11 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from harness import QUIET, largest_difference, losses, started, weights
-
-from app.launch.agree import agree_on_a_name
 
 App = Callable[..., tuple[int, str]]
 pytestmark = pytest.mark.slow
@@ -132,22 +128,3 @@ def test_a_worker_that_hangs(rank: int, tmp_path: Path) -> None:
         out = run.end(45 + 20)
     assert run.process.returncode == 1, out
     assert "no answer from another rank within --cluster.timeout" in out
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_a_name_that_only_those_who_are_here_share(world_size: int) -> None:
-    """Round after round in one store, of other sizes, too, and with ranks that come late or have left their words."""
-    store = torch.distributed.HashStore()
-    names = set()
-    for size in (world_size, 3, world_size):
-        with ThreadPoolExecutor(size) as pool:
-            store.set(f"word{size - 1}", "of one that is gone")
-            ranks = [pool.submit(agree_on_a_name, store, rank, size) for rank in range(size - 1)]
-            if ranks and size > 1:
-                with pytest.raises(TimeoutError):
-                    ranks[0].result(0.3)
-            ranks.append(pool.submit(agree_on_a_name, store, size - 1, size))
-            found = {rank.result(20) for rank in ranks}
-        assert len(found) == 1
-        names |= found
-    assert len(names) == 3

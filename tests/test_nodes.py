@@ -1,0 +1,263 @@
+"""The rendezvous of nodes: what is said while they wait, and what is refused."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.hosts import awaited
+from harness import free_port
+from torch.distributed import TCPStore
+
+from app.errors import UserError
+from app.launch.failures import name_nodes, node_of
+from app.launch.rendezvous import Cluster, NodeRendezvous
+
+Go = Callable[..., Future[NodeRendezvous]]
+
+
+@pytest.fixture
+def go() -> Iterator[Go]:
+    """Start the rendezvous of a node in a thread."""
+    with ThreadPoolExecutor(8) as pool:
+
+        def start(method: str, node: int, nodes: int = 2, devices: int = 1, timeout: float = 20) -> Future[Any]:
+            def meet() -> NodeRendezvous:
+                rendezvous = NodeRendezvous(Cluster(method, node, timeout), nodes, devices)
+                rendezvous.store()
+                return rendezvous
+
+            return pool.submit(meet)
+
+        yield start
+
+
+def tcp(port: int, host: str = "127.0.0.1") -> str:
+    return f"tcp://{host}:{port}"
+
+
+def listens(port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return True
+    return False
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Go, tmp_path: Path) -> None:
+    file = tmp_path / "meet"
+    method = tcp(free_port()) if scheme == "tcp" else f"file://{file}"
+    came = {}
+    for node in order:
+        came[node] = go(method, node, nodes=3)
+        if node != order[-1]:
+            with pytest.raises(TimeoutError):
+                came[node].result(0.3)
+    nodes = [came[node].result() for node in range(3)]
+    nodes[0].store().set("said", "by node 0")
+    assert [node.store().get("said") for node in nodes] == [b"by node 0"] * 3
+    assert len({node.port for node in nodes}) == 1
+    assert not file.exists()
+
+
+def test_who_is_missing_is_said_and_the_wait_ends(go: Go, capfd: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    waiting = [go(tcp(port), node, nodes=3, timeout=9) for node in (0, 1)]
+    for node in waiting:
+        with pytest.raises(UserError, match=r"waited 9 s \(--cluster.timeout\) for"):
+            node.result()
+    said = capfd.readouterr().out
+    assert re.search(rf"waiting for node 2 of 3 at 127.0.0.1:{port}, \d s", said)
+    assert re.search(rf"waiting for the other nodes of 3, with node 0 at 127.0.0.1:{port}, \d s", said)
+
+
+def test_node_0_that_is_not_there(go: Go) -> None:
+    port = free_port()
+    with pytest.raises(UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(nobody listens there yet\)"):
+        go(tcp(port), 1, timeout=1).result()
+
+
+def test_node_0_on_the_wrong_machine(go: Go) -> None:
+    with pytest.raises(UserError, match=r"192\.0\.2\.77 is no address of this machine, which is node 0"):
+        go(tcp(free_port(), "192.0.2.77"), 0, timeout=1).result()
+
+
+def test_a_foreign_listener(go: Go) -> None:
+    """One that is silent, and one that talks nonsense; node 0 cannot have the port, the other waits in vain."""
+    for talk in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"):
+        with socket.create_server(("127.0.0.1", 0)) as foreign:
+            port = foreign.getsockname()[1]
+            with pytest.raises(UserError, match=rf"node 0 cannot listen on port {port} \(Address already in use\)"):
+                go(tcp(port), 0).result()
+            waiting = go(tcp(port), 1, timeout=3)
+            connection, _ = foreign.accept()
+            with suppress(OSError):
+                connection.sendall(talk)
+            with connection, pytest.raises(UserError, match="for node 0 of 2"):
+                waiting.result(15)
+
+
+def test_a_foreign_caller_does_no_harm(go: Go) -> None:
+    port = free_port()
+    host = go(tcp(port), 0)
+    awaited(lambda: listens(port), 20)
+    for talk in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"", b"\0" * 4096):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(talk)
+    assert go(tcp(port), 1).result().port == host.result().port
+
+
+def test_the_store_listens_on_the_address_alone(go: Go) -> None:
+    port = free_port()
+    host, other = go(tcp(port), 0), go(tcp(port), 1)
+    assert host.result().port == other.result().port == port
+    with open("/proc/net/tcp") as table:
+        listening = {line.split()[1] for line in table if line.split()[3] == "0A"}
+    assert {place for place in listening if place.endswith(f":{port:04X}")} == {f"0100007F:{port:04X}"}
+
+
+def test_nodes_that_do_not_fit_together(go: Go) -> None:
+    port = free_port()
+    host, first = (go(tcp(port), node, nodes=3, devices=2) for node in (0, 1))
+    for said, remedy in (
+        ({"nodes": 3, "devices": 4}, "--trainer.devices is 2 on node 0 and 4 on node 2: give the same"),
+        ({"nodes": 4, "devices": 2}, "--trainer.num_nodes is 3 on node 0 and 4 on node 2: give the same"),
+    ):
+        with pytest.raises(UserError, match=remedy):
+            go(tcp(port), 2, **said).result()
+    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
+    store.wait(["beat1"])
+    with pytest.raises(UserError, match=r"another node has --cluster.node_rank 1"):
+        go(tcp(port), 1, nodes=3, devices=2).result()
+    go(tcp(port), 2, nodes=3, devices=2).result()
+    assert host.result().port == first.result().port
+
+
+LEAVES = """\
+import sys
+from app.errors import UserError
+from app.launch.rendezvous import Cluster, NodeRendezvous
+try:
+    NodeRendezvous(Cluster(sys.argv[1], 1, 1.0), 3, 1).store()
+except UserError as error:
+    print(error)
+"""
+
+
+def test_one_that_leaves_may_come_again(go: Go) -> None:
+    port = free_port()
+    host = go(tcp(port), 0, nodes=3)
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVES, tcp(port)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "waited 1 s" in left.stdout
+    others = [go(tcp(port), node, nodes=3) for node in (1, 2)]
+    assert {other.result().port for other in others} == {host.result().port}
+
+
+def test_a_stale_file_is_replaced_and_a_live_one_refused(
+    go: Go, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "meet"
+    method = f"file://{file}"
+    file.write_text(json.dumps({"id": "dead", "addresses": ["127.0.0.1"], "port": free_port()}))
+    early = go(method, 1)
+    with pytest.raises(TimeoutError):
+        early.result(0.5)
+    host = go(method, 0)
+    assert host.result().port == early.result().port
+    assert f"replacing {file}, which a run that is gone has left" in capfd.readouterr().out
+
+    host = go(method, 0)
+    awaited(file.exists, 20)
+    with pytest.raises(UserError, match=r"another run is meeting at .* just now"):
+        go(method, 0).result()
+    assert go(method, 1).result().port == host.result().port
+    assert not file.exists()
+
+
+def test_a_file_that_cannot_be_made(go: Go, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("no folder")
+    file = tmp_path / "plain" / "meet"
+    with pytest.raises(UserError, match=f"--cluster.init_method file://{file}: .*: name a file that can be made"):
+        go(f"file://{file}", 0).result()
+
+
+AGREES = """\
+import sys
+from app.errors import UserError
+from app.launch.rendezvous import Cluster, NodeRendezvous
+
+method, node, wrong = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+def decide(launchers):
+    if wrong == "decision":
+        raise UserError("no such checkpoint")
+    return {"of": node}
+
+def check(decided):
+    if wrong == f"check {node}":
+        raise PermissionError
+    if wrong == f"user {node}":
+        raise UserError("no such checkpoint here")
+
+try:
+    with nodes_together(NodeRendezvous(Cluster(method, node, 30.0), 3, 1), 30.0):
+        print(agree(decide, check, node))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("nothing", ["{'of': 0}"] * 3),
+        ("decision", ["UserError: no such checkpoint"] * 3),
+        (
+            "user 1",
+            [
+                "UserError: node 1: no such checkpoint here",
+                "UserError: no such checkpoint here",
+                "UserError: node 1: no such checkpoint here",
+            ],
+        ),
+        ("check 2", ["UserError: node 2: PermissionError"] * 2 + ["PermissionError: "]),  # an error without a text
+    ],
+)
+def test_nodes_agree(wrong: str, said: list[str], tmp_path: Path) -> None:
+    """What node 0 decides, all do; what will not do on one of them is said on every one."""
+    method = f"file://{tmp_path / 'meet'}"
+    nodes = [
+        subprocess.Popen([sys.executable, "-c", AGREES, method, str(n), wrong], stdout=subprocess.PIPE, text=True)
+        for n in range(3)
+    ]
+    try:
+        assert [node.communicate(timeout=90)[0].strip("\n") for node in nodes] == said
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+
+
+def test_a_node_is_known_by_its_whole_address() -> None:
+    name_nodes([(1, ["10.0.0.2", "172.17.0.1"]), (2, ["10.0.0.20", "172.17.0.1"]), (0, ["fe80::1"])])
+    for said, name in (
+        ("Connection closed by peer [10.0.0.20]:3456", "node 2"),
+        ("Connection reset by peer, remote=[10.0.0.2]:1", "node 1"),
+        ("from 10.0.0.2:1234", "node 1"),
+        ("[fe80::1]:12", "node 0"),
+        ("[10.0.0.21]:3", None),
+        ("[172.17.0.1]:3", None),  # of two
+    ):
+        assert node_of(said) == name
+    name_nodes([])
