@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ import pytest
 import torch
 import yaml
 from harness import QUIET, start_app
+from PIL import Image
+
+from app.callbacks import draw_confusion_matrix
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
@@ -131,11 +135,31 @@ def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
     from app.modules import CIFARCNN
 
     matplotlib.use("pdf")
+    before = dict(matplotlib.rcParams)
     code, out = app("fit", *SMALL, "--trainer.max_epochs", "1")
     assert code == 0, out
-    assert matplotlib.get_backend() == "pdf"
+    assert dict(matplotlib.rcParams) == before
+    assert not matplotlib.pyplot.get_fignums()
     model = CIFARCNN.load_from_checkpoint(tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "best.ckpt")
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+def test_a_confusion_matrix_of_any_number_of_classes(count: int, tmp_path: Path) -> None:
+    draw_confusion_matrix(torch.eye(count, dtype=torch.int64), [f"class {i}" for i in range(count)], tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.size[0] == picture.size[1] >= 600
+
+
+def test_a_single_class(app: App, image_root: Path, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for other in ("dog", "eel"):
+            shutil.rmtree(image_root / split / other)
+    data = ["--data", "ImageFolder", "--data.root", image_root, "--data.size", "32", "--data.batch_size", "4"]
+    code, out = app("fit", *data, "--trainer.max_epochs", "1", "--run.name", "x", *QUIET)
+    assert code == 0, out
+    written = (tmp_path / "runs" / "x" / "version_0" / "confusion_matrix.csv").read_text()
+    assert written.splitlines() == ["label \\ predicted,cat", "cat,4"]
 
 
 @pytest.mark.slow
