@@ -124,6 +124,27 @@ def test_nothing_typed_is_dropped(app: App, experiment: Callable[..., Path], wor
 def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
     assert "there is no such file" in error_of(*app("compare", "--experiment", tmp_path / "none.yaml"))
     assert "--experimen: there is no such flag" in error_of(*app("compare", "--experimen", "x"))
+    assert "--experiment needs a value" in error_of(*app("compare", "--experiment"))
+
+
+def test_a_setting_that_is_given_twice(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"a": {}})
+    path.write_text(path.read_text() + "repeats: 2\n")
+    assert "repeats is given twice" in error_of(*app("compare", "--experiment", path))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_small_form_and_what_is_typed(app: App, experiment: Callable[..., Path]) -> None:
+    form = {"repeats": 3, "max_epochs": 4, "flags": {"data.size": 120}}
+    path = experiment(variants={"a": {}}, quick_form=form)
+    code, out = app("compare", "--repeats", "5", "--dry_run", "--experiment", path, "--quick", "true")
+    assert code == 0, out
+    (command,) = commands(out)
+    assert "5 runs to do" in out, "what is typed wins, wherever it stands"
+    for flag in ("--data.size 120", "--data.batch_size 24", "--trainer.max_epochs 4"):
+        assert flag in command
+    message = "has no quick_form: leave --quick out"
+    assert message in error_of(*app("compare", "--experiment", experiment(variants={"a": {}}), "--quick", "true"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

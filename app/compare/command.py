@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import Namespace
 from rich.console import Console
 from rich.live import Live
@@ -103,36 +104,33 @@ def run(words: list[str]) -> int:
 
 def _parse(words: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
     """The options of compare itself, the experiment, and the flags of `fit` that were typed."""
-    own, flags = split_words(words)
-    parser = PlainParser(prog="python -m app compare", usage=USAGE)
-    parser.add_argument("--experiment", default=DEFAULT, help="the experiment file")
+    own, flags = split_words(words, ["--experiment"])
+    file = [DEFAULT, *(value for flag, value in flags if flag == "--experiment")][-1]
+    parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
+    parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
     parser.add_argument("--dry_run", action="store_true", help="only print the commands and the estimated time")
     parser.add_argument("--fresh", action="store_true", help="measure anew what was measured before")
     parser.add_argument("--wandb", action="store_true", help="track the runs and the report in Weights & Biases")
     parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
-    settings = [field.name for field in fields(Experiment)]
     parser.add_class_arguments(Experiment)
-    file = next((own[i + 1] for i, word in enumerate(own[:-1]) if word == "--experiment"), None)
-    file = next((word.partition("=")[2] for word in own if word.startswith("--experiment=")), file) or DEFAULT
-    content: dict[str, Any] = {"name": Path(file).stem}
-    if not {"-h", "--help"} & set(own):
-        content |= read_yaml(file, "--experiment")
+    if {"-h", "--help"} & set(own):
+        parser.parse_args(["--help"])
+    content, settings = read_yaml(file, "--experiment"), [field.name for field in fields(Experiment)]
     for key in content:
         if key not in settings:
             raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")
-    base = parser.parse_object(content)
-    options = parser.parse_args(own, namespace=base)
+    options = parser.parse_args(["--experiment", file, *own])
     if options.quick:
-        form = dict(content.get("quick_form", {}))
+        form = options.quick_form
         if not form:
             raise UserError(f"--experiment {file} has no quick_form: leave --quick out")
-        added = {**content.get("flags", {}), **form.pop("flags", {})}
-        base = parser.parse_object({**content, **form, "flags": added})
-        options = parser.parse_args(own, namespace=base)
+        form["flags"] = {**options.flags, **(form.get("flags") or {})}
+        options = parser.parse_args(["--experiment", file, "--experiment", yaml.safe_dump(form), *own])
     options = parser.instantiate_classes(options)
     experiment = Experiment(**{name: options[name] for name in settings})
+    experiment.name = experiment.name or Path(file).stem
     experiment.configs += [value for flag, value in flags if flag == "--config"]
-    typed = {flag.removeprefix("--"): value for flag, value in flags if flag != "--config"}
+    typed = {flag[2:]: value for flag, value in flags if flag not in ("--config", "--experiment")}
     return options, experiment, typed
 
 
