@@ -62,7 +62,10 @@ def free_port() -> int:
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's driver, where there is one."""
+    """Version of NVIDIA's driver, where there is one.
+
+    Asked for by name: `torch.utils.collect_env` looks for a heading that nvidia-smi 610 no longer prints.
+    """
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         found = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()
