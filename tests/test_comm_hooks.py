@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import QUIET, error_of, largest_difference, losses, start_app, weights
+from harness import QUIET, error_of, free_port, largest_difference, losses, start_app, weights
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
 from app.compare.experiment import Experiment, expand
 from app.fit.configuration import resolve
 from app.parallel.comm_hooks import ring_all_reduce
-from app.system.machine import free_port
 
 App = Callable[..., tuple[int, str]]
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"

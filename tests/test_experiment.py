@@ -81,9 +81,9 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
     path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
     _, out = app("compare", "--experiment", path, "--dry_run")
     first, second = commands(out)
-    assert "NODE_RANK=0" in first
-    assert first.endswith(" &")
-    assert "NODE_RANK=1" in second
+    assert first.startswith("OMP_NUM_THREADS=1 python -m app fit")
+    assert re.search(r" --cluster.init_method file:///\S+/repeat_1/nodes/rendezvous --cluster.node_rank 0 &$", first)
+    assert second == first.replace("node_rank 0 &", "node_rank 1")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,7 @@ def test_an_experiment_that_cannot_be(
         ("--trainer.max_epochs=7", "the experiment sets max_epochs for all variants: give only --max_epochs"),
         ("--trainer.precision=64-true", "--trainer.precision is what the variants differ in"),
         ("--run.test=true", "run.test is set by compare itself"),
+        ("--cluster.node_rank=1", "cluster.node_rank is set by compare itself"),
     ],
 )
 def test_nothing_typed_is_dropped(app: App, experiment: Callable[..., Path], word: str, message: str) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from cluster.hosts import awaited
+from harness import free_port
 
 from app.errors import UserError
 from app.launch.meeting import Guest, Host, Place
 from app.launch.messages import receive, send
 from app.launch.rendezvous import Cluster, Rendezvous
-from app.system.machine import free_port
 
 
 def tcp(port: int, host: str = "127.0.0.1") -> Place:

@@ -18,7 +18,7 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 
-from app.compare.experiment import Experiment, Variant, expand
+from app.compare.experiment import Experiment, Variant, command, expand
 from app.compare.report import write_report
 from app.compare.runner import Runner
 from app.errors import UserError, nearest
@@ -163,8 +163,8 @@ def _announce(runner: Runner, console: Console) -> None:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
         if outcome.status != "measured":
-            more = runner.bookkeeping(outcome.variant, 1)
-            console.print("\n".join(outcome.variant.lines(more)) + "\n", highlight=False, soft_wrap=True, markup=False)
+            typed = command(runner.processes(outcome.variant, 1))
+            console.print(typed + "\n", highlight=False, soft_wrap=True, markup=False)
     left = len(list(runner.todo()))
     seconds, judged = runner.remaining_s(), "judged by earlier runs"
     if seconds is None and left:
@@ -217,8 +217,8 @@ class _Screen:
             outcome, repeat, _ = runner.running
             if outcome.variant.name not in self.printed:
                 self.printed.add(outcome.variant.name)
-                lines = outcome.variant.lines(runner.bookkeeping(outcome.variant, repeat))
-                self.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False, style="dim")
+                typed = command(runner.processes(outcome.variant, repeat))
+                self.console.print(typed, highlight=False, soft_wrap=True, markup=False, style="dim")
         if self.live is not None:
             self.live.update(self._table(runner), refresh=True)
             return

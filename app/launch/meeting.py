@@ -19,9 +19,15 @@ import psutil
 from app.errors import UserError
 from app.launch.messages import ANSWER, PAUSE, Patience, keep_alive, receive, send
 from app.system.files import write_json
-from app.system.machine import free_port
 
 GREETING = "data-parallel-lab"
+
+
+def _free_port() -> int:
+    """A port of this machine on which nobody listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 class Place(NamedTuple):
@@ -126,7 +132,7 @@ class Host(_Node):
                 send(guest, word)
 
     def _listen(self) -> socket.socket:
-        port = self.port or free_port()
+        port = self.port or _free_port()
         try:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET

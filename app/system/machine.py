@@ -3,7 +3,6 @@
 import os
 import platform
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -52,13 +51,6 @@ def usable_cores() -> int:
     quota = Path("/sys/fs/cgroup/cpu.max")  # quota and period in microseconds, or `max`
     words = quota.read_text().split() if quota.exists() else ["max"]
     return cores if words[0] == "max" else min(cores, max(int(words[0]) // int(words[1]), 1))
-
-
-def free_port() -> int:
-    """A port of this machine on which nobody listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def driver() -> str | None:
