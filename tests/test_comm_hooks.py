@@ -167,7 +167,7 @@ def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> Non
         assert f"rank 1, replica {replica}: input [16, 3, 32, 32] -> output [16, 10]" in out_1
     assert "gathered: [32, 10]" in out_1
     record = json.loads((run / "run.json").read_text())
-    way = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2}
+    way = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2, "replicas": 4}
     assert way.items() <= record.items()
     assert [row["rank"] for row in record["peak_memory"]] == [0, 0, 1, 1]
     assert record["time_per_step"]["communication"] > 0

@@ -41,16 +41,16 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert Path(found["checkpoint"]["best"]).exists()
     assert Path(found["checkpoint"]["last"]).exists()
     assert yaml.safe_load(Path(found["config"]).read_text())["run"]["name"] == "x"
-    way = {key: found[key] for key in ("strategy", "devices", "num_nodes", "world_size", "precision", "placement")}
-    assert way == {
+    resolved = {key: found[key] for key in ("strategy", "devices", "num_nodes", "world_size", "replicas", "precision")}
+    assert resolved == {
         "strategy": "single_device",
         "devices": 1,
         "num_nodes": 1,
         "world_size": 1,
+        "replicas": 1,
         "precision": "32-true",
-        "placement": "memory",
     }
-    assert (found["global_batch_size"], found["seed"]) == (20, 42)
+    assert (found["global_batch_size"], found["placement"], found["seed"]) == (20, "memory", 42)
     assert [row["epoch"] for row in found["epochs"]] == [0, 1, 2]
     assert all(row["train_loss"] > 0 and row["val_loss"] > 0 and row["seconds"] > 0 for row in found["epochs"])
     losses = [row["train_loss"] for row in found["epochs"]]
@@ -174,7 +174,7 @@ def test_every_rank_and_every_replica_has_its_memory(app: App, tmp_path: Path) -
         assert code == 0, out
         found = record(tmp_path / strategy / "version_0")
         assert [row["rank"] for row in found["peak_memory"]] == rows
-        assert (found["strategy"], found["devices"]) == (strategy, 3)
+        assert (found["strategy"], found["devices"], found["replicas"]) == (strategy, 3, 3)
         assert found["world_size"] == len(set(rows))
         assert found["test"] is not None
 

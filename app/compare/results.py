@@ -14,6 +14,7 @@ COLUMNS = {
     "status": "status",
     "devices": "devices",
     "nodes": "nodes",
+    "replicas": "devices in all",
     "processes": "processes",
     "threads": "threads per process",
     "global_batch": "global batch",
@@ -46,6 +47,7 @@ COLUMNS = {
 FIGURES = {
     "devices": ("devices", "first"),
     "nodes": ("num_nodes", "first"),
+    "replicas": ("replicas", "first"),
     "processes": ("world_size", "first"),
     "threads": ("threads", "first"),
     "global_batch": ("global_batch_size", "first"),
@@ -62,7 +64,7 @@ FIGURES = {
     "not_finite_since": ("not_finite_since", "first"),
 }
 TEXT = ("precision", "placement")
-WHOLE = ("devices", "nodes", "processes", "threads", "global_batch", "n")
+WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
 RUN = ("variant", "repeat")
 
 
@@ -82,10 +84,9 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     variants = pd.DataFrame([{"variant": o.variant.name, "status": o.status} for o in outcomes]).set_index("variant")
     table = variants.join([_figures(records), _accuracy(records), _memory(records)])
     base = table.loc[[baseline]].iloc[0]
-    replicas = table["devices"] * table["nodes"]
-    table["replica_batch"] = table["global_batch"] / replicas
+    table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
-    grown = replicas / replicas[baseline]
+    grown = table["replicas"] / base["replicas"]
     table["efficiency"] = (table["speed_up"] / grown).where((grown != 1) | (table.index == baseline))  # else not scaled
     return table.reset_index().reindex(columns=list(COLUMNS)).astype(dict.fromkeys(WHOLE, "Int64"))
 
