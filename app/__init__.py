@@ -2,7 +2,7 @@
 
 `cli` routes a command line, `commands` turns flags into a run, `beginning` settles what all ranks share, `run` says how
 it ended; `networks` and `modules` hold the models, `data` the images, `parallel` the strategies and how ranks meet;
-`callbacks`, `record`, `profiling` and `tracking` watch and record a run, `way` says how it is run. `compare` measures
+`callbacks`, `record`, `profiling` and `tracking` watch and record a run. `compare` measures
 many runs, `plan` predicts them from a step and a `network`, `doctor` says what this machine can run. `errors` holds
 what a user did wrong, `settings` what a command line means.
 """

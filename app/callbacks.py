@@ -4,10 +4,12 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
 from torch import Tensor
+from torchmetrics.utilities.plot import plot_confusion_matrix
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
@@ -168,7 +170,7 @@ class TestFigures(Callback):
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
         assert isinstance(data, ImageData)
-        matrix = pl_module.confusion.compute()
+        matrix = torch.atleast_2d(pl_module.confusion.compute())  # of a single class it is a number
         worst = sorted((row for part in gather_objects(self._worst) for row in part), reverse=True)[: self.wrong]
         self._worst = []
         directory = trainer.log_dir
@@ -198,27 +200,16 @@ class TestFigures(Callback):
 
 def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
     """Draw counts of label (rows) against prediction (columns), (classes, classes), into a PNG."""
-    side = min(max(5.0, 0.55 * len(names)), 20.0)
+    side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    axes.imshow(matrix.cpu(), cmap="Blues")
-    axes.set(xlabel="predicted", ylabel="label")
-    if len(names) <= 50:
-        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
-        axes.set_yticks(range(len(names)), names)
-    if len(names) <= 20:
-        half = matrix.max().item() / 2
-        for i, row in enumerate(matrix.tolist()):
-            for j, count in enumerate(row):
-                axes.text(
-                    j,
-                    i,
-                    str(count),
-                    ha="center",
-                    va="center",
-                    color="white" if count > half else "black",
-                    fontsize=8,
-                )
+    plot_confusion_matrix(matrix, axes, add_text=len(names) <= 20, labels=names, cmap="Blues")
+    axes.tick_params(labelsize=min(10.0, 50 * side / len(names)))  # points, less than a row is high
+    axes.tick_params("y", labelrotation=0)
+    for count in axes.texts:
+        count.set_fontsize(12)  # so that five digits fit
+    for label in axes.get_xticklabels():
+        label.set(ha="right", rotation_mode="anchor")
     figure.savefig(path, dpi=120)
 
 

@@ -21,6 +21,7 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 from rich.console import Console
+from torch.utils import collect_env
 
 from app.data.sources import CIFAR10Source, FashionMNISTSource
 from app.errors import UserError
@@ -106,7 +107,9 @@ def _packages() -> Iterator[Check]:
         return
     wrong = [r for r in needed if not r.specifier.contains(found[r.name], prereleases=True)]
     versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "torchvision", "lightning", "torchmetrics"))
-    yield Check("versions", "green", f"Python {sys.version.split()[0]}, {versions}, wandb {found['wandb']}")
+    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # the rest of it takes seconds
+    text = f"Python {sys.version.split()[0]}, {versions}, wandb {found['wandb']}; {system}"
+    yield Check("versions", "green", text)
     for requirement in wrong:
         text = f"{requirement.name} {found[requirement.name]}, but {requirement} is needed"
         yield Check("versions", "red", text, f"pip install '{requirement}'")

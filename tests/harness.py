@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -55,6 +56,13 @@ def error_of(code: int, out: str) -> str:
     assert len(lines) == 1, out
     assert out.strip().splitlines()[-1] == lines[0], "it is the last thing said"
     return lines[0]
+
+
+def free_port() -> int:
+    """Find a port of this machine on which nobody listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def losses(run_dir: Path) -> np.ndarray:

@@ -17,6 +17,7 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
         times = {f"{phase}_ms": 1.0 for phase in ("data", "communication", "optimizer", "rest")}
         base = {
             "nodes": 1,
+            "replicas": row["devices"],
             "n": 3,
             "precision": "32-true",
             "samples_per_s_min": rate * (1 - spread),

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import QUIET, error_of, largest_difference, losses, start_app, weights
+from harness import QUIET, error_of, free_port, largest_difference, losses, start_app, weights
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
 from app.compare.experiment import Experiment, expand
 from app.fit.configuration import resolve
 from app.parallel.comm_hooks import ring_all_reduce
-from app.system.machine import free_port
 
 App = Callable[..., tuple[int, str]]
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -168,7 +167,7 @@ def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> Non
         assert f"rank 1, replica {replica}: input [16, 3, 32, 32] -> output [16, 10]" in out_1
     assert "gathered: [32, 10]" in out_1
     record = json.loads((run / "run.json").read_text())
-    way = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2}
+    way = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2, "replicas": 4}
     assert way.items() <= record.items()
     assert [row["rank"] for row in record["peak_memory"]] == [0, 0, 1, 1]
     assert record["time_per_step"]["communication"] > 0

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_data_sets_present_missing_and_broken(
     assert found["FashionMNIST"].level == "green"
     assert (found["CIFAR10"].level, found["CIFAR10"].found) == ("yellow", f"not there in {fashion_root}")
     assert {"versions", "accelerators", "processor", "disk", "backends", "tracker"} <= found.keys()
+    assert re.fullmatch(r"Python 3\S+, torch \S+, .*, wandb \S+; .*(glibc|N/A).*", found["versions"].found)
     assert "WANDB_MODE" in found["tracker"].found
     file = fashion_root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"
     file.write_bytes(file.read_bytes()[:-1])

@@ -81,9 +81,9 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
     path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
     _, out = app("compare", "--experiment", path, "--dry_run")
     first, second = commands(out)
-    assert "NODE_RANK=0" in first
-    assert first.endswith(" &")
-    assert "NODE_RANK=1" in second
+    assert first.startswith("OMP_NUM_THREADS=1 python -m app fit")
+    assert re.search(r" --cluster.init_method file:///\S+/repeat_1/nodes/rendezvous --cluster.node_rank 0 &$", first)
+    assert second == first.replace("node_rank 0 &", "node_rank 1")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,7 @@ def test_an_experiment_that_cannot_be(
         ("--trainer.max_epochs=7", "the experiment sets max_epochs for all variants: give only --max_epochs"),
         ("--trainer.precision=64-true", "--trainer.precision is what the variants differ in"),
         ("--run.test=true", "run.test is set by compare itself"),
+        ("--cluster.node_rank=1", "cluster.node_rank is set by compare itself"),
     ],
 )
 def test_nothing_typed_is_dropped(app: App, experiment: Callable[..., Path], word: str, message: str) -> None:
@@ -124,6 +125,27 @@ def test_nothing_typed_is_dropped(app: App, experiment: Callable[..., Path], wor
 def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
     assert "there is no such file" in error_of(*app("compare", "--experiment", tmp_path / "none.yaml"))
     assert "--experimen: there is no such flag" in error_of(*app("compare", "--experimen", "x"))
+    assert "--experiment needs a value" in error_of(*app("compare", "--experiment"))
+
+
+def test_a_setting_that_is_given_twice(app: App, experiment: Callable[..., Path]) -> None:
+    path = experiment(variants={"a": {}})
+    path.write_text(path.read_text() + "repeats: 2\n")
+    assert "repeats is given twice" in error_of(*app("compare", "--experiment", path))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_small_form_and_what_is_typed(app: App, experiment: Callable[..., Path]) -> None:
+    form = {"repeats": 3, "max_epochs": 4, "flags": {"data.size": 120}}
+    path = experiment(variants={"a": {}}, quick_form=form)
+    code, out = app("compare", "--repeats", "5", "--dry_run", "--experiment", path, "--quick", "true")
+    assert code == 0, out
+    (command,) = commands(out)
+    assert "5 runs to do" in out, "what is typed wins, wherever it stands"
+    for flag in ("--data.size 120", "--data.batch_size 24", "--trainer.max_epochs 4"):
+        assert flag in command
+    message = "has no quick_form: leave --quick out"
+    assert message in error_of(*app("compare", "--experiment", experiment(variants={"a": {}}), "--quick", "true"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ import pytest
 import torch
 import yaml
 from harness import QUIET, start_app
+from PIL import Image
+
+from app.callbacks import draw_confusion_matrix
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
@@ -37,16 +41,16 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert Path(found["checkpoint"]["best"]).exists()
     assert Path(found["checkpoint"]["last"]).exists()
     assert yaml.safe_load(Path(found["config"]).read_text())["run"]["name"] == "x"
-    way = {key: found[key] for key in ("strategy", "devices", "num_nodes", "world_size", "precision", "placement")}
-    assert way == {
+    resolved = {key: found[key] for key in ("strategy", "devices", "num_nodes", "world_size", "replicas", "precision")}
+    assert resolved == {
         "strategy": "single_device",
         "devices": 1,
         "num_nodes": 1,
         "world_size": 1,
+        "replicas": 1,
         "precision": "32-true",
-        "placement": "memory",
     }
-    assert (found["global_batch_size"], found["seed"]) == (20, 42)
+    assert (found["global_batch_size"], found["placement"], found["seed"]) == (20, "memory", 42)
     assert [row["epoch"] for row in found["epochs"]] == [0, 1, 2]
     assert all(row["train_loss"] > 0 and row["val_loss"] > 0 and row["seconds"] > 0 for row in found["epochs"])
     losses = [row["train_loss"] for row in found["epochs"]]
@@ -131,11 +135,31 @@ def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
     from app.modules import CIFARCNN
 
     matplotlib.use("pdf")
+    before = dict(matplotlib.rcParams)
     code, out = app("fit", *SMALL, "--trainer.max_epochs", "1")
     assert code == 0, out
-    assert matplotlib.get_backend() == "pdf"
+    assert dict(matplotlib.rcParams) == before
+    assert not matplotlib.pyplot.get_fignums()
     model = CIFARCNN.load_from_checkpoint(tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "best.ckpt")
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+def test_a_confusion_matrix_of_any_number_of_classes(count: int, tmp_path: Path) -> None:
+    draw_confusion_matrix(torch.eye(count, dtype=torch.int64), [f"class {i}" for i in range(count)], tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.size[0] == picture.size[1] >= 600
+
+
+def test_a_single_class(app: App, image_root: Path, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for other in ("dog", "eel"):
+            shutil.rmtree(image_root / split / other)
+    data = ["--data", "ImageFolder", "--data.root", image_root, "--data.size", "32", "--data.batch_size", "4"]
+    code, out = app("fit", *data, "--trainer.max_epochs", "1", "--run.name", "x", *QUIET)
+    assert code == 0, out
+    written = (tmp_path / "runs" / "x" / "version_0" / "confusion_matrix.csv").read_text()
+    assert written.splitlines() == ["label \\ predicted,cat", "cat,4"]
 
 
 @pytest.mark.slow
@@ -150,7 +174,7 @@ def test_every_rank_and_every_replica_has_its_memory(app: App, tmp_path: Path) -
         assert code == 0, out
         found = record(tmp_path / strategy / "version_0")
         assert [row["rank"] for row in found["peak_memory"]] == rows
-        assert (found["strategy"], found["devices"]) == (strategy, 3)
+        assert (found["strategy"], found["devices"], found["replicas"]) == (strategy, 3, 3)
         assert found["world_size"] == len(set(rows))
         assert found["test"] is not None
 

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from harness import QUIET, error_of, largest_difference, losses, start_app, weights
-
-from app.system.machine import free_port
+from harness import QUIET, error_of, free_port, largest_difference, losses, start_app, weights
 
 App = Callable[..., tuple[int, str]]
 SLOW = pytest.mark.slow

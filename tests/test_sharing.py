@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import QUIET, error_of, family, start_app, started
+from harness import QUIET, error_of, family, free_port, start_app, started
 
 from app.launch.sharing import NodeMemory, open_handle, read_once
-from app.system.machine import free_port
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 SLOW = pytest.mark.slow

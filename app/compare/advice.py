@@ -25,9 +25,8 @@ def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> l
         commands: The command of each variant.
     """
     measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
-    replicas = measured["devices"] * measured["nodes"]
     diverged = [str(name) for name in measured.index[measured["not_finite_since"].notna()]]
-    measured = measured.assign(replicas=replicas, per_device=measured["samples_per_s"] / replicas).drop(diverged)
+    measured = measured.assign(per_device=measured["samples_per_s"] / measured["replicas"]).drop(diverged)
     said = [f"**The loss of {', '.join(diverged)} is not finite**: left out of what follows."] if diverged else []
     if measured.empty:
         return [*said, "Nothing was measured: see below why."]

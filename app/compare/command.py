@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import Namespace
 from rich.console import Console
 from rich.live import Live
@@ -17,7 +18,7 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 
-from app.compare.experiment import Experiment, Variant, expand
+from app.compare.experiment import Experiment, Variant, command, expand
 from app.compare.report import write_report
 from app.compare.runner import Runner
 from app.errors import UserError, nearest
@@ -103,36 +104,33 @@ def run(words: list[str]) -> int:
 
 def _parse(words: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
     """The options of compare itself, the experiment, and the flags of `fit` that were typed."""
-    own, flags = split_words(words)
-    parser = PlainParser(prog="python -m app compare", usage=USAGE)
-    parser.add_argument("--experiment", default=DEFAULT, help="the experiment file")
+    own, flags = split_words(words, ["--experiment"])
+    file = [DEFAULT, *(value for flag, value in flags if flag == "--experiment")][-1]
+    parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
+    parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
     parser.add_argument("--dry_run", action="store_true", help="only print the commands and the estimated time")
     parser.add_argument("--fresh", action="store_true", help="measure anew what was measured before")
     parser.add_argument("--wandb", action="store_true", help="track the runs and the report in Weights & Biases")
     parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
-    settings = [field.name for field in fields(Experiment)]
     parser.add_class_arguments(Experiment)
-    file = next((own[i + 1] for i, word in enumerate(own[:-1]) if word == "--experiment"), None)
-    file = next((word.partition("=")[2] for word in own if word.startswith("--experiment=")), file) or DEFAULT
-    content: dict[str, Any] = {"name": Path(file).stem}
-    if not {"-h", "--help"} & set(own):
-        content |= read_yaml(file, "--experiment")
+    if {"-h", "--help"} & set(own):
+        parser.parse_args(["--help"])
+    content, settings = read_yaml(file, "--experiment"), [field.name for field in fields(Experiment)]
     for key in content:
         if key not in settings:
             raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")
-    base = parser.parse_object(content)
-    options = parser.parse_args(own, namespace=base)
+    options = parser.parse_args(["--experiment", file, *own])
     if options.quick:
-        form = dict(content.get("quick_form", {}))
+        form = options.quick_form
         if not form:
             raise UserError(f"--experiment {file} has no quick_form: leave --quick out")
-        added = {**content.get("flags", {}), **form.pop("flags", {})}
-        base = parser.parse_object({**content, **form, "flags": added})
-        options = parser.parse_args(own, namespace=base)
+        form["flags"] = {**options.flags, **(form.get("flags") or {})}
+        options = parser.parse_args(["--experiment", file, "--experiment", yaml.safe_dump(form), *own])
     options = parser.instantiate_classes(options)
     experiment = Experiment(**{name: options[name] for name in settings})
+    experiment.name = experiment.name or Path(file).stem
     experiment.configs += [value for flag, value in flags if flag == "--config"]
-    typed = {flag.removeprefix("--"): value for flag, value in flags if flag != "--config"}
+    typed = {flag[2:]: value for flag, value in flags if flag not in ("--config", "--experiment")}
     return options, experiment, typed
 
 
@@ -165,8 +163,8 @@ def _announce(runner: Runner, console: Console) -> None:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
         if outcome.status != "measured":
-            more = runner.bookkeeping(outcome.variant, 1)
-            console.print("\n".join(outcome.variant.lines(more)) + "\n", highlight=False, soft_wrap=True, markup=False)
+            typed = command(runner.processes(outcome.variant, 1))
+            console.print(typed + "\n", highlight=False, soft_wrap=True, markup=False)
     left = len(list(runner.todo()))
     seconds, judged = runner.remaining_s(), "judged by earlier runs"
     if seconds is None and left:
@@ -219,8 +217,8 @@ class _Screen:
             outcome, repeat, _ = runner.running
             if outcome.variant.name not in self.printed:
                 self.printed.add(outcome.variant.name)
-                lines = outcome.variant.lines(runner.bookkeeping(outcome.variant, repeat))
-                self.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False, style="dim")
+                typed = command(runner.processes(outcome.variant, repeat))
+                self.console.print(typed, highlight=False, soft_wrap=True, markup=False, style="dim")
         if self.live is not None:
             self.live.update(self._table(runner), refresh=True)
             return

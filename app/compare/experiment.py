@@ -5,10 +5,10 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jsonargparse import Namespace
@@ -17,8 +17,11 @@ from app.errors import UserError, nearest
 from app.fit.configuration import accelerator_name, devices_per_node, replicas, resolve
 from app.system.machine import usable_cores
 
-# flags that say where a run is kept and how it is measured
-OWN = ("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group")
+# flags that say where a run is kept, how it is measured and where its nodes meet
+OWN = (
+    *("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group"),
+    *("cluster.init_method", "cluster.node_rank"),
+)
 
 
 @dataclass
@@ -95,6 +98,28 @@ class Experiment:
     published: Published | None = None
 
 
+class Process(NamedTuple):
+    """A process of `python -m app`.
+
+    Attributes:
+        arguments: Its arguments.
+        environment: Variables that are added to its environment.
+    """
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def command(processes: Sequence[Process]) -> str:
+    """Write what a person would type to start these processes, a line for each."""
+    lines = [
+        "".join(f"{key}={value} " for key, value in process.environment.items())
+        + shlex.join(["python", "-m", "app", *process.arguments])
+        for process in processes
+    ]
+    return " &\n".join(lines)
+
+
 @dataclass
 class Variant:
     """One way of running.
@@ -121,34 +146,29 @@ class Variant:
         """How many devices share a batch: those of dp, or the ranks of all nodes."""
         return replicas(self.settings.trainer)
 
-    @property
-    def command(self) -> str:
-        """What a person would type, a line for each node."""
-        return "\n".join(self.lines([]))
+    def processes(self, more: Sequence[str] = (), url: str = "tcp://127.0.0.1:29500") -> list[Process]:
+        """What to start: a process, or one for each of several nodes, all of them on this machine.
 
-    def lines(self, more: list[str], port: int = 29500) -> list[str]:
-        """The command, with more arguments, for each node; several nodes are several processes of this machine."""
-        typed = shlex.join(["python", "-m", "app", *self.words, *more])
-        count = self.settings.trainer.num_nodes
-        environments = [self.environment(node, port) for node in range(count)]
-        prefixes = ["".join(f"{key}={value} " for key, value in env.items()) for env in environments]
-        return [f"{prefix}{typed}{' &' if node < count - 1 else ''}" for node, prefix in enumerate(prefixes)]
-
-    def environment(self, node: int, port: int) -> dict[str, str]:
-        """What tells a process which of several nodes it is, and gives it that node's part of this machine.
-
-        Source: Lightning's `LightningEnvironment`.
+        Args:
+            more: Further arguments.
+            url: Where several nodes meet.
         """
+        arguments = [*self.words, *more]
+        count = self.settings.trainer.num_nodes
+        if count == 1:
+            return [Process(arguments, {})]
+        arguments += ["--cluster.init_method", url, "--cluster.node_rank"]
+        return [Process([*arguments, str(node)], self._part(node)) for node in range(count)]
+
+    def _part(self, node: int) -> dict[str, str]:
+        """Variables that give a node its part of this machine."""
         trainer = self.settings.trainer
-        if trainer.num_nodes == 1:
-            return {}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
         each = devices_per_node(trainer)
         if accelerator_name(trainer) == "cuda":
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             visible = given.split(",") if given else [str(i) for i in range(self.replicas)]
-            return address | {"CUDA_VISIBLE_DEVICES": ",".join(visible[node * each : (node + 1) * each])}
-        return address | {"OMP_NUM_THREADS": str(max(usable_cores() // self.replicas, 1))}
+            return {"CUDA_VISIBLE_DEVICES": ",".join(visible[node * each : (node + 1) * each])}
+        return {"OMP_NUM_THREADS": str(max(usable_cores() // self.replicas, 1))}
 
 
 def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:

@@ -82,8 +82,7 @@ def _throughput(axes: Axes, table: pd.DataFrame, baseline: str) -> None:
     base = table[table["variant"] == baseline]
     if len(base):
         start = base.iloc[0]
-        each = start["samples_per_s"] / (start["devices"] * start["nodes"])
-        ideal = each * table["devices"] * table["nodes"]
+        ideal = start["samples_per_s"] / start["replicas"] * table["replicas"]
         for place, value in zip(places, ideal, strict=True):
             axes.plot([value, value], [place - 0.4, place + 0.4], color="#d62728", linewidth=1.5)
         axes.plot([], [], color="#d62728", label=f"ideal: {baseline} times the devices")

@@ -10,7 +10,7 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from app.compare.advice import advice
-from app.compare.experiment import Experiment
+from app.compare.experiment import Experiment, command
 from app.compare.figures import draw
 from app.compare.results import COLUMNS, tabulate
 from app.compare.runner import Outcome
@@ -44,12 +44,12 @@ def write_report(
     table = tabulate(outcomes, baseline)
     pictures = draw(table, outcomes, baseline, folder)
     table.to_csv(folder / "results.csv", index=False)
-    commands = {outcome.variant.name: outcome.variant.command for outcome in outcomes}
+    commands = {outcome.variant.name: command(outcome.variant.processes()) for outcome in outcomes}
     rows = table.astype(object).where(table.notna(), None).to_dict("records")
     results = [
         {
             **row,
-            "command": outcome.variant.command,
+            "command": commands[outcome.variant.name],
             "reason": outcome.reason,
             "tail": outcome.tail,
             "runs": [record["run_dir"] for record in outcome.records.values()],
@@ -63,7 +63,7 @@ def write_report(
     short += [*_tables(table, baseline), *_published(experiment, table), *_failures(outcomes)]
     long = [*short, "## Pictures", *(f"![{title}]({path.name})" for title, path in pictures.items())]
     long += ["## How it was measured", _method(experiment), "## Commands"]
-    long += [f"{name}:\n\n{_code(command)}" for name, command in commands.items()]
+    long += [f"{name}:\n\n{_code(typed)}" for name, typed in commands.items()]
     text = "\n\n".join(part for part in long if part) + "\n"
     (folder / "report.md").write_text(text)
     (folder / "report.html").write_text(_html(str(experiment.name), text, pictures))

@@ -1,6 +1,5 @@
 """The figures of each variant, from the records of its runs."""
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ COLUMNS = {
     "status": "status",
     "devices": "devices",
     "nodes": "nodes",
+    "replicas": "devices in all",
     "processes": "processes",
     "threads": "threads per process",
     "global_batch": "global batch",
@@ -43,82 +43,78 @@ COLUMNS = {
     "not_finite_since": "loss not finite since epoch",
 }
 
+# figure: where it stands in a run record, and how those of several runs become one
+FIGURES = {
+    "devices": ("devices", "first"),
+    "nodes": ("num_nodes", "first"),
+    "replicas": ("replicas", "first"),
+    "processes": ("world_size", "first"),
+    "threads": ("threads", "first"),
+    "global_batch": ("global_batch_size", "first"),
+    "precision": ("precision", "first"),
+    "placement": ("placement", "first"),
+    **{f"loss_{name}": (f"train_loss.{name}", "median") for name in ("first", "middle", "last")},
+    "train_s": ("train_s", "median"),
+    "setup_s": ("setup_s", "median"),
+    "samples_per_s": ("throughput.median", "median"),
+    "samples_per_s_min": ("throughput.median", "min"),
+    "samples_per_s_max": ("throughput.median", "max"),
+    "n": ("throughput.median", "count"),
+    **{f"{phase}_ms": (f"time_per_step.{phase}", "median") for phase in (*PHASES, "launch")},
+    "not_finite_since": ("not_finite_since", "first"),
+}
+TEXT = ("precision", "placement")
+WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
+RUN = ("variant", "repeat")
+
 
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
-    """One row for each variant, in order; the columns are those of `COLUMNS`, missing figures NaN.
+    """Make one row for each variant, in order; the columns are those of `COLUMNS`, missing figures NaN.
 
     samples_per_s is the median over the runs of each run's median over its windows; min and max are over the
-    runs, and n is their number. Times, losses and memory are medians over the runs, but for peak memory, which
-    is the largest. Speed-up is the ratio of samples/s to the baseline's; efficiency, of variants with another number of
-    devices, the speed-up over what the number of devices has grown by.
+    same. Times, losses and accuracies are medians over the runs; peak memory is the largest. Speed-up is the ratio of
+    samples/s to the baseline's; efficiency, of variants with another number of devices, the speed-up over what the
+    number of devices has grown by.
     """
-    table = pd.DataFrame([_row(outcome) for outcome in outcomes], columns=list(COLUMNS))
-    base = table[table["variant"] == baseline].iloc[0]
+    records = [
+        {**record, "variant": outcome.variant.name, "repeat": repeat}
+        for outcome in outcomes
+        for repeat, record in outcome.records.items()
+    ]
+    variants = pd.DataFrame([{"variant": o.variant.name, "status": o.status} for o in outcomes]).set_index("variant")
+    table = variants.join([_figures(records), _accuracy(records), _memory(records)])
+    base = table.loc[[baseline]].iloc[0]
+    table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
-    replicas, base_replicas = table["devices"] * table["nodes"], base["devices"] * base["nodes"]
-    scaled = (replicas != base_replicas) | (table["variant"] == baseline)  # else nothing was scaled
-    table["efficiency"] = (table["speed_up"] / (replicas / base_replicas)).where(scaled)
-    return table.astype(dict.fromkeys(("devices", "nodes", "processes", "threads", "global_batch", "n"), "Int64"))
+    grown = table["replicas"] / base["replicas"]
+    table["efficiency"] = (table["speed_up"] / grown).where((grown != 1) | (table.index == baseline))  # else not scaled
+    return table.reset_index().reindex(columns=list(COLUMNS)).astype(dict.fromkeys(WHOLE, "Int64"))
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
-    row: dict[str, Any] = {"variant": outcome.variant.name, "status": outcome.status}
-    records = list(outcome.records.values())
-    if not records:
-        return row
-    record = records[0]
-    replicas = record["devices"] * record["num_nodes"]
-    batch = record["global_batch_size"]
-    row |= {
-        "devices": record["devices"],
-        "nodes": record["num_nodes"],
-        "processes": record["world_size"],
-        "threads": record["threads"],
-        "global_batch": batch,
-        "replica_batch": batch and batch / replicas,
-        "precision": record["precision"],
-        "placement": record["placement"],
-    }
-    for name in ("first", "middle", "last"):
-        row[f"loss_{name}"] = _median((r.get("train_loss") or {}).get(name) for r in records)
-    accuracies = ([e["val_acc"] for e in r["epochs"] if e["val_acc"] is not None] for r in records)
-    row["val_acc"] = _median(measured[-1] if measured else None for measured in accuracies)
-    for name in ("train_s", "setup_s"):
-        row[name] = _median(r[name] for r in records)
-    rates = [r["throughput"]["median"] for r in records if r["throughput"]["median"] is not None]
-    row["n"] = len(rates)
-    if rates:
-        row |= {
-            "samples_per_s": statistics.median(rates),
-            "samples_per_s_min": min(rates),
-            "samples_per_s_max": max(rates),
-        }
-    row["not_finite_since"] = next((since for r in records if (since := r.get("not_finite_since")) is not None), None)
-    row["accelerator"] = record["peak_memory"][0]["device"].partition(":")[0] if record["peak_memory"] else None
-    for phase in (*PHASES, "launch"):
-        row[f"{phase}_ms"] = _median((r.get("time_per_step") or {}).get(phase) for r in records)
-    return row | _memory(records)
+def _figures(records: list[dict[str, Any]]) -> pd.DataFrame:
+    """Take the figures of `FIGURES`, for each variant."""
+    runs = pd.json_normalize(records).reindex(columns=["variant", *{field for field, _ in FIGURES.values()}])
+    numbers = {field: float for field, _ in FIGURES.values() if field not in TEXT}
+    return runs.astype(numbers).groupby("variant").agg(**FIGURES)
 
 
-def _median(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+def _accuracy(records: list[dict[str, Any]]) -> pd.Series:
+    """Take the validation accuracy of each run's last epoch that has one, and their median for each variant."""
+    epochs = pd.json_normalize(records, "epochs", [*RUN]).reindex(columns=[*RUN, "val_acc"]).astype({"val_acc": float})
+    return epochs.groupby([*RUN])["val_acc"].last().groupby("variant").median()
 
 
-def _memory(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Peak memory of the first device and of the largest of the others: torch's, or the process' on a CPU."""
-    peaks: dict[str, list[tuple[float, float]]] = {"main": [], "others": []}
-    for record in records:
-        seen: dict[tuple[int, str], tuple[float, float]] = {}
-        for row in record["peak_memory"]:
-            used = row["host_rss_gib"] if row["allocated_gib"] is None else row["allocated_gib"]
-            seen.setdefault((row["rank"], row["device"]), (used, 100 * used / row["total_gib"]))
-        main, *others = seen.values() or [(float("nan"), float("nan"))]
-        peaks["main"].append(main)
-        peaks["others"] += others
-    return {
-        f"memory_{which}_{unit}": max(values)[index]
-        for which, values in peaks.items()
-        if values
-        for index, unit in enumerate(("gib", "percent"))
-    }
+def _memory(records: list[dict[str, Any]]) -> pd.DataFrame:
+    """Take the peak memory of the first device and of the largest of the others: torch's, or the process' on a CPU."""
+    fields = {"rank": int, "device": str, "allocated_gib": float, "host_rss_gib": float, "total_gib": float}
+    peaks = pd.json_normalize(records, "peak_memory", [*RUN]).reindex(columns=[*RUN, *fields]).astype(fields)
+    peaks = peaks.drop_duplicates([*RUN, "rank", "device"])
+    peaks["gib"] = peaks["allocated_gib"].fillna(peaks["host_rss_gib"])
+    peaks["percent"] = 100 * peaks["gib"] / peaks["total_gib"]
+    others = peaks.groupby([*RUN]).cumcount() > 0
+    largest = [
+        peaks[of].groupby("variant")[["gib", "percent"]].max().add_prefix(f"memory_{which}_")
+        for which, of in (("main", ~others), ("others", others))
+    ]
+    accelerator = peaks.groupby("variant")["device"].first().str.replace(":.*", "", regex=True).rename("accelerator")
+    return pd.concat([*largest, accelerator], axis=1)

@@ -17,10 +17,9 @@ from typing import Any
 
 import psutil
 
-from app.compare.experiment import Experiment, Variant
+from app.compare.experiment import Experiment, Process, Variant
 from app.launch.process import environment_of_a_run
 from app.system.files import write_json
-from app.system.machine import free_port
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order
 TAIL = 12  # lines of a failed run's output that the report shows
@@ -103,8 +102,8 @@ class Runner:
         """The record of the run in hand, as far as it is written."""
         return self._read(self.running[0].variant, self.running[1]) if self.running else {}
 
-    def bookkeeping(self, variant: Variant, repeat: int) -> list[str]:
-        """Arguments that say where a run is kept and how it is measured; they do not change its training."""
+    def processes(self, variant: Variant, repeat: int) -> list[Process]:
+        """The processes of one run. What they are told beyond the variant does not change its training."""
         flags = {
             "run.root": str(self.directory / "runs" / f"repeat_{repeat}"),
             "run.name": variant.slug,
@@ -113,7 +112,9 @@ class Runner:
             "trainer.enable_progress_bar": "false",
             "trainer.enable_model_summary": "false",
         }
-        return [*(word for key, value in flags.items() for word in (f"--{key}", value)), *self.more]
+        more = [word for key, value in flags.items() for word in (f"--{key}", value)]
+        meeting = self.run_dir(variant, repeat).with_name("rendezvous").resolve()
+        return variant.processes([*more, *self.more], f"file://{meeting}")
 
     # -- running --------------------------------------------------------------------------------------------
 
@@ -158,21 +159,20 @@ class Runner:
         folder = self.run_dir(variant, repeat).parent
         shutil.rmtree(folder, ignore_errors=True)  # what a broken-off run has left
         folder.mkdir(parents=True)
-        port, words = free_port(), [*variant.words, *self.bookkeeping(variant, repeat)]
         limit = began + self.experiment.time_limit
         output = folder / "output.txt"
         with ExitStack() as stack:
             processes: list[subprocess.Popen[bytes]] = []
             stack.callback(_end, processes)
-            for node in range(variant.settings.trainer.num_nodes):
+            for node, process in enumerate(self.processes(variant, repeat)):
                 file = stack.enter_context((output if node == 0 else folder / f"output_node{node}.txt").open("w"))
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "app", *words],
+                        [sys.executable, "-m", "app", *process.arguments],
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=subprocess.STDOUT,
-                        env=environment_of_a_run() | variant.environment(node, port),
+                        env=environment_of_a_run() | process.environment,
                         start_new_session=True,  # Ctrl-C comes to this process, which tells the run
                     )
                 )

@@ -252,20 +252,20 @@ def replicas(trainer: Namespace) -> int:
     return devices_per_node(trainer) * trainer.num_nodes
 
 
-def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Part the flags of `fit`, with their values, from all other words.
+def split_words(words: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:
+    """Part the flags of `fit`, and some others, with their values, from the rest of a command line.
 
     Raises:
-        UserError: When a flag of `fit` has no value.
+        UserError: When one of them has no value.
     """
-    others, flags, rest = [], [], list(words)
+    remaining, flags, rest = [], [], list(words)
     while rest:
         word = rest.pop(0)
         flag, given, value = word.partition("=")
-        if flag.startswith("--") and ("." in flag or flag in FIT_FLAGS):
+        if flag.startswith("--") and ("." in flag or flag in FIT_FLAGS or flag in others):
             if not given and not rest:
                 raise UserError(f"{flag} needs a value")
             flags.append((flag, value if given else rest.pop(0)))
         else:
-            others.append(word)
-    return others, flags
+            remaining.append(word)
+    return remaining, flags

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.data.batches import GlobalBatches
+from app.data.module import ImageData
 from app.errors import ExitStatus, RankError
 from app.fit.checkpoints import RunCheckpoint
 from app.launch.agree import gather_objects
@@ -21,9 +23,36 @@ from app.modules import log_window
 from app.monitor.loggers import Tracker
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import epoch_line, finished
-from app.monitor.way import devices_of, way_of_running
+from app.parallel import SplitForward
 from app.system.files import write_json
 from app.system.machine import hardware, peak_memory, versions
+
+
+def devices_of(trainer: Trainer) -> list[torch.device]:
+    """List the devices of this process: several only under dp and ddp_dp."""
+    strategy = trainer.strategy
+    return strategy.parallel_devices if isinstance(strategy, SplitForward) else [strategy.root_device]
+
+
+def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
+    """Say what the flags have come to: strategy, devices, sizes, precision, placement, by their names in the record."""
+    flag = trainer._accelerator_connector._strategy_flag
+    data = getattr(trainer, "datamodule", None)
+    own = data if isinstance(data, ImageData) else None
+    return {
+        "strategy": flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__),
+        "devices": len(getattr(trainer.strategy, "parallel_devices", None) or [0]),
+        "num_nodes": trainer.num_nodes,
+        "world_size": trainer.world_size,
+        "replicas": trainer.world_size * len(devices_of(trainer)),
+        "precision": trainer.precision,
+        "placement": own and own.placement,
+        "threads": torch.get_num_threads(),
+        "global_batch_size": own and own.global_batch_size,
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+        "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
+    }
 
 
 class RunRecord(Callback):
@@ -79,7 +108,7 @@ class RunRecord(Callback):
         if self.path.exists():
             self.record = json.loads(self.path.read_text())
         self.record["status"] = "running"
-        self.record.update(way_of_running(trainer), versions=versions(), hardware=hardware())
+        self.record.update(resolved_configuration(trainer), versions=versions(), hardware=hardware())
         self.record["run_dir"] = directory
         self.record["tracker"] = next((logger.id for logger in trainer.loggers if isinstance(logger, Tracker)), None)
         self._write()

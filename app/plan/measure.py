@@ -91,11 +91,12 @@ def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
         record = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"--run {path}: no run record there ({error}): give a run's directory") from error
-    if not record.get("time_per_step") or not record.get("global_batch_size") or not record.get("config"):
-        raise UserError(f"--run {path}: its record has no times of a step: give a run of 6 or more steps")
-    if record["world_size"] < record["devices"] * record["num_nodes"]:
+    for name in ("time_per_step", "global_batch_size", "config", "replicas"):
+        if not record.get(name):
+            raise UserError(f"--run {path}: its record has no {name}: give a run of fit of 6 or more steps")
+    if record["world_size"] < record["replicas"]:
         raise UserError(f"--run {path} was under dp, whose step is not that of one device: give another run")
-    batch = record["global_batch_size"] / record["world_size"]
+    batch = record["global_batch_size"] / record["replicas"]
     return batch, record["time_per_step"], record
 
 

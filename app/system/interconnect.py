@@ -3,6 +3,7 @@
 import os
 import queue
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,6 @@ import numpy as np
 import psutil
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
-
-from app.system.machine import free_port
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
 
@@ -86,22 +85,24 @@ def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: fl
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     cuda = torch.cuda.device_count() >= ranks and torch.distributed.is_nccl_available()
-    processes = spawn(_rank, (ranks, free_port(), tuple(sizes), cuda, answers), ranks, join=False)
-    assert processes is not None
-    limit = time.monotonic() + timeout
-    try:
-        while not processes.join(timeout=1.0):
-            if time.monotonic() > limit:
-                raise TimeoutError(f"the processes have not answered within {timeout:g} s")
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        raise RuntimeError(str(error).strip().splitlines()[-1]) from error
-    finally:
-        for process in processes.processes:
-            process.kill()
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (ranks, f"file://{folder}/rendezvous", tuple(sizes), cuda, answers)
+        processes = spawn(_rank, arguments, ranks, join=False)
+        assert processes is not None
+        try:
+            while not processes.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the processes have not answered within {timeout:g} s")
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+        finally:
+            for process in processes.processes:
+                process.kill()
     return answers.get()
 
 
-def _rank(rank: int, ranks: int, port: int, sizes: tuple[int, ...], cuda: bool, answers: queue.SimpleQueue) -> None:
+def _rank(rank: int, ranks: int, url: str, sizes: tuple[int, ...], cuda: bool, answers: queue.SimpleQueue) -> None:
     distributed = torch.distributed
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
@@ -109,7 +110,7 @@ def _rank(rank: int, ranks: int, port: int, sizes: tuple[int, ...], cuda: bool, 
         torch.cuda.set_device(device)
     distributed.init_process_group(
         "nccl" if cuda else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=url,
         rank=rank,
         world_size=ranks,
         device_id=device if cuda else None,

@@ -3,7 +3,6 @@
 import os
 import platform
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -54,15 +53,11 @@ def usable_cores() -> int:
     return cores if words[0] == "max" else min(cores, max(int(words[0]) // int(words[1]), 1))
 
 
-def free_port() -> int:
-    """A port of this machine on which nobody listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def driver() -> str | None:
-    """Version of NVIDIA's driver, where there is one."""
+    """Version of NVIDIA's driver, where there is one.
+
+    Asked for by name: `torch.utils.collect_env` looks for a heading that nvidia-smi 610 no longer prints.
+    """
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         found = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()
