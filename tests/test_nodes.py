@@ -195,6 +195,7 @@ def test_a_file_that_cannot_be_made(go: Go, tmp_path: Path) -> None:
 AGREES = """\
 import sys
 from app.errors import UserError
+from app.launch.agree import agree, nodes_together
 from app.launch.rendezvous import Cluster, NodeRendezvous
 
 method, node, wrong = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,3 +293,20 @@ class OwnLauncher(LightningEnvironment):
 
     def set_global_rank(self, rank: int) -> None:
         rank_zero_only.rank = self.global_rank()
+
+
+class Talks(CIFARCNN):
+    """Says where it runs and what it writes to, on every rank, and stops in the debugger on its first step."""
+
+    def __init__(self, stops: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.stops = stops
+
+    def on_train_start(self) -> None:
+        print(f"rank {self.global_rank} writes to a terminal: {sys.stdout.isatty()}", flush=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        answer = 6 * 7  # noqa: F841  (for the debugger)
+        if self.stops and self.global_step == 0:
+            breakpoint()
+        return super().training_step(batch, batch_idx)

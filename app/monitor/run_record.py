@@ -25,6 +25,7 @@ from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import epoch_line, finished
 from app.parallel import SplitForward
 from app.system.files import write_json
+from app.system.lightning_patches import strategy_name
 from app.system.machine import hardware, peak_memory, versions
 
 
@@ -36,11 +37,10 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 
 def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
     """Say what the flags have come to: strategy, devices, sizes, precision, placement, by their names in the record."""
-    flag = trainer._accelerator_connector._strategy_flag
     data = getattr(trainer, "datamodule", None)
     own = data if isinstance(data, ImageData) else None
     return {
-        "strategy": flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__),
+        "strategy": strategy_name(trainer),
         "devices": len(getattr(trainer.strategy, "parallel_devices", None) or [0]),
         "num_nodes": trainer.num_nodes,
         "world_size": trainer.world_size,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -17,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.nn.parallel import DistributedDataParallel
@@ -33,8 +32,6 @@ _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
 # Classes that Lightning keeps private and that we extend. At an upgrade: do the methods that we override exist still?
 SignalConnector = _SignalConnector
 SpawnLauncher = _MultiProcessingLauncher
-ScriptLauncher = _SubprocessScriptLauncher
-set_num_threads_if_needed = _set_num_threads_if_needed
 EXPECTED[f"{__name__}.SignalConnector"] = tuple(
     f"lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector{name}"
     for name in ("", ".register_signal_handlers", ".teardown")
@@ -43,14 +40,6 @@ EXPECTED[f"{__name__}.SpawnLauncher"] = tuple(
     f"lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher{name}"
     for name in ("", ".launch", "._wrapping_function", ".procs", "._start_method", "._strategy")
 )
-EXPECTED[f"{__name__}.ScriptLauncher"] = tuple(
-    f"lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher{name}"
-    for name in ("", ".launch", "._call_children_scripts", ".procs")
-)
-EXPECTED[f"{__name__}.set_num_threads_if_needed"] = (
-    "lightning.fabric.utilities.distributed:_set_num_threads_if_needed",
-)
-
 
 # -- the Trainer ---------------------------------------------------------------------------------------------
 

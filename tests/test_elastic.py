@@ -1,0 +1,95 @@
+"""torch elastic's agent in the process of the command: who is started, what is seen of it, how it is started again."""
+
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster.hosts import awaited
+from harness import QUIET, ROOT, family, largest_difference, started, weights
+
+pytestmark = pytest.mark.slow
+DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET, *DDP]
+SHORT = ["--trainer.max_epochs", "1", "--run.test", "false"]
+
+
+def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
+    """As a terminal, for reading too; the other rank passes the breakpoint and is not heard."""
+    here, there = pty.openpty()
+    flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--model.stops", "true", "--run.root", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", "fit", *flags],
+        cwd=ROOT, stdin=there, stdout=there, stderr=there, env={**os.environ, "APP_TEST_MARK": str(tmp_path)},
+    )  # fmt: skip
+    os.close(there)
+    said = b""
+    try:
+        while b"(Pdb)" not in said:
+            said += os.read(here, 4096)
+        os.write(here, b"answer\ncontinue\n")
+        while True:
+            try:
+                said += os.read(here, 4096)
+            except OSError:  # EIO: nobody has the other end any more
+                break
+        assert process.wait(60) == 0, said
+    finally:
+        process.kill()
+        process.wait()
+        os.close(here)
+    out = said.decode()
+    assert "rank 0 writes to a terminal: True" in out
+    assert "rank 1 writes" not in out
+    assert "42" in out.split("(Pdb)", 1)[1]
+    awaited(lambda: not family(str(tmp_path)), 10)
+
+
+def test_each_rank_s_output_in_a_file(tmp_path: Path) -> None:
+    flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--cluster.log_dir", tmp_path / "logs"]
+    with started(tmp_path, *flags) as run:
+        out = run.end(120)
+    assert run.process.returncode == 0, out
+    assert "rank 0 writes" in out
+    assert "rank 1 writes" not in out
+    for rank in (0, 1):
+        (log,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stdout.log")
+        assert f"rank {rank} writes to a terminal: False" in log.read_text()
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
+    """Only what a user can act on, unless --verbose asks for the rest; no folder of its own stays behind."""
+    env = {"APP_DEBUG": "1", "TMPDIR": str(tmp_path)} if verbose else {"TMPDIR": str(tmp_path)}
+    with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs", "100000", env=env) as run:
+        run.trained(1)
+        run.get("SIGTERM", "main")
+        out = run.end(60)
+    assert run.process.returncode == 143, out
+    assert ("closing signal SIGTERM" in out) == verbose
+    assert not list(tmp_path.glob("*data-parallel-lab*"))
+    assert not list(tmp_path.glob("*torchelastic*"))
+
+
+def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, "--run.test", "false"]
+    flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
+    flags += ["--trainer.max_epochs", "30", "--cluster.max_restarts", "2"]
+    with started(tmp_path / "whole", *flags) as whole:
+        out = whole.end(180)
+    assert whole.process.returncode == 0, out
+    with started(tmp_path / "killed", *flags) as killed:
+        killed.trained(random.randint(2, 8))
+        first = killed.directory
+        os.kill(int((tmp_path / f"rank{random.randint(0, 1)}").read_text()), signal.SIGKILL)
+        out = killed.end(180)
+    assert killed.process.returncode == 0, out
+    assert killed.directory != first
+    assert killed.record["resumed_from"].startswith(str(first))
+    assert [row["epoch"] for row in killed.record["epochs"]] == list(range(30))
+    last = [weights(run.directory / "checkpoints" / "last.ckpt") for run in (whole, killed)]
+    assert largest_difference(*last) == 0
