@@ -230,7 +230,7 @@ class CLI(Flags):
         kwargs["callbacks"] = [
             *(callbacks if isinstance(callbacks, list) else [callbacks]),
             StepProfile(),
-            RunRecord(self.command, run.warmup_epochs),
+            RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
             StopTogether(),
             TestFigures(),
             PredictionWriter(),

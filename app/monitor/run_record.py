@@ -5,19 +5,21 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.errors import ExitStatus, RankError
-from app.fit.checkpoints import RunCheckpoint
 from app.launch.agree import gather_objects
+from app.launch.process import AGENT
 from app.launch.signals import cause
 from app.modules import log_window
 from app.monitor.loggers import Tracker
@@ -66,11 +68,13 @@ class RunRecord(Callback):
     Args:
         command: What was typed.
         warmup_epochs: Epochs left out of the throughput.
+        checkpoints: What keeps the best and the last checkpoint; by default the trainer's checkpoint callbacks.
     """
 
-    def __init__(self, command: str, warmup_epochs: int = 0) -> None:
-        # set where the run was typed: a spawned process would begin the count at its own start
-        self._started = psutil.Process().create_time()
+    def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
+        self._checkpoints = checkpoints
+        # set where the run was typed: a spawned process, or a rank of an agent, would begin at its own start
+        self._started = psutil.Process(int(os.environ.get(AGENT, os.getpid()))).create_time()
         self.path: Path | None = None
         self.record: dict[str, Any] = {
             "status": "running",
@@ -264,7 +268,8 @@ class RunRecord(Callback):
         if losses:
             first, middle, last = losses[0], losses[(len(losses) - 1) // 2], losses[-1]
             self.record["train_loss"] = {"first": first, "middle": middle, "last": last}
-        paths = [c.best_model_path or None for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint)]
+        kept = self._checkpoints or [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        paths = [callback.best_model_path or None for callback in kept]
         self.record["checkpoint"] = dict(zip(("best", "last"), [*paths, None, None], strict=False))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,0 +1,63 @@
+"""The house: which package may import which, and that documents name what there is."""
+
+import ast
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+# lowest first; a module imports from lower levels and from its own package only
+LEVELS = (
+    {"errors", "networks", "system"},
+    {"data"},
+    {"modules"},
+    {"parallel"},
+    {"launch"},
+    {"monitor"},
+    {"callbacks"},
+    {"fit"},
+    {"plan", "doctor", "verify"},
+    {"compare"},
+    {"cli"},
+    {"__main__"},
+)
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+MODULES = sorted(
+    path for path in (ROOT / "app").rglob("*.py") if path.name != "__init__.py" or path.parent.name != "app"
+)
+
+
+def imported(module: Path) -> set[str]:
+    """Entries of `app` that a module imports."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            below = [f"app.{alias.name}" for alias in node.names] if node.module == "app" else []
+            names = below or [node.module]
+        found |= {name.split(".")[1] for name in names if name.startswith("app.")}
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(module: Path) -> None:
+    entry = module.relative_to(ROOT / "app").parts[0].removesuffix(".py")
+    up = {name for name in imported(module) - {entry} if LEVEL[name] >= LEVEL[entry]}
+    assert not up, f"{module.relative_to(ROOT)} imports {', '.join(sorted(up))}, on its own level or above"
+
+
+def test_the_package_maps_every_module() -> None:
+    text = (ROOT / "app" / "__init__.py").read_text()
+    missing = [
+        path.relative_to(ROOT / "app") for path in MODULES if path.stem not in ("__init__", *re.findall(r"\w+", text))
+    ]
+    assert not missing
+
+
+def test_contributing_names_what_there_is() -> None:
+    names = re.findall(r"`(app(?:\.\w+)+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(names) > 20
+    for name in names:
+        pkgutil.resolve_name(name)
