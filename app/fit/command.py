@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,7 +21,7 @@ from app.callbacks import PredictionWriter, TestFigures
 from app.errors import UserError, one_line
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags
-from app.fit.rules import check_flags
+from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
 from app.launch.agree import agree
 from app.launch.cluster_environment import plan_processes, started_anew
@@ -31,7 +32,6 @@ from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.run_record import RunRecord
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import report
-from app.parallel import refuse_impossible
 from app.system.lightning_patches import count_epochs, replace_signal_connector
 
 
@@ -49,18 +49,15 @@ class CLI(Flags):
         self.decided: dict[str, Any] = {}  # by rank zero
         super().__init__(argv)
 
-    def before_instantiate_classes(self) -> None:
-        """Settle what depends on other settings."""
-        config = self.config[self.subcommand]
-        check_flags(config)
-        self.asked_for = config.ckpt_path
-        config.ckpt_path = None  # the saved config is for new runs, too; the record says what was resumed
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the arguments, and refuse what cannot work before anything is built."""
+        super().parse_arguments(parser, args)
+        check(self.config.subcommand, self.config[self.config.subcommand])
 
-    def _set_seed(self) -> None:
-        try:
-            super()._set_seed()
-        except ValueError as error:
-            raise UserError(f"--seed_everything: {error}") from error
+    def before_instantiate_classes(self) -> None:
+        """Keep the checkpoint out of the saved config, which is for new runs, too; the record says what was resumed."""
+        config = self.config[self.subcommand]
+        self.asked_for, config.ckpt_path = config.ckpt_path, None
 
     def more_arguments(self) -> dict[str, Any]:
         """The checkpoint that rank zero has found."""
@@ -72,13 +69,11 @@ class CLI(Flags):
             super().instantiate_classes()
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UserError(one_line(str(error))) from error
-        refuse_impossible(self.trainer)
+        check_trainer(self.trainer)
         config = self.config[self.subcommand]
         if isinstance(self.datamodule, app.data.ImageData):
             if isinstance(self.model, app.modules.ImageClassifier):
                 self.model.check_image_shape(self.datamodule.image_shape)
-            if self.subcommand == "fit":
-                self.datamodule.check_world_size(self.trainer.world_size)
             if self.trainer.is_global_zero:
                 self.datamodule.prepare_data()
         try:
