@@ -264,7 +264,7 @@ class FashionMLP(ImageClassifier):
         scheduler_interval: Whether the scheduler advances after each epoch or each step.
 
     Raises:
-        UserError: When `repeats` is below 1.
+        UserError: When `repeats` or a width is below 1, or there is no memory for the weights.
     """
 
     def __init__(
@@ -279,5 +279,15 @@ class FashionMLP(ImageClassifier):
     ) -> None:
         if repeats < 1:
             raise UserError(f"--model.repeats {repeats}: an image is repeated at least once")
-        super().__init__(MLP(repeats, hidden, num_classes), num_classes, loss, optimizer, scheduler, scheduler_interval)
+        if any(width < 1 for width in hidden):
+            raise UserError(f"--model.hidden {list(hidden)}: give widths of at least 1")
+        try:
+            network = MLP(repeats, hidden, num_classes)
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            raise UserError(
+                f"--model.repeats {repeats}, --model.hidden {list(hidden)}: no memory for so many weights: give less"
+            ) from error
+        super().__init__(network, num_classes, loss, optimizer, scheduler, scheduler_interval)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

@@ -109,7 +109,12 @@ class ImageData(LightningDataModule):
             self.placement = self._place()
         if stage == "fit":
             assert self.trainer is not None
-            self._check_shares(self.global_batch_size, self.trainer.world_size)
+            size, world = self.global_batch_size, self.trainer.world_size
+            if size % world:  # of a fraction, whose size is known only here
+                raise UserError(
+                    f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
+                    f"{self.nearest_shares(size, world)}, or another --trainer.devices"
+                )
             images = len(self._splits["train"][1])
             if self.drop_last and images < self.global_batch_size:
                 raise UserError(
@@ -149,20 +154,11 @@ class ImageData(LightningDataModule):
         self._load_training()
         return math.ceil(self.batch_size * len(self._splits["train"][1]))
 
-    def check_world_size(self, world: int) -> None:
-        """Refuse ranks that cannot share the global batch, as far as its size is known without reading the data."""
-        if isinstance(self.batch_size, int):
-            self._check_shares(self.batch_size, world)
-
     @staticmethod
-    def _check_shares(size: int, world: int) -> None:
-        if size % world:
-            below = size - size % world
-            near = f"{below} or {below + world}" if below else f"{world}"
-            raise UserError(
-                f"a global batch of {size} cannot be shared equally by {world} ranks: "
-                f"use --data.batch_size {near}, or another --trainer.devices"
-            )
+    def nearest_shares(size: int, world: int) -> str:
+        """The sizes near a global batch that ranks can share equally."""
+        below = size - size % world
+        return f"{below} or {below + world}" if below else f"{world}"
 
     def _place(self) -> Placement:
         """Where to keep the images: the same on all ranks, though each sees another amount of free memory."""

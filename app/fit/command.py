@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,11 +23,11 @@ import app.modules
 from app.callbacks import PredictionWriter, TestFigures
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoints import check_checkpoint
-from app.fit.configuration import Flags, agent_processes, devices_per_node
-from app.fit.rules import check_flags
+from app.fit.configuration import Flags, agent_processes, devices_per_node, follow
+from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
 from app.launch.agree import agree, connect, gather_objects, nodes_together
-from app.launch.cluster_environment import OWN_AGENT, Launched, launched, may_resume, plan_processes
+from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
 from app.launch.elastic import launch, note_run_dir
 from app.launch.failures import noticing_other_ranks
 from app.launch.process import end_in_order, end_undisturbed, requeue
@@ -38,7 +39,6 @@ from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.run_record import RunRecord, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import report
-from app.parallel import refuse_impossible
 from app.system import lightning_patches
 
 
@@ -101,22 +101,21 @@ class CLI(Flags):
         self.record: RunRecord | None = None
         super().__init__(argv)
 
-    def before_instantiate_classes(self) -> None:
-        """Settle what depends on other settings."""
-        config = self.config[self.subcommand]
-        self.asked_for = config.ckpt_path
-        config.ckpt_path = None  # the saved config is for new runs, too; the record says what was resumed
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the arguments, and refuse what cannot work before anything is built or started."""
+        super().parse_arguments(parser, args)
+        config = self.config[self.config.subcommand]
+        check(self.config.subcommand, config)
+        self.processes = agent_processes(config)
 
     def _set_seed(self) -> None:
-        config = self.config[self.subcommand]
-        check_flags(config)
-        self.processes = agent_processes(config)
-        if self.processes:  # they do
-            return
-        try:
+        if not self.processes:  # which have their own
             super()._set_seed()
-        except ValueError as error:
-            raise UserError(f"--seed_everything: {error}") from error
+
+    def before_instantiate_classes(self) -> None:
+        """Keep the checkpoint out of the saved config, which is for new runs, too; the record says what was resumed."""
+        config = self.config[self.subcommand]
+        self.asked_for, config.ckpt_path = config.ckpt_path, None
 
     def more_arguments(self) -> dict[str, Any]:
         """The checkpoint that rank zero has found."""
@@ -133,12 +132,9 @@ class CLI(Flags):
             super().instantiate_classes()
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UserError(one_line(str(error))) from error
-        refuse_impossible(self.trainer)
-        if isinstance(self.datamodule, app.data.ImageData):
-            if isinstance(self.model, app.modules.ImageClassifier):
-                self.model.check_image_shape(self.datamodule.image_shape)
-            if self.subcommand == "fit":
-                self.datamodule.check_world_size(self.trainer.world_size)
+        check_trainer(self.trainer)
+        if isinstance(self.datamodule, app.data.ImageData) and isinstance(self.model, app.modules.ImageClassifier):
+            self.model.check_image_shape(self.datamodule.image_shape)
         self._agree(config.cluster.timeout)
 
     def _agree(self, timeout: float) -> None:
@@ -208,16 +204,19 @@ class CLI(Flags):
         run, trainer = config.run, config.trainer
         parser = self.command_parser
         given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins] * bool(trainer.plugins)
-        plan: dict[str, Any] = {}
+        asked = self.config[self.subcommand].trainer
+        followed, environment = follow(asked, self.launcher), None
+        kwargs |= {"devices": followed.devices, "num_nodes": followed.num_nodes}
+        if (asked.strategy, asked.devices, followed.num_nodes, self.launcher) == ("auto", "auto", 1, None):
+            kwargs["devices"] = 1  # several only when they are asked for
         if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):  # which knows better
-            plan = plan_processes(trainer.strategy, trainer.devices, trainer.num_nodes, config.cluster)
-            if self.launcher is None and trainer.num_nodes > 1:
-                self.rendezvous = NodeRendezvous(config.cluster, trainer.num_nodes, devices_per_node(trainer))
-                os.environ["NODE_RANK"] = str(self.rendezvous.node_rank)  # for Lightning's own launcher
+            environment = environment_of(config.cluster, followed.num_nodes)
+        if isinstance(environment, LightningEnvironment) and followed.num_nodes > 1:
+            self.rendezvous = NodeRendezvous(config.cluster, followed.num_nodes, devices_per_node(asked))
+            os.environ["NODE_RANK"] = str(self.rendezvous.node_rank)  # for Lightning's own launcher
+        kwargs["plugins"] = [*given, *filter(None, [environment])]
         cluster = self.config[self.subcommand].cluster
         cluster.init_method = cluster.node_rank = None  # the saved config is for any node
-        kwargs["plugins"] = [*given, *filter(None, [plan.pop("environment", None)])]
-        kwargs |= plan
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
             parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
         if trainer.barebones:

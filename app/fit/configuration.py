@@ -18,7 +18,7 @@ from app.errors import UserError
 from app.fit.checkpoints import RunCheckpoint
 from app.fit.parser import Parser, chosen_classes, find_class, refuse_unusable, spell_out_strategy
 from app.fit.run_options import Run
-from app.launch.cluster_environment import launched, other_launcher
+from app.launch.cluster_environment import Launched, launched, other_launcher
 from app.launch.rendezvous import Cluster
 from app.monitor.loggers import SaveConfig
 from app.system.lightning_patches import CommandLine, default_accelerator
@@ -245,6 +245,21 @@ def agent_processes(config: Namespace) -> int:
         return 0
     processes = processes_per_node(trainer)
     return processes if processes * trainer.num_nodes > 1 else 0
+
+
+def follow(trainer: Namespace, launcher: Launched | None) -> Namespace:
+    """Section `trainer` with the numbers of a launcher where none were given.
+
+    A strategy of several devices in a process keeps its `devices`: a launcher counts processes.
+    """
+    followed = trainer.clone()
+    if launcher is None:
+        return followed
+    if trainer.devices == "auto" and not hasattr(strategy_class(trainer), "processes_per_node"):
+        followed.devices = launcher.per_node or launcher.world_size
+    if trainer.num_nodes == 1:
+        followed.num_nodes = launcher.nodes
+    return followed
 
 
 def replicas(trainer: Namespace) -> int:

@@ -153,7 +153,7 @@ class NodeRendezvous(RendezvousHandler):
         self._store: TCPStore | None = None
         self._rounds = 0
         if num_nodes == 1:
-            self.address, self.port, self.node_rank = "127.0.0.1", 0, 0
+            self.address, self.port, self.node_rank = "127.0.0.1", int(os.environ.get("MASTER_PORT", 0)), 0
             return
         self.address, self.port = self._place()
         self.node_rank = self._node_rank(cluster)

@@ -3,15 +3,11 @@
 import atexit
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from app.errors import UserError
-from app.launch.cluster_environment import check_settings, launched
 from app.parallel.comm_hooks import BF16, FP16, LocalSGD, PowerSGD, Ring
 from app.parallel.data_parallel import DataParallelStrategy, SplitForward
 from app.parallel.ddp import DDP, Hybrid
-from app.system.lightning_patches import layer_sync, start_method
 
 __all__ = ["BF16", "DDP", "FP16", "DataParallelStrategy", "Hybrid", "LocalSGD", "PowerSGD", "Ring", "SplitForward"]
 
@@ -38,31 +34,3 @@ def _end_process_group() -> None:
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def refuse_impossible(trainer: Trainer) -> None:
-    """Refuse a way of running that its launcher or its devices cannot serve.
-
-    Raises:
-        UserError: When several processes were started for a strategy that is one, or that starts its own; or
-            when SyncBatchNorm would have nothing to do, or static_graph would fail.
-    """
-    launcher = launched()
-    if launcher is not None and start_method(trainer.strategy):
-        raise UserError(
-            f"ddp_spawn, ddp_fork and ddp_notebook start their own processes, which {launcher.by} has done already: "
-            f"use --trainer.strategy ddp, or start without {launcher.by}"
-        )
-    check_settings(trainer)
-    if getattr(trainer.strategy, "static_graph", False) and trainer.accumulate_grad_batches > 1:
-        raise UserError(
-            "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: leave it out, or "
-            f"--trainer.accumulate_grad_batches {trainer.accumulate_grad_batches}"
-        )
-    if layer_sync(trainer) is not None:
-        if trainer.world_size == 1:
-            raise UserError(
-                "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or leave it"
-            )
-        if trainer.strategy.root_device.type == "cpu":
-            raise UserError("--trainer.sync_batchnorm works on GPUs only, says torch: leave it out on CPU")

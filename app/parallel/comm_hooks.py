@@ -1,5 +1,6 @@
 """Other ways for gradients to travel between the processes of `ddp`: compressed, seldom, or in a ring written out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from app.errors import UserError
 from app.parallel.ddp import DDP
 
 
@@ -22,11 +22,10 @@ class FP16(DDP):
     """
 
     strategy_name = "ddp_fp16"
+    fixed_hook = staticmethod(default_hooks.fp16_compress_hook)
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(
-            ddp_comm_hook=default_hooks.fp16_compress_hook, ddp_comm_state=None, ddp_comm_wrapper=None, **kwargs
-        )
+        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, ddp_comm_wrapper=None, **kwargs)
 
 
 class BF16(DDP):
@@ -36,11 +35,10 @@ class BF16(DDP):
     """
 
     strategy_name = "ddp_bf16"
+    fixed_hook = staticmethod(default_hooks.bf16_compress_hook)
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(
-            ddp_comm_hook=default_hooks.bf16_compress_hook, ddp_comm_state=None, ddp_comm_wrapper=None, **kwargs
-        )
+        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, ddp_comm_wrapper=None, **kwargs)
 
 
 class PowerSGD(DDP):
@@ -59,12 +57,10 @@ class PowerSGD(DDP):
         orthogonalization_epsilon: Added to the norm of a column, against division by zero.
         batch_tensors_with_same_shape: Approximate matrices of one shape together.
         kwargs: Those of `DDP`.
-
-    Raises:
-        UserError: When rank or start are too low.
     """
 
     strategy_name = "ddp_powersgd"
+    fixed_hook = staticmethod(powerSGD_hook)
     not_in_checkpoint = "the error feedback of PowerSGD: the run goes on without that of the steps before"
 
     def __init__(
@@ -78,12 +74,7 @@ class PowerSGD(DDP):
         batch_tensors_with_same_shape: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(ddp_comm_hook=powerSGD_hook, ddp_comm_state=None, **kwargs)
-        self.least |= {
-            "matrix_approximation_rank": (matrix_approximation_rank, 1),
-            # DDP arranges its buckets anew after the first step
-            "start_powersgd_iter": (start_powersgd_iter, 2 if use_error_feedback or warm_start else 0),
-        }
+        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)
         self.options: dict[str, Any] = {
             "matrix_approximation_rank": matrix_approximation_rank,
             "start_powerSGD_iter": start_powersgd_iter,
@@ -93,6 +84,13 @@ class PowerSGD(DDP):
             "orthogonalization_epsilon": orthogonalization_epsilon,
             "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
         }
+
+    @classmethod
+    def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
+        """The least that each option may be: DDP arranges its buckets anew after the first step."""
+        keeps_state = options.get("use_error_feedback", True) or options.get("warm_start", True)
+        start = 2 if keeps_state else 0
+        return super().minima(options) | {"matrix_approximation_rank": 1, "start_powersgd_iter": start}
 
     def comm_state(self) -> PowerSGDState:
         """Begin without error."""
@@ -128,27 +126,22 @@ class LocalSGD(DDP):
         start_localsgd_iter: Steps at the beginning of a run that average gradients over all nodes.
         period: Steps from one average of the weights to the next.
         kwargs: Those of `DDP`.
-
-    Raises:
-        UserError: When there is only one node.
     """
 
     strategy_name = "ddp_localsgd"
+    fixed_hook = staticmethod(post_localSGD_hook)
+    needs_several_nodes, on_one_node = "averages weights between nodes, of which there is one", "ddp"
     not_in_checkpoint = "the weights of every node: all go on from those of rank zero, and average gradients at first"
 
     def __init__(self, start_localsgd_iter: int = 100, period: int = 4, **kwargs: Any) -> None:
-        super().__init__(ddp_comm_hook=post_localSGD_hook, ddp_comm_state=None, **kwargs)
-        self.least |= {"start_localsgd_iter": (start_localsgd_iter, 0), "period": (period, 1)}
+        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)
         self.start_localsgd_iter = start_localsgd_iter
         self.average_weights_every(period)
 
-    def _check_hook(self) -> None:
-        super()._check_hook()
-        if self.num_nodes == 1:
-            raise UserError(
-                "--trainer.strategy ddp_localsgd averages weights between nodes, of which there is one: use "
-                "--trainer.strategy ddp, or give more --trainer.num_nodes"
-            )
+    @classmethod
+    def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
+        """The least that each option may be."""
+        return super().minima(options) | {"start_localsgd_iter": 0, "period": 1}
 
     def comm_state(self) -> PostLocalSGDState:
         """Make a group of the ranks of each node; torch would take the number of CUDA devices for their number."""
@@ -230,17 +223,11 @@ class Ring(DDP):
     """`ddp` whose all-reduce is written out, to learn from and to measure against: `app.parallel.comm_hooks`."""
 
     strategy_name = "ddp_ring"
+    fixed_hook = staticmethod(ring_hook)
+    sends_between_devices = True
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(ddp_comm_hook=ring_hook, ddp_comm_state=None, **kwargs)
-
-    def _check_backend(self) -> None:
-        super()._check_backend()
-        if self.process_group_backend == "gloo" and self.root_device.type == "cuda":
-            raise UserError(
-                "--trainer.strategy.process_group_backend gloo: it cannot send from one GPU to another, as ddp_ring "
-                "does: leave it out"
-            )
+        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)
 
     def comm_state(self) -> Traffic:
         """Count from nothing."""

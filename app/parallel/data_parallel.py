@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch.nn.parallel import gather, parallel_apply, replicate
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from app.errors import UserError
-from app.launch.cluster_environment import launched
 from app.system.lightning_patches import set_device
 from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tree_unflatten
 
@@ -65,21 +63,13 @@ class SplitForward(Strategy):
         replica: What each of them runs.
     """
 
+    replicas_communicate = False  # they are copies of one model: SyncBatchNorm would have nobody to talk to
     parallel_devices: Any  # list[torch.device], once Lightning has set it
-    _layer_sync: LayerSync | None
     replica: Replica | None = None
     _forwards = 0
     # One thread for each replica: autograd orders its work by counters of the threads that recorded it, so
     # that in a pool, where any thread takes any replica, the order of summation would change by chance.
     _threads: Sequence[ThreadPoolExecutor] = ()
-
-    def refuse_sync_batchnorm(self) -> None:
-        """Raise a UserError where it was asked for."""
-        if self._layer_sync is not None:
-            raise UserError(
-                "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use "
-                "--trainer.strategy ddp"
-            )
 
     def setup(self, trainer: Any) -> None:
         """Move the model to the main device and prepare its replicas."""
@@ -162,38 +152,19 @@ class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
 
     Args:
         parallel_devices: The devices; the first one holds the model and the loss.
-
-    Raises:
-        UserError: When it is asked for what data parallelism in one process cannot do.
     """
 
     strategy_name = "dp"
+    single_process = True
 
     def __init__(self, parallel_devices: list[torch.device] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.parallel_devices = parallel_devices or []
-        self.num_nodes = 1  # set by Lightning, as are the next two
-        self._layer_sync: LayerSync | None = None
 
     @property
     def root_device(self) -> torch.device:
         """The device that holds the model and computes the loss."""
         return self.parallel_devices[0]
-
-    def _configure_launcher(self) -> None:
-        """Refuse what cannot work: here Lightning has set all that was asked for."""
-        if self.num_nodes > 1:
-            raise UserError(
-                f"--trainer.strategy dp works inside one node, not on {self.num_nodes}: use --trainer.strategy ddp "
-                "or ddp_dp"
-            )
-        self.refuse_sync_batchnorm()
-        launcher = launched()
-        if launcher is not None and launcher.world_size > 1:
-            raise UserError(
-                f"--trainer.strategy dp is one process, but {launcher.by} started several, which would train as "
-                "many models: start it without, or use --trainer.strategy ddp"
-            )
 
 
 def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor], args: Any, kwargs: Any) -> Any:

@@ -1,21 +1,19 @@
 """`ddp`: one process for each device, and `ddp_dp`: one for each node."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from app.errors import UserError, nearest
 from app.parallel.data_parallel import SplitForward
-from app.system.lightning_patches import DDPWithHooks, comm_hook
+from app.system.lightning_patches import DDPWithHooks
 
 
 class DDP(DDPWithHooks):
-    """Lightning's DDP strategy, whose communication hooks act on every device, and which refuses what cannot act.
+    """Lightning's DDP strategy, whose communication hooks act on every device.
+
+    Class attributes and `minima` say what a strategy is; `app.fit.rules` refuses what cannot act.
 
     Args:
         process_group_backend: Library that communicates: `gloo`, `nccl`, `mpi`; by default nccl on CUDA, gloo on CPU.
@@ -28,12 +26,13 @@ class DDP(DDPWithHooks):
         gradient_as_bucket_view: Let gradients be views of the buckets that are communicated, not copies.
         bucket_cap_mb: Size of the buckets in MiB; torch's own is 25.
         start_method: How the processes are started: `popen` runs the command line again.
-
-    Raises:
-        UserError: When it is asked for what has no effect here, or cannot work.
     """
 
     strategy_name = "ddp"
+    fixed_hook: Callable | None = None  # what the strategy is about, where that is a hook
+    sends_between_devices = False  # by point-to-point operations, which gloo has on CPU only
+    needs_several_nodes: str | None = None  # what for
+    on_one_node: str | None = None  # the strategy to use there
     not_in_checkpoint: str | None = None
 
     def __init__(
@@ -59,55 +58,13 @@ class DDP(DDPWithHooks):
             gradient_as_bucket_view=gradient_as_bucket_view,
             bucket_cap_mb=bucket_cap_mb,
         )
-        self.least = {"bucket_cap_mb": (bucket_cap_mb or 0, 0)}
-        self.static_graph = static_graph
         if self.strategy_name == "ddp" and start_method != "popen":
             self.strategy_name = f"ddp_{start_method}"
 
-    def _configure_launcher(self) -> None:
-        """Refuse what cannot work: here Lightning has set all that was asked for."""
-        for name, (value, least) in self.least.items():  # not in __init__: jsonargparse would bury what is said there
-            if value < least:
-                raise UserError(f"--trainer.strategy.{name} {value}: give {least} or more")
-        self._check_backend()
-        self._check_hook()
-        super()._configure_launcher()
-
-    def _check_backend(self) -> None:
-        backend = self.process_group_backend
-        if backend is None:
-            return
-        flag, device = f"--trainer.strategy.process_group_backend {backend}", self.root_device.type
-        serves = {name: devices for name, devices in dist.Backend.backend_capability.items() if name != "fake"}
-        if backend not in serves:
-            raise UserError(f"{flag}: unknown{nearest(backend, serves)}")
-        usable = [name for name in serves if device in serves[name] and dist.is_backend_available(name)]
-        if backend not in usable:
-            why = f"does not serve {device}" if device not in serves[backend] else "this torch was built without it"
-            raise UserError(f"{flag}: {why}: use {' or '.join(usable)}")
-
-    def _check_hook(self) -> None:
-        hook, state, wrapper = comm_hook(self)
-        if hook is None:
-            for name, value in (("ddp_comm_state", state), ("ddp_comm_wrapper", wrapper)):
-                if value is not None:
-                    raise UserError(f"--trainer.strategy.{name} has no effect without a hook: give ddp_comm_hook, too")
-            return
-        if "bucket" not in inspect.signature(hook).parameters:
-            raise UserError(
-                f"--trainer.strategy.ddp_comm_hook {hook.__qualname__}: not a hook: give a function of state and bucket"
-            )
-        if self.num_nodes * self.num_processes == 1:
-            raise UserError(
-                f"--trainer.strategy {self.strategy_name}: {hook.__qualname__} changes how processes communicate, but "
-                "this run is one process: use --trainer.strategy ddp without a hook, or give more --trainer.devices"
-            )
-        bf16 = hook is default_hooks.bf16_compress_hook or wrapper is default_hooks.bf16_compress_wrapper
-        if bf16 and not (dist.is_nccl_available() or dist.is_xccl_available()):  # torch's condition, on CPU, too
-            raise UserError(
-                f"--trainer.strategy {self.strategy_name}: torch refuses to send bfloat16 where it was built without "
-                "NCCL: use --trainer.strategy ddp_fp16"
-            )
+    @classmethod
+    def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
+        """The least that each option may be, beside the others."""
+        return {"bucket_cap_mb": 0}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Resume, and say what of this way of running cannot be."""
@@ -130,18 +87,9 @@ class Hybrid(SplitForward, DDP):
 
     strategy_name = "ddp_dp"
     processes_per_node = 1
+    needs_several_nodes, on_one_node = "is for several nodes", "dp"
 
     @property
     def num_processes(self) -> int:
         """Processes on this node."""
         return self.processes_per_node
-
-    def _configure_launcher(self) -> None:
-        """Refuse what cannot work: here Lightning has set all that was asked for."""
-        if self.num_nodes == 1:
-            raise UserError(
-                "--trainer.strategy ddp_dp is for several nodes: use --trainer.strategy dp, or give more "
-                "--trainer.num_nodes"
-            )
-        self.refuse_sync_batchnorm()
-        super()._configure_launcher()

@@ -3,7 +3,7 @@
 At an upgrade, `tests/test_patches.py` says which names are gone; each docstring says what else to look at.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -55,12 +54,6 @@ def strategy_name(trainer: Trainer) -> str:
     """The strategy by the name that was typed; `auto` is what Lightning took for it. For the run record."""
     flag = trainer._accelerator_connector._strategy_flag
     return flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__)
-
-
-@expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}._layer_sync")
-def layer_sync(trainer: Trainer) -> LayerSync | None:
-    """What makes SyncBatchNorm of BatchNorm: by flag, or by a plugin. Strategies of one process drop it in silence."""
-    return trainer._accelerator_connector._layer_sync
 
 
 @expects(f"{_TRAINER}._signal_connector")
@@ -195,12 +188,6 @@ class DDPWithHooks(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self._ddp_comm_state = self.comm_state()
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
-
-
-@expects(f"{_DDP}._ddp_comm_state", f"{_DDP}._ddp_comm_hook", f"{_DDP}._ddp_comm_wrapper")
-def comm_hook(strategy: Strategy) -> tuple[Callable | None, object | None, Callable | None]:
-    """Hook, state and wrapper of a DDP strategy; three times None of another one."""
-    return tuple(getattr(strategy, f"_ddp_comm_{name}", None) for name in ("hook", "state", "wrapper"))  # type: ignore[return-value]
 
 
 @expects(f"{_DDP}._timeout")

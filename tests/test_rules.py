@@ -1,0 +1,130 @@
+"""Whether a run can work is decided before anything is built, in one table."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import error_of
+from jsonargparse import Namespace
+
+from app.errors import UserError
+from app.fit import rules
+from app.fit.configuration import resolve
+from app.launch.cluster_environment import Launched
+
+App = Callable[..., tuple[int, str]]
+SMALL = ["fit", "--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", "--trainer.accelerator", "cpu"]
+TWO = Launched("torchrun", 1, 2, 2)
+DP, DDP = {"trainer.strategy": "dp"}, {"trainer.strategy": "ddp"}
+SYNC = {"trainer.sync_batchnorm": True}
+LR = "model.init_args.optimizer.init_args.lr"
+
+
+@pytest.fixture(scope="module")
+def config() -> Namespace:
+    return resolve(SMALL)
+
+
+def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
+    """The configuration with other settings, as if they had been typed."""
+    config = config.clone()
+    for key, value in settings.items():
+        config[key] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("settings", "launcher", "said"),
+    [
+        ({"trainer.devices": "0"}, None, "--trainer.devices '0': the cpu accelerator cannot give that: give a count"),
+        ({"trainer.devices": "-1"}, None, "--trainer.devices '-1': the cpu accelerator cannot give that: give a count"),
+        ({"trainer.devices": [0, 1]}, None, "the cpu accelerator cannot give that"),
+        ({"trainer.num_nodes": 0}, None, "--trainer.num_nodes 0: give 1 or more"),
+        ({"trainer.accelerator": "cudo"}, None, "--trainer.accelerator cudo: unknown: did you mean cuda?"),
+        ({"trainer.accelerator": "tpu"}, None, "--trainer.accelerator tpu: there is none on this machine"),
+        ({LR: math.nan}, None, "--model.optimizer.lr nan: give a finite number"),
+        ({LR: math.inf}, None, "--model.optimizer.lr inf: give a finite number"),
+        ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
+        ({"trainer.gradient_clip_val": math.inf}, None, "--trainer.gradient_clip_val inf: give a finite number"),
+        ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give a number from 0 to 4294967295"),
+        ({"run.name": "é" * 128}, None, "it is longer than 255 bytes: give another name"),
+        ({"run.name": "a\0b"}, None, "it holds a NUL character: give another name"),
+        ({"run.name": "../x"}, None, "--run.name '../x': it leads out of --run.root: give another name"),
+        ({"run.name": "/x"}, None, "it leads out of --run.root"),
+        (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use --trainer.strategy ddp or ddp_"),
+        (DP | {"trainer.devices": 2}, TWO, "--trainer.strategy dp is one process, but torchrun started several"),
+        ({"trainer.strategy": "ddp_fork"}, TWO, "start their own processes, which torchrun has done already"),
+        (DDP | {"trainer.devices": 3}, TWO, "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.nu"),
+        ({"trainer.devices": 1}, TWO, "of 1: leave --trainer.num_nodes and --trainer.devices out, and they follow to"),
+        ({}, Launched("srun", 2, None, 3), "not the same number on each: give --ntasks-per-node"),
+        ({"data.init_args.batch_size": 15}, TWO, "a global batch of 15 cannot be shared equally by 2 ranks: use --dat"),
+        (DDP | {"trainer.devices": 3}, None, "use --data.batch_size 15 or 18, or another --trainer.devices"),
+        ({"cluster.init_method": "tcp://a:1"}, TWO, "--cluster.init_method: torchrun has seen to how the nodes meet"),
+        ({"trainer.strategy": "ddp_localsgd"}, TWO, "averages weights between nodes, of which there is one: use"),
+        (SYNC | DDP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm works on GPUs only"),
+        (SYNC | DP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm has no effect under dp"),
+        (
+            {"trainer.plugins": [Namespace(class_path="lightning.pytorch.plugins.TorchSyncBatchNorm")]},
+            None,
+            "--trainer.sync_batchnorm has no effect in one process",
+        ),
+    ],
+)
+def test_what_cannot_work(
+    settings: dict[str, Any], launcher: Launched | None, said: str, config: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "launched", lambda: launcher)
+    with pytest.raises(UserError) as error:
+        rules.check("fit", changed(config, settings))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "launcher"),
+    [
+        ({}, None),
+        (DP | {"trainer.devices": 2}, None),
+        (DDP | {"trainer.devices": 4}, None),
+        ({"trainer.devices": 2}, TWO),
+        ({}, TWO),
+        ({}, Launched("srun", 2, 2, 4)),
+        ({"trainer.strategy": "ddp_dp", "trainer.devices": 4}, Launched("srun", 2, 1, 2)),
+        ({"run.name": "a/b.c"}, None),
+        ({"trainer.num_nodes": 2, "cluster.init_method": "file:///x", "cluster.node_rank": 1}, None),
+        ({"seed_everything": True}, None),
+    ],
+)
+def test_what_works(
+    settings: dict[str, Any], launcher: Launched | None, config: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "launched", lambda: launcher)
+    rules.check("fit", changed(config, settings))
+
+
+@pytest.mark.parametrize("value", ["nan", "1e400", ".inf"])
+def test_a_learning_rate_that_is_no_number(value: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing was built to find out."""
+    monkeypatch.setattr("lightning.pytorch.trainer.trainer._AcceleratorConnector", lambda **_: pytest.fail("built"))
+    said = error_of(*app(*SMALL, f"--model.optimizer.lr={value}"))
+    assert said.startswith("error: --model.optimizer.lr ")
+    assert said.endswith(": give a finite number")
+
+
+def test_rules_of_flags_hold_on_any_machine() -> None:
+    """`resolve`, and so compare, refuses them; what this machine lacks is for `check` to say."""
+    with pytest.raises(UserError, match="give 1 or more"):
+        resolve([*SMALL, "--trainer.accumulate_grad_batches", "0"])
+    assert resolve([*SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"]).trainer.devices == "64"
+
+
+@pytest.mark.parametrize("hidden", ["hidden: [-1]", "hidden: [8, 0]", "repeats: 1000000000"])
+def test_sizes_of_the_network(hidden: str, app: App, tmp_path: Path) -> None:
+    settings = yaml.safe_load(f"{{{hidden}}}")
+    model = {"class_path": "FashionMLP", "init_args": settings}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": model}))
+    said = error_of(*app(*SMALL, "--data.like", "FashionMNIST", "--config", tmp_path / "c.yaml"))
+    assert f"--model.{hidden.partition(':')[0]} " in said
+    assert "give" in said
