@@ -158,6 +158,10 @@ class NodeRendezvous(RendezvousHandler):
         self.address, self.port = self._place()
         self.node_rank = self._node_rank(cluster)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the store, which spawned ranks reach by its address: the command line holds this, and they get it."""
+        return {**vars(self), "_store": None}
+
     def _place(self) -> tuple[str, int]:
         url = urlsplit(self.method)
         if url.scheme == "file" and url.path and not url.netloc:
