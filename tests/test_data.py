@@ -12,7 +12,7 @@ from harness import QUIET, losses, start_app
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.data.synthetic import SyntheticSource
+from app.data.sources import SyntheticSource
 from app.data.transforms import Transform
 from app.errors import UserError
 

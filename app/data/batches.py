@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-from app.data.folder import work_apart
-from app.data.sources import Split
+from app.data.sources import Split, work_apart
 from app.errors import UserError
 
 Placement = Literal["disk", "memory", "device"]
