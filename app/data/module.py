@@ -8,9 +8,12 @@ from typing import Any, Literal
 import psutil
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, stream
+from app.data.cache import ImageCache
 from app.data.sources import (
     CIFAR10Source,
     FashionMNISTSource,
@@ -22,8 +25,15 @@ from app.data.sources import (
 )
 from app.data.transforms import Transform
 from app.errors import UserError
-from app.launch.cluster_environment import launched
-from app.launch.sharing import CAN_SHARE, Read, gather_objects, read_once
+from app.system.machine import usable_cores
+
+# what a stage reads; fit ends with a test
+READS: dict[str, Sequence[SplitName]] = {
+    "fit": ("train", "val", "test"),
+    "validate": ("train", "val"),
+    "test": ("test",),
+    "predict": ("predict",),
+}
 
 
 class ImageData(LightningDataModule):
@@ -34,9 +44,10 @@ class ImageData(LightningDataModule):
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
         val_size: Images of the training set kept for validation, a count or a fraction, where the source
             has no validation set of its own.
-        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host, which the
-            ranks of a node share. `device`: the same tensor on the accelerator. `auto`: `memory` where it
-            fits, else `disk`.
+        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
+            same tensor on the accelerator. `auto`: `memory` where it fits, else `disk`.
+        cache: Folder for decoded images, which the ranks of a node map from there. `auto`: in the user's cache
+            directory. `off`: each rank decodes for itself, at every start.
         num_workers: Worker processes of this rank for reading and decoding; `auto`: the cores that it has.
         crop_padding: Augmentation: pixels of border from which a random crop is taken.
         flip: Augmentation: mirror half of the images.
@@ -59,6 +70,7 @@ class ImageData(LightningDataModule):
         batch_size: int | float = 64,
         val_size: int | float = 0.1,
         placement: Literal["auto", "disk", "memory", "device"] = "auto",
+        cache: str | bool = "auto",
         num_workers: int | Literal["auto"] = "auto",
         crop_padding: int = 0,
         flip: bool = False,
@@ -84,6 +96,9 @@ class ImageData(LightningDataModule):
         self.drop_last = drop_last
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.transform = Transform(source.mean, source.std, crop_padding, flip, cutout)
+        # YAML takes an `off` without quotes for false
+        self.cache = None if cache in ("off", False) else ImageCache(None if cache in ("auto", True) else str(cache))
+        self._prepared: set[SplitName] = set()
         self._splits: dict[str, tuple[Split, Tensor]] = {}
 
     @property
@@ -101,13 +116,32 @@ class ImageData(LightningDataModule):
         """(C, H, W)."""
         return self.source.image_shape
 
-    def prepare_data(self) -> None:
-        """Download and check the files, in one process per node."""
-        self.source.prepare()
+    def prepare_data(self, stage: str | None = None) -> None:
+        """Download, check and decode what a stage reads: in one process per node, and once in a run.
+
+        Args:
+            stage: `fit`, `validate`, `test` or `predict`; by default the trainer's.
+        """
+        stage = stage or (self.trainer and self.trainer.state.fn) or "fit"
+        wanted = {*READS[stage], "train"} if isinstance(self.batch_size, float) else {*READS[stage]}
+        missing = [name for name in self.source.splits if name in wanted - self._prepared]
+        if not self._prepared:
+            self.source.prepare()
+        self._prepared |= wanted
+        if self.cache is None:
+            return
+        try:
+            for name in missing:
+                self.cache.write(self.source, name, usable_cores())
+        except OSError as error:
+            rank_zero_info(  # a warning would be two lines
+                f"Decoded images cannot be kept in {self.cache.folder} ({error.strerror or error}), so that each rank "
+                "decodes them for itself: give another --data.cache, or off"
+            )
 
     def setup(self, stage: str) -> None:
         """Read the splits that the stage needs."""
-        if stage in ("fit", "validate") or isinstance(self.batch_size, float):  # here, where all ranks are
+        if stage in ("fit", "validate"):
             self._load_training()
             if stage == "validate" and not len(self._splits["val"][1]):
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
@@ -130,7 +164,7 @@ class ImageData(LightningDataModule):
             return
         if name not in self.source.splits:
             raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
-        split = self.source.load(name, self._once)
+        split = (self.cache and self.cache.open(self.source, name)) or self.source.load(name)
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
@@ -179,39 +213,33 @@ class ImageData(LightningDataModule):
         if self.augment is not None:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
-        needed = len(split) * math.prod(self.image_shape) * self._readers
-        return "memory" if all(gather_objects(needed < psutil.virtual_memory().available / 2)) else "disk"
+        assert self.trainer is not None
+        needed = len(split) * math.prod(self.image_shape) * (1 if split.mapped else self._local_ranks)
+        fits = needed < psutil.virtual_memory().available / 2
+        return "memory" if self.trainer.strategy.reduce_boolean_decision(fits, all=True) else "disk"
 
     @property
     def _local_ranks(self) -> int:
-        return max(self.trainer.world_size // self.trainer.num_nodes, 1) if self.trainer else 1
-
-    @property
-    def _readers(self) -> int:
-        """Ranks of a node that keep a copy."""
-        return 1 if CAN_SHARE else self._local_ranks
-
-    def _once(self, read: Read) -> tuple[Tensor, ...]:
-        return read_once(self.trainer, read)
+        assert self.trainer is not None
+        return max(self.trainer.world_size // self.trainer.num_nodes, 1)
 
     @property
     def num_workers(self) -> int:
         """Worker processes of this rank: SLURM's cores of a task, else an equal part of the process' cores."""
         if self.requested_workers != "auto":
             return self.requested_workers
-        launcher = launched()
-        if launcher is not None and launcher.by == "srun" and "SLURM_CPUS_PER_TASK" in os.environ:
+        assert self.trainer is not None
+        environment = getattr(self.trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, SLURMEnvironment) and "SLURM_CPUS_PER_TASK" in os.environ:
             return int(os.environ["SLURM_CPUS_PER_TASK"])
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        return max(cores // self._local_ranks, 1)
+        return max(usable_cores() // self._local_ranks, 1)
 
     def _loader(self, name: SplitName, train: bool = False) -> GlobalBatches:
         assert self.trainer is not None
         trainer = self.trainer
         split, rows = self._splits[name]
-        if self.placement != "disk":  # who decodes for all has the workers of all
-            split.tensor(self.num_workers * self._local_ranks // self._readers, self._once)
+        if self.placement != "disk":
+            split.tensor(self.num_workers)
         return GlobalBatches(
             split,
             rows,

@@ -149,7 +149,7 @@ class CLI(LightningCLI):
             if self.subcommand == "fit":
                 self.datamodule.check_world_size(self.trainer.world_size)
             if self.trainer.is_global_zero:
-                self.datamodule.prepare_data()
+                self.datamodule.prepare_data(self.subcommand)
         try:
             decided = agree(self.trainer, self._decide, self._check, config.cluster.timeout)
         except UserError:
