@@ -59,8 +59,7 @@ class ImageClassifier(LightningModule):
         scheduler_interval: Whether the scheduler advances after each epoch or each step.
 
     Raises:
-        UserError: When the images do not have the shape that the network takes, or the optimizer or
-            scheduler rejects its arguments.
+        UserError: When the optimizer or scheduler rejects its arguments.
     """
 
     def __init__(
@@ -92,13 +91,10 @@ class ImageClassifier(LightningModule):
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
 
     def setup(self, stage: str) -> None:
-        """Check the data's image shape; begin metrics anew, losses in float64, so that no order of ranks shows.
+        """Begin metrics anew, losses in float64, so that no order of ranks shows.
 
         Anew because spawned processes get the states in shared memory, and would count into each other's.
         """
-        shape = getattr(getattr(self.trainer, "datamodule", None), "image_shape", None)
-        if shape is not None:
-            self.check_image_shape(shape)
         for metric in self.modules():
             if isinstance(metric, MeanMetric) and self.trainer.strategy.root_device.type != "mps":  # it has none
                 metric.set_dtype(torch.float64)
@@ -106,7 +102,7 @@ class ImageClassifier(LightningModule):
                 metric.reset()
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
-        """Refuse images (C, H, W) that the network does not take."""
+        """Refuse images (C, H, W) that the network does not take: the command asks, before it starts a process."""
         wanted = self.network.image_shape
         assert isinstance(wanted, tuple)
         if len(shape) != 3 or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
@@ -119,7 +115,6 @@ class ImageClassifier(LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Score images: (B, C, H, W) -> logits (B, classes)."""
-        self.check_image_shape(images.shape[1:])
         return self.network(images)
 
     def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> tuple[Tensor, Tensor]:

@@ -47,9 +47,12 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
     image = image_root / "train" / "dog" / "02.jpg"
     for broken in (image.read_bytes()[:200], b"not an image"):
         image.write_bytes(broken)
-        for placement in ("memory", "disk"):
-            flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.placement", placement, *QUIET]
-            assert str(image) in error_of(*app("fit", *flags, "--data.num_workers", "2"))
+        reason = "not an image" if broken == b"not an image" else "Truncated File Read"
+        for where in (["cache", "auto"], ["placement", "memory"], ["placement", "disk"]):
+            flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", "off", *QUIET]
+            flags += ["--data.num_workers", "2", f"--data.{where[0]}", where[1]]
+            said = error_of(*app("fit", *flags))
+            assert said == f"error: {image} cannot be read ({reason}): replace or remove this file"
     shutil.rmtree(image_root / "train" / "dog")
     assert "dog" in error_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *QUIET))
 

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import QUIET, losses, start_app
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.data.synthetic import SyntheticSource
+from app.data.sources import SyntheticSource
 from app.data.transforms import Transform
 from app.errors import UserError
+from app.launch.cluster_environment import Slurm
 
 App = Callable[..., tuple[int, str]]
 TWO_STEPS = ["--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET]
@@ -22,12 +24,12 @@ TWO_STEPS = ["--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET]
 
 def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
     """Set up as a trainer of one CPU process would."""
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce_boolean_decision=lambda mine, all: mine)
     loop = SimpleNamespace(batch_idx=-1)
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
         world_size=1, num_nodes=1, global_rank=0, strategy=strategy, fit_loop=loop, overfit_batches=overfit
     )
-    data.prepare_data()
+    data.prepare_data(stage)
     data.setup(stage)
     return data
 
@@ -136,6 +138,24 @@ def test_synthetic(like: str, shape: tuple[int, ...]) -> None:
     assert not torch.equal(test.tensor(0), first.tensor(0)[:60])
     other = SyntheticSource(like, 300, seed=2).load("train")  # type: ignore[arg-type]
     assert not torch.equal(other.tensor(0), first.tensor(0))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slurm", "expected"), [(1, None, 6), (4, None, 1), (8, None, 1), (4, "3", 3), (4, "", 1)]
+)
+def test_workers_follow_the_cores(
+    ranks: int, slurm: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.data.module.usable_cores", lambda: 6)
+    data = Synthetic(size=10)
+    environment = LightningEnvironment() if slurm is None else Slurm()
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        world_size=2 * ranks, num_nodes=2, strategy=SimpleNamespace(cluster_environment=environment)
+    )
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    if slurm:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", slurm)
+    assert data.num_workers == expected
 
 
 def test_placements_train_alike(app: App, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from harness import QUIET, largest_difference, losses, start_app, weights
 
 from app.data.batches import stream
-from app.data.synthetic import SyntheticSource
+from app.data.sources import SyntheticSource
 from app.modules import CIFARCNN, FashionMLP
 
 # 1,003 images less 100 for validation: 15 steps of 64, the last one of 7, which neither 2 nor 4 divides

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from app.data import ImageData, Synthetic
 from app.data.sources import CIFAR10Source, Split, SplitName
-from app.launch.sharing import Empty, Once, Read, alone
 from app.modules import CIFARCNN
 
 
@@ -235,15 +234,9 @@ class NotingSource(CIFAR10Source):
         super().__init__(root)
         self.checksums = {file: hashlib.md5(file.read_bytes()).hexdigest() for file in self.files}
 
-    def load(self, split: SplitName, once: Once = alone) -> Split:
-        def noting(read: Read) -> tuple[Tensor, ...]:
-            def noted(empty: Empty) -> tuple[Tensor, ...]:
-                print(f"{split} is read by process {os.getpid()}\n", end="", flush=True)
-                return read(empty)
-
-            return once(noted)
-
-        return super().load(split, noting)
+    def load(self, split: SplitName) -> Split:
+        print(f"{split} is read by process {os.getpid()}\n", end="", flush=True)
+        return super().load(split)
 
 
 class TinyCIFAR10(ImageData):

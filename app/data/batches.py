@@ -12,10 +12,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 
-from app.data.folder import work_apart
-from app.data.sources import Split
+from app.data.sources import Split, Workers
 from app.errors import UserError
 
 Placement = Literal["disk", "memory", "device"]
@@ -45,8 +44,8 @@ class RawBatch(NamedTuple):
     draws: Tensor | None
 
 
-class Reader(Dataset[Tensor]):
-    """What a worker process does: reads image `row` of a split, and augments it from the sample's own seed.
+class Reader:
+    """What a worker process does: reads an image of a split, and augments it from the sample's own seed.
 
     Args:
         split: The images.
@@ -56,7 +55,8 @@ class Reader(Dataset[Tensor]):
     def __init__(self, split: Split, augment: nn.Module | None) -> None:
         self.split, self.augment = split, augment
 
-    def __getitem__(self, item: tuple[int, int]) -> Tensor:
+    def __call__(self, item: tuple[int, int]) -> Tensor:
+        """Read an image, uint8 (C, H, W), by its row in the split and its seed."""
         row, seed = item
         image = self.split[row]
         if self.augment is None:
@@ -71,10 +71,6 @@ class Reader(Dataset[Tensor]):
                 f"image of {image.dtype} {tuple(image.shape)}: it must keep shape and type"
             )
         return augmented
-
-    def stack(self, images: list[Tensor]) -> Tensor:
-        """Images of one batch, (n, C, H, W); n may be 0."""
-        return torch.stack(images) if images else self.split[0].new_empty((0, *self.split[0].shape))
 
 
 class GlobalBatches:
@@ -130,21 +126,11 @@ class GlobalBatches:
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
         self._pin = device.type == "cuda" and placement != "device"
         self._labels = split.labels[rows]
-        self._workers: DataLoader[Tensor] | None = None
+        self._workers: Workers | None = None
         self._augmented = augment is not None
         if placement == "disk":
             self._shares: list[list[tuple[int, int]]] = []
-            reader = Reader(split, augment)
-            self._workers = DataLoader(
-                reader,
-                batch_sampler=self._shares,
-                num_workers=num_workers,
-                collate_fn=reader.stack,
-                pin_memory=self._pin,
-                persistent_workers=num_workers > 0,
-                worker_init_fn=work_apart,
-                generator=torch.Generator(),  # it would draw from global random state
-            )
+            self._workers = Workers(Reader(split, augment), self._shares, split.image_shape, num_workers, self._pin)
             return
         self._images, self._where = split.tensor(), rows
         if placement == "device":

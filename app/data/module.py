@@ -1,4 +1,4 @@
-"""The LightningDataModule: which images, in which batches, placed where."""
+"""The LightningDataModule: which images, in which batches, placed where; and the data sets that `--data` names."""
 
 import math
 import os
@@ -8,14 +8,32 @@ from typing import Any, Literal
 import psutil
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, stream
-from app.data.sources import Source, Split, SplitName
+from app.data.cache import ImageCache
+from app.data.sources import (
+    CIFAR10Source,
+    FashionMNISTSource,
+    FolderSource,
+    Source,
+    Split,
+    SplitName,
+    SyntheticSource,
+)
 from app.data.transforms import Transform
 from app.errors import UserError
-from app.launch.cluster_environment import launched
-from app.launch.sharing import CAN_SHARE, Read, gather_objects, read_once
+from app.system.machine import usable_cores
+
+# what a stage reads; fit ends with a test
+READS: dict[str, Sequence[SplitName]] = {
+    "fit": ("train", "val", "test"),
+    "validate": ("train", "val"),
+    "test": ("test",),
+    "predict": ("predict",),
+}
 
 
 class ImageData(LightningDataModule):
@@ -26,9 +44,10 @@ class ImageData(LightningDataModule):
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
         val_size: Images of the training set kept for validation, a count or a fraction, where the source
             has no validation set of its own.
-        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host, which the
-            ranks of a node share. `device`: the same tensor on the accelerator. `auto`: `memory` where it
-            fits, else `disk`.
+        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
+            same tensor on the accelerator. `auto`: `memory` where it fits, else `disk`.
+        cache: Folder for decoded images, which the ranks of a node map from there. `auto`: in the user's cache
+            directory. `off`: each rank decodes for itself, at every start.
         num_workers: Worker processes of this rank for reading and decoding; `auto`: the cores that it has.
         crop_padding: Augmentation: pixels of border from which a random crop is taken.
         flip: Augmentation: mirror half of the images.
@@ -51,6 +70,7 @@ class ImageData(LightningDataModule):
         batch_size: int | float = 64,
         val_size: int | float = 0.1,
         placement: Literal["auto", "disk", "memory", "device"] = "auto",
+        cache: str | bool = "auto",
         num_workers: int | Literal["auto"] = "auto",
         crop_padding: int = 0,
         flip: bool = False,
@@ -76,6 +96,9 @@ class ImageData(LightningDataModule):
         self.drop_last = drop_last
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.transform = Transform(source.mean, source.std, crop_padding, flip, cutout)
+        # YAML takes an `off` without quotes for false
+        self.cache = None if cache in ("off", False) else ImageCache(None if cache in ("auto", True) else str(cache))
+        self._prepared: set[SplitName] = set()
         self._splits: dict[str, tuple[Split, Tensor]] = {}
 
     @property
@@ -93,13 +116,32 @@ class ImageData(LightningDataModule):
         """(C, H, W)."""
         return self.source.image_shape
 
-    def prepare_data(self) -> None:
-        """Download and check the files, in one process per node."""
-        self.source.prepare()
+    def prepare_data(self, stage: str | None = None) -> None:
+        """Download, check and decode what a stage reads: in one process per node, and once in a run.
+
+        Args:
+            stage: `fit`, `validate`, `test` or `predict`; by default the trainer's.
+        """
+        stage = stage or (self.trainer and self.trainer.state.fn) or "fit"
+        wanted = {*READS[stage], "train"} if isinstance(self.batch_size, float) else {*READS[stage]}
+        missing = [name for name in self.source.splits if name in wanted - self._prepared]
+        if not self._prepared:
+            self.source.prepare()
+        self._prepared |= wanted
+        if self.cache is None:
+            return
+        try:
+            for name in missing:
+                self.cache.write(self.source, name, usable_cores())
+        except OSError as error:
+            rank_zero_info(  # a warning would be two lines
+                f"Decoded images cannot be kept in {self.cache.folder} ({error.strerror or error}), so that each rank "
+                "decodes them for itself: give another --data.cache, or off"
+            )
 
     def setup(self, stage: str) -> None:
         """Read the splits that the stage needs."""
-        if stage in ("fit", "validate") or isinstance(self.batch_size, float):  # here, where all ranks are
+        if stage in ("fit", "validate"):
             self._load_training()
             if stage == "validate" and not len(self._splits["val"][1]):
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
@@ -127,7 +169,7 @@ class ImageData(LightningDataModule):
             return
         if name not in self.source.splits:
             raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
-        split = self.source.load(name, self._once)
+        split = (self.cache and self.cache.open(self.source, name)) or self.source.load(name)
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
@@ -167,39 +209,33 @@ class ImageData(LightningDataModule):
         if self.augment is not None:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
-        needed = len(split) * math.prod(self.image_shape) * self._readers
-        return "memory" if all(gather_objects(needed < psutil.virtual_memory().available / 2)) else "disk"
+        assert self.trainer is not None
+        needed = len(split) * math.prod(self.image_shape) * (1 if split.mapped else self._local_ranks)
+        fits = needed < psutil.virtual_memory().available / 2
+        return "memory" if self.trainer.strategy.reduce_boolean_decision(fits, all=True) else "disk"
 
     @property
     def _local_ranks(self) -> int:
-        return max(self.trainer.world_size // self.trainer.num_nodes, 1) if self.trainer else 1
-
-    @property
-    def _readers(self) -> int:
-        """Ranks of a node that keep a copy."""
-        return 1 if CAN_SHARE else self._local_ranks
-
-    def _once(self, read: Read) -> tuple[Tensor, ...]:
-        return read_once(self.trainer, read)
+        assert self.trainer is not None
+        return max(self.trainer.world_size // self.trainer.num_nodes, 1)
 
     @property
     def num_workers(self) -> int:
         """Worker processes of this rank: SLURM's cores of a task, else an equal part of the process' cores."""
         if self.requested_workers != "auto":
             return self.requested_workers
-        launcher = launched()
-        if launcher is not None and launcher.by == "srun" and "SLURM_CPUS_PER_TASK" in os.environ:
+        assert self.trainer is not None
+        environment = getattr(self.trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, SLURMEnvironment) and "SLURM_CPUS_PER_TASK" in os.environ:
             return int(os.environ["SLURM_CPUS_PER_TASK"])
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        return max(cores // self._local_ranks, 1)
+        return max(usable_cores() // self._local_ranks, 1)
 
     def _loader(self, name: SplitName, train: bool = False) -> GlobalBatches:
         assert self.trainer is not None
         trainer = self.trainer
         split, rows = self._splits[name]
-        if self.placement != "disk":  # who decodes for all has the workers of all
-            split.tensor(self.num_workers * self._local_ranks // self._readers, self._once)
+        if self.placement != "disk":
+            split.tensor(self.num_workers)
         return GlobalBatches(
             split,
             rows,
@@ -240,3 +276,79 @@ class ImageData(LightningDataModule):
         draws = None if batch.draws is None else batch.draws / DRAW_RANGE
         images = self.transform(batch.images, draws)
         return self.trainer.precision_plugin.convert_input(images), batch.labels
+
+
+class CIFAR10(ImageData):
+    """CIFAR-10: 50,000 training and 10,000 test images of 32×32 in ten classes.
+
+    Args:
+        root: Directory that holds `cifar-10-batches-py`; downloaded there when it is missing.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        super().__init__(CIFAR10Source(root), **kwargs)
+
+
+class FashionMNIST(ImageData):
+    """FashionMNIST: 60,000 training and 10,000 test images of 28×28 in ten classes.
+
+    Args:
+        root: Directory that holds `FashionMNIST/raw`; downloaded there when it is missing.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        super().__init__(FashionMNISTSource(root), **kwargs)
+
+
+class ImageFolder(ImageData):
+    """Your own images: `root/train/<class>/*.jpg` or `*.png`, and `val/` and `test/` alike where you have them.
+
+    Args:
+        root: Directory that holds `train`.
+        size: Height and width that every image is resized to.
+        channels: 3 for colour, 1 for grey.
+        mean: Per channel, of pixels scaled to 0…1; by default 0.5.
+        std: Per channel, of pixels scaled to 0…1; by default 0.5.
+        predict_dir: Folder of images, labelled or not, for `predict`; by default the test split.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(
+        self,
+        root: str = "data",
+        size: int | tuple[int, int] = 32,
+        channels: Literal[1, 3] = 3,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        predict_dir: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for flag, values in (("mean", mean), ("std", std)):
+            if values is not None and len(values) != channels:
+                raise UserError(f"--data.{flag} {values}: give one value for each of {channels} channels")
+        half = [0.5] * channels
+        super().__init__(FolderSource(root, size, channels, mean or half, std or half, predict_dir), **kwargs)
+
+
+class Synthetic(ImageData):
+    """The embedded data set: patterns made from a seed, in the exact shape of CIFAR-10 or FashionMNIST.
+
+    Args:
+        like: Data set whose shape and normalisation to take.
+        size: Number of training images, 60,000 for FashionMNIST's size; a fifth as many for test.
+        data_seed: Of the images, apart from the seed of split and order.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(
+        self,
+        like: Literal["CIFAR10", "FashionMNIST"] = "CIFAR10",
+        size: int = 10_000,
+        data_seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if size < 1:
+            raise UserError(f"--data.size {size}: give a count of at least 1")
+        super().__init__(SyntheticSource(like, size, data_seed), **kwargs)

@@ -1,58 +1,143 @@
 """Where images come from: what a data set is, where its files lie, and how they become uint8 tensors."""
 
+import hashlib
 import math
+import os
 import pickle
 import socket
 import struct
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
 import torchvision
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import Dataset
-from torchvision.datasets.utils import check_integrity
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.transforms.functional import pil_to_tensor
 
 from app.errors import UserError
-from app.launch.sharing import Empty, Once, alone
 
 SplitName = Literal["train", "val", "test", "predict"]
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
+def work_apart(worker: int) -> None:
+    """Leave the process group, which Ctrl-C and SIGTERM are sent to: the loader ends its workers when it is done."""
+    os.setpgrp()
+
+
+class _Items(Dataset[Any]):
+    """Reads an item; a UserError is its value, for a DataLoader would make another one of the traceback's text."""
+
+    def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int]) -> None:
+        self.read, self.image_shape = read, image_shape
+
+    def __getitem__(self, item: Any) -> Tensor | UserError:
+        try:
+            return self.read(item)
+        except UserError as error:
+            return error
+
+    def stack(self, images: list[Tensor | UserError]) -> Tensor | UserError:
+        """Images of one batch, (n, C, H, W); n may be 0."""
+        wrong = [image for image in images if isinstance(image, UserError)]
+        if wrong or not images:
+            return wrong[0] if wrong else torch.empty((0, *self.image_shape), dtype=torch.uint8)
+        return torch.stack(images)  # type: ignore[arg-type]
+
+
+class Workers(DataLoader[Tensor]):
+    """Processes that read images, batch by batch; what is wrong with an image is raised here as it was there.
+
+    Args:
+        read: Makes an image, uint8 (C, H, W), of an item.
+        batches: A sequence of items for each batch.
+        image_shape: (C, H, W).
+        num_workers: Number of processes; with 0 this one reads.
+        pin_memory: Whether the batches shall lie where an accelerator copies from at once.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Any], Tensor],
+        batches: Iterable[Any],
+        image_shape: Sequence[int],
+        num_workers: int,
+        pin_memory: bool = False,
+    ) -> None:
+        items = _Items(read, image_shape)
+        super().__init__(
+            items,
+            batch_sampler=batches,
+            num_workers=num_workers,
+            collate_fn=items.stack,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=work_apart,
+            generator=torch.Generator(),  # it would draw from global random state
+        )
+
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+        for images in super().__iter__():
+            if isinstance(images, UserError):
+                raise images
+            yield images
+
+
 class Split(Dataset[Tensor]):
-    """Labelled images in memory. Item i is image i, uint8 (C, H, W).
+    """Labelled images. Item i is image i, uint8 (C, H, W).
 
     Args:
         images: uint8 (N, C, H, W).
         labels: int64 (N,).
+        names: File names, where there are any.
+        mapped: Whether the images lie in a file that the ranks of a node map, so that it holds them once.
     """
 
-    names: Sequence[str] | None = None  # file names, where there are any
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self._images = images
-        self.labels = labels
+    def __init__(
+        self, images: Tensor, labels: Tensor, names: Sequence[str] | None = None, mapped: bool = False
+    ) -> None:
+        self._images: Tensor | None = images
+        self.labels, self.names, self.mapped = labels, names, mapped
+        self.image_shape: Sequence[int] = images.shape[1:]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self._images[index]
+        return self.tensor()[index]
 
-    def tensor(self, num_workers: int = 0, once: Once = alone) -> Tensor:
+    def tensor(self, num_workers: int = 0) -> Tensor:
         """All images, uint8 (N, C, H, W).
 
         Args:
             num_workers: Processes that decode them, where they must be decoded.
-            once: Which rank does it.
         """
+        assert self._images is not None
         return self._images
+
+    def blocks(self, num_workers: int) -> Iterator[Tensor]:
+        """All images in order, in parts (n, C, H, W) of about 1 MiB."""
+        yield from self.tensor().split(self._block)
+
+    @property
+    def _block(self) -> int:
+        return max(2**20 // math.prod(self.image_shape), 1)
+
+
+def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
+    """Images that stay in a file, uint8 (N, C, H, W), for reading only: private pages would count as memory."""
+    array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 class Source(ABC):
@@ -82,13 +167,12 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def load(self, split: SplitName, once: Once = alone) -> Split:
-        """Read one of its splits; to predict are the test images, unless others were named.
+    def load(self, split: SplitName) -> Split:
+        """Read one of its splits; to predict are the test images, unless others were named."""
 
-        Args:
-            split: Which one.
-            once: Which rank reads what is kept in memory.
-        """
+    def encoded(self, split: SplitName) -> Sequence[str]:
+        """Files of a split that must be decoded, which is worth keeping; none where `load` costs nothing."""
+        return ()
 
 
 @contextmanager
@@ -126,39 +210,28 @@ class CIFAR10Source(Source):
 
     def prepare(self) -> None:  # noqa: D102
         dataset = torchvision.datasets.CIFAR10
-        folder = Path(self.root, dataset.base_folder)
-        bad = [file for file, md5 in self.checksums.items() if not check_integrity(str(file), md5)]
-        for file in bad:
-            if file.exists():
-                raise UserError(f"{file} is truncated or corrupted: delete {folder} to have it made anew")
-        if bad:
+        if not all(file.exists() for file in self.files):
             archive = f"{dataset.filename} from {dataset.url}"
-            with _download("CIFAR-10", self.root, folder, f"the content of {archive}"):
+            with _download("CIFAR-10", self.root, self.files[0].parent, f"the content of {archive}"):
                 dataset(self.root, download=True)
 
-    def load(self, split: SplitName, once: Once = alone) -> Split:  # noqa: D102
-        return Split(*once(partial(self._read, split)))
-
-    def _read(self, split: SplitName, empty: Empty) -> tuple[Tensor, Tensor]:
+    def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
         dataset = torchvision.datasets.CIFAR10
-        batches = []
-        for name, _ in dataset.train_list if split == "train" else dataset.test_list:
-            file = Path(self.root, dataset.base_folder, name)
-            if not check_integrity(str(file), self.checksums[file]):  # a pickle can run anything
-                raise UserError(f"{file} is missing, truncated or corrupted: delete {file.parent} to have it made anew")
-            with file.open("rb") as stream:
-                batches.append(pickle.load(stream, encoding="latin1"))
-        count = sum(len(batch["labels"]) for batch in batches)
-        images = empty((count, *self.image_shape), dtype=torch.uint8)
-        labels = empty((count,), dtype=torch.int64)
-        end = count
-        while batches:  # from the last one on, which is let go when it is copied
-            batch = batches.pop()
-            part = slice(end - len(batch["labels"]), end)
-            images[part] = torch.from_numpy(batch["data"]).view(-1, *self.image_shape)
-            labels[part] = torch.tensor(batch["labels"])
-            end = part.start
-        return images, labels
+        batches = dataset.train_list if split == "train" else dataset.test_list
+        return [str(Path(self.root, dataset.base_folder, name)) for name, _ in batches]
+
+    def load(self, split: SplitName) -> Split:  # noqa: D102
+        batches = [self._unpickled(Path(file)) for file in self.encoded(split)]
+        images = np.concatenate([batch["data"] for batch in batches]).reshape(-1, *self.image_shape)
+        labels = [label for batch in batches for label in batch["labels"]]
+        return Split(torch.from_numpy(images), torch.tensor(labels))
+
+    def _unpickled(self, file: Path) -> dict[str, Any]:
+        """Content of a batch whose checksum is right: a pickle can run anything."""
+        content = file.read_bytes()
+        if hashlib.md5(content, usedforsecurity=False).hexdigest() != self.checksums[file]:
+            raise UserError(f"{file} is truncated or corrupted: delete {file.parent} to have it made anew")
+        return pickle.loads(content, encoding="latin1")
 
 
 class FashionMNISTSource(Source):
@@ -200,16 +273,162 @@ class FashionMNISTSource(Source):
             raise UserError(f"{file} is truncated or corrupted: delete it to have it downloaded again")
         return count
 
-    def load(self, split: SplitName, once: Once = alone) -> Split:  # noqa: D102
-        return Split(*once(partial(self._read, split)))
-
-    def _read(self, split: SplitName, empty: Empty) -> tuple[Tensor, Tensor]:
+    def load(self, split: SplitName) -> Split:
+        """Map the images where they lie."""
         part = "train" if split == "train" else "t10k"
-        images_file, labels_file = (file for file in self.files if file.name.startswith(part))
-        count = self._count(images_file)
-        images = empty((count, *self.image_shape), dtype=torch.uint8)
-        with images_file.open("rb") as stream:
-            stream.seek(16)
-            stream.readinto(images.numpy())  # type: ignore[arg-type]
-        labels = empty((count,), dtype=torch.int64)
-        return images, labels.copy_(torch.from_numpy(np.fromfile(labels_file, np.uint8, offset=8)))
+        images, labels = (file for file in self.files if file.name.startswith(part))
+        values = np.fromfile(labels, np.uint8, offset=8).astype(np.int64)
+        shape = (self._count(images), *self.image_shape)
+        return Split(mapped(images, 16, shape), torch.from_numpy(values), mapped=True)
+
+
+class FileSplit(Split):
+    """Labelled image files, decoded and resized when they are read.
+
+    Args:
+        samples: Path and label of each image.
+        image_shape: (C, H, W) of an item; C is 1 (grey) or 3 (RGB).
+    """
+
+    def __init__(self, samples: Sequence[tuple[str, int]], image_shape: tuple[int, int, int]) -> None:
+        self.names: Sequence[str] = [path for path, _ in samples]
+        self.labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+        self.image_shape, self.mapped = image_shape, False
+        self._images = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        channels, height, width = self.image_shape
+        try:
+            with Image.open(self.names[index]) as file:
+                deep = file.mode.startswith("I;16")  # convert() would cut 16 bits off at 255
+                picture = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)) if deep else file
+                if picture.mode in ("I", "F"):
+                    raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
+                image = picture.convert("L" if channels == 1 else "RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
+            raise UserError(f"{self.names[index]} cannot be read ({reason}): replace or remove this file") from error
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        return pil_to_tensor(image)
+
+    def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
+        if self._images is None:
+            images = torch.empty((len(self), *self.image_shape), dtype=torch.uint8)
+            for part, block in zip(images.split(self._block), self.blocks(num_workers), strict=True):
+                part.copy_(block)
+            self._images = images
+        return self._images
+
+    def blocks(self, num_workers: int) -> Iterator[Tensor]:  # noqa: D102
+        parts = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
+        yield from Workers(self.__getitem__, parts, self.image_shape, min(num_workers, len(parts)))
+
+
+class FolderSource(Source):
+    """The user's own images: `root/train/<class>/*.jpg`, with `val` and `test` alike where there are any."""
+
+    def __init__(
+        self,
+        root: str,
+        size: int | tuple[int, int],
+        channels: Literal[1, 3],
+        mean: Sequence[float],
+        std: Sequence[float],
+        predict_dir: str | None,
+    ) -> None:
+        self.root = root
+        self.predict_dir = predict_dir
+        height, width = (size, size) if isinstance(size, int) else size
+        self.image_shape = (channels, height, width)
+        self.mean, self.std = mean, std
+        folders: list[SplitName] = [name for name in ("train", "val", "test") if Path(root, name).is_dir()]
+        self.splits = [*folders, "predict"] if predict_dir is not None or "test" in folders else folders
+        try:
+            self.class_names, self._class_to_idx = find_classes(str(Path(root, "train")))
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{Path(root, 'train')} has no class folders: --data.root must hold train/<class>/*.jpg or "
+                f"*.png{', so give ' + str(Path(root).parent) if Path(root).name == 'train' else ''}, {EMBEDDED}"
+            ) from error
+
+    def prepare(self) -> None:  # noqa: D102
+        for split in {"train", "val", "test"} & set(self.splits):
+            folder = Path(self.root, split)
+            unknown = {d.name for d in folder.iterdir() if d.is_dir()} - set(self.class_names)
+            if unknown:
+                raise UserError(f"{folder} has classes that train/ has not: {', '.join(sorted(unknown))}")
+            if not self._samples(folder):
+                raise UserError(f"{folder} holds no images ({', '.join(IMG_EXTENSIONS)}): put them in class folders")
+
+    def _samples(self, folder: Path) -> list[tuple[str, int]]:
+        return make_dataset(str(folder), self._class_to_idx, extensions=IMG_EXTENSIONS, allow_empty=True)
+
+    def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
+        return [path for path, _ in self._labelled(split)]
+
+    def load(self, split: SplitName) -> Split:  # noqa: D102
+        return FileSplit(self._labelled(split), self.image_shape)
+
+    def _labelled(self, split: SplitName) -> list[tuple[str, int]]:
+        """Path and label of each image; the label is -1 in `predict_dir`."""
+        if split != "predict" or self.predict_dir is None:
+            return self._samples(Path(self.root, "test" if split == "predict" else split))
+        paths = sorted(p for p in Path(self.predict_dir).rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+        if not paths:
+            raise UserError(f"--data.predict_dir {self.predict_dir} holds no images")
+        return [(str(path), -1) for path in paths]
+
+
+class SyntheticSource(Source):
+    """Images made from a seed, in the exact shape of CIFAR-10 or FashionMNIST: no files, no download.
+
+    Each class has four smooth patterns. An image is one of them, shifted at random, mixed with a weaker
+    pattern of another class, at random contrast, under noise: learnable, but not at once, and some images
+    are ambiguous.
+
+    Args:
+        like: The data set whose shape, normalisation and class count to take.
+        size: Number of training images; a fifth as many are made for test.
+        seed: Of the images.
+    """
+
+    def __init__(self, like: Literal["CIFAR10", "FashionMNIST"], size: int, seed: int) -> None:
+        self.like, self.size, self.seed = like, size, seed
+        model = CIFAR10Source if like == "CIFAR10" else FashionMNISTSource
+        self.image_shape, self.mean, self.std = model.image_shape, model.mean, model.std
+        self.class_names = [f"pattern {i}" for i in range(10)]
+
+    def prepare(self) -> None:
+        """Nothing to do: images are made where they are needed."""
+
+    def load(self, split: SplitName) -> Split:  # noqa: D102
+        channels, height, width = self.image_shape
+        shift, kinds, classes = 4, 4, len(self.class_names)
+        rng = np.random.default_rng((self.seed, 0))
+        coarse = torch.from_numpy(rng.standard_normal((classes * kinds, channels, 5, 5), dtype=np.float32))
+        patterns = torch.nn.functional.interpolate(
+            coarse, (height + 2 * shift, width + 2 * shift), mode="bicubic", align_corners=False
+        )
+        windows = patterns.unfold(2, height, 1).unfold(3, width, 1)  # (40, C, 9, 9, H, W), a view
+
+        rng = np.random.default_rng((self.seed, 1 if split == "train" else 2))
+        count = self.size if split == "train" else max(self.size // 5, 1)
+        labels = rng.integers(classes, size=count)
+        other = (labels + rng.integers(1, classes, size=count)) % classes
+        images = torch.empty((count, channels, height, width), dtype=torch.uint8)
+        for start in range(0, count, 2048):
+            part = slice(start, min(start + 2048, count))
+            n = part.stop - part.start
+
+            def pick(label: np.ndarray, n: int = n) -> Tensor:
+                dy, dx = rng.integers(2 * shift + 1, size=(2, n))
+                return windows[label * kinds + rng.integers(kinds, size=n), :, dy, dx]
+
+            strength = torch.from_numpy(rng.uniform((25, 0), (60, 30), size=(n, 2)).astype(np.float32))
+            strength = strength[:, :, None, None, None]
+            image = strength[:, 0] * pick(labels[part]) + strength[:, 1] * pick(other[part])
+            noise = rng.integers(256, size=image.shape, dtype=np.uint8)
+            image += torch.from_numpy(noise).float().mul_(0.6).add_(128 - 0.6 * 127.5)
+            images[part] = image.clamp_(0, 255)
+        return Split(images, torch.from_numpy(labels))

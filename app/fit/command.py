@@ -179,7 +179,7 @@ class CLI(Flags):
     def _check(self, decided: dict[str, Any]) -> None:
         """Make the data ready on each node, and refuse a checkpoint that this rank cannot use."""
         if self.trainer.local_rank == 0 and isinstance(self.datamodule, app.data.ImageData):
-            self.datamodule.prepare_data()
+            self.datamodule.prepare_data(self.subcommand)
         if decided["checkpoint"] is not None:
             resumed_by = self.trainer if self.subcommand == "fit" else None
             check_checkpoint(decided["checkpoint"], self.model, resumed_by, may_be_finished=decided["may_be_finished"])

@@ -1,0 +1,116 @@
+"""Images that are decoded once: each split lies in one file, which every rank maps and no rank copies.
+
+A file is a header (JSON in one page), the pixels, the labels and the file names (JSON). It is written under another
+name, and renamed when it is whole. Its key says what it was made from: a file with another key is made anew.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from app.data.sources import Source, Split, SplitName, mapped
+
+HEADER = 4096  # bytes, so that the pixels begin with a page
+DAY = 86_400  # seconds
+
+
+class ImageCache:
+    """The files of decoded images.
+
+    Args:
+        folder: Where they lie; by default in the user's cache directory.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        self.folder = Path(folder or os.path.join(home, "data-parallel-lab"))
+
+    def open(self, source: Source, split: SplitName) -> Split | None:
+        """Map the decoded images of a split; None where there is no file of them, or one that is not right."""
+        files = source.encoded(split)
+        return self._map(*self._identify(source, files)) if files else None
+
+    def _map(self, path: Path, key: str) -> Split | None:
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(HEADER))
+                shape, names = header["shape"], header["names"]
+                pixels, labels = math.prod(shape), 8 * shape[0]
+                if header["key"] != key or os.fstat(file.fileno()).st_size != HEADER + pixels + labels + names:
+                    return None
+                images = mapped(file, HEADER, shape)
+                file.seek(HEADER + pixels)
+                values = torch.from_numpy(np.frombuffer(file.read(labels), np.int64).copy())
+                return Split(images, values, json.loads(file.read(names)), mapped=True)
+        except (OSError, ValueError, LookupError, TypeError):  # what stands there is not ours
+            return None
+
+    def write(self, source: Source, split: SplitName, num_workers: int) -> None:
+        """Decode a split into its file, unless that is there already.
+
+        Args:
+            source: Where the images come from.
+            split: Which of them.
+            num_workers: Processes that decode.
+
+        Raises:
+            OSError: When the file cannot be written.
+            UserError: When an image cannot be read.
+        """
+        files = source.encoded(split)
+        if not files:
+            return
+        path, key = self._identify(source, files)
+        if self._map(path, key) is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(f"{path.name}.*"):  # by a process that was killed
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > DAY:
+                    left.unlink()
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        try:
+            with temporary.open("xb") as file:
+                images = source.load(split)
+                shape = [len(images), *source.image_shape]
+                if math.prod(shape) > shutil.disk_usage(self.folder).free // 2:
+                    raise OSError(errno.ENOSPC, f"{math.prod(shape) / 2**30:.1f} GiB are over half of the free space")
+                rank_zero_info(f"Decoding {len(images):,} images, once, into {path}")
+                names = json.dumps(images.names).encode()
+                file.write(json.dumps({"key": key, "shape": shape, "names": len(names)}).encode().ljust(HEADER))
+                for block in images.blocks(num_workers):
+                    file.write(block.numpy().data)
+                file.write(images.labels.numpy().data)
+                file.write(names)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _identify(self, source: Source, files: Sequence[str]) -> tuple[Path, str]:
+        """File for a split, the same whatever becomes of its images; and the key, which changes with them."""
+        place = os.path.commonpath([min(files), max(files)])
+        made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place)]
+        digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps(list(source.class_names)).encode())
+        for file in files:
+            try:
+                state = os.stat(file)
+                seen = f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0"
+            except OSError:  # who decodes it says what is wrong
+                seen = f"{file}\0"
+            key.update(seen.encode(errors="surrogateescape"))
+        return self.folder / f"{Path(place).name[:50]}-{digest[:16]}", key.hexdigest()

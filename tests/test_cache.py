@@ -1,0 +1,348 @@
+"""Images are decoded once, into a file that every rank maps."""
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import QUIET, error_of, losses, start_app
+from test_data import attach
+
+from app.data import CIFAR10, ImageFolder
+from app.data.cache import ImageCache
+from app.data.sources import FileSplit, FolderSource
+
+App = Callable[..., tuple[int, str]]
+SLOW = pytest.mark.slow
+STEPS = ["--trainer.max_epochs", "1", "--trainer.max_steps", "2", *QUIET]
+UNTESTED = ["--run.test", "false"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many image files were decoded since the last time it was asked, in whatever process."""
+    note, decode = tmp_path / "decoded", FileSplit.__getitem__
+
+    def noting(self: FileSplit, index: int) -> torch.Tensor:
+        with note.open("ab") as file:
+            file.write(b".")
+        return decode(self, index)
+
+    def count() -> int:
+        found = note.stat().st_size if note.exists() else 0
+        note.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(FileSplit, "__getitem__", noting)
+    return count
+
+
+def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs: Any) -> torch.Tensor:
+    """The images of a split, as a start of the application gets them."""
+    data = attach(
+        ImageFolder(str(root), cache=str(cache), num_workers=0, **kwargs), "test" if name == "test" else "fit"
+    )
+    return data._splits[name][0].tensor()
+
+
+def test_the_second_start_decodes_nothing(image_root: Path, cache: Path, app: App, decoded: Callable[[], int]) -> None:
+    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
+    code, out = app("fit", *flags)
+    assert code == 0, out
+    assert decoded() == 36 + 12, "train and test"
+    assert f"Decoding 36 images, once, into {cache}" in out
+    assert multiprocessing.active_children() == []
+    from_disk = ["--data.placement", "disk", "--data.augment", "torchvision.transforms.v2.RandomHorizontalFlip"]
+    for more in ([], from_disk):
+        code, out = app("fit", *flags, "--data.num_workers", "1", *more)
+        assert code == 0, out
+        assert decoded() == 0
+        assert "Decoding" not in out
+    checkpoint = ["--ckpt_path", "last"]
+    code, out = app("predict", *flags, *checkpoint, "--data.predict_dir", image_root / "train" / "eel")
+    assert (code, decoded()) == (0, 12), out
+
+
+def test_a_command_decodes_what_it_reads(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
+    images_of(image_root, cache, "test")
+    assert decoded() == 12
+    images_of(image_root, cache, "test", batch_size=0.5)
+    assert decoded() == 36, "the batch is a fraction of the training images"
+
+
+def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, app: App, tmp_path: Path) -> None:
+    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--trainer.max_epochs", "2"]
+    flags += ["--data.num_workers", "1", "--trainer.log_every_n_steps", "1", *UNTESTED, *QUIET]
+    found = []
+    for place, placement in ((cache, "memory"), (cache, "disk"), (cache, "device"), ("off", "memory"), ("off", "disk")):
+        name = f"{placement}-{place == cache}"
+        cached = ["--data.cache", place, "--data.placement", placement]
+        code, out = app("fit", *flags, *cached, "--run.name", name)
+        assert code == 0, out
+        found.append(losses(tmp_path / "runs" / name / "version_0").tolist())
+    assert len(found[0]) == 10
+    assert all(others == found[0] for others in found)
+
+
+def test_off(image_root: Path, tmp_path: Path, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    config = tmp_path / "off.yaml"
+    config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
+    flags = ["--data.root", image_root, *STEPS, *UNTESTED]
+    for off in (["--config", config], ["--data", "ImageFolder", "--data.cache", "off"]):
+        code, out = app("fit", *off, *flags)
+        assert code == 0, out
+        assert not (tmp_path / "home" / "data-parallel-lab").exists()
+    attach(ImageFolder(str(image_root)))
+    assert len(list((tmp_path / "home" / "data-parallel-lab").iterdir())) == 2
+
+
+def test_what_is_stale_is_decoded_again(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
+    first = images_of(image_root, cache)
+    image = image_root / "train" / "cat" / "00.jpg"
+    decoded()
+    assert torch.equal(images_of(image_root, cache), first)
+    assert decoded() == 0
+
+    shutil.copy(image_root / "train" / "dog" / "00.jpg", image)
+    second = images_of(image_root, cache)
+    assert decoded() == 36
+    assert not torch.equal(second, first)
+    os.utime(image, (1, 1))
+    images_of(image_root, cache)
+    assert decoded() == 36
+    image.unlink()
+    assert len(images_of(image_root, cache)) == 35
+    (image_root / "train" / "ant").mkdir()  # the labels of all others are higher by one
+    images_of(image_root, cache)
+    assert decoded() == 35 + 12 + 35
+    assert len(list(cache.iterdir())) == 2, "train and test: what is stale is replaced"
+    images_of(image_root, cache, size=20)
+    images_of(image_root, cache, size=20, channels=1)
+    assert decoded() == 2 * (35 + 12)
+    assert len(list(cache.iterdir())) == 6
+    images_of(image_root, cache, size=20)
+    assert decoded() == 0
+
+
+def test_what_is_broken_or_foreign_is_made_anew(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
+    expected = images_of(image_root, cache).clone()
+    path = next(cache.glob("train-*"))
+    whole = path.read_bytes()
+    foreign = b'{"key": "another", "shape": [36, 3, 32, 32], "names": 0}'.ljust(len(whole))
+    for broken in (whole[:-1], whole[:5000], whole[:100], b"", b"\xff" * len(whole), foreign, b"[]", b'{"shape": 1}'):
+        path.write_bytes(broken)
+        decoded()
+        assert torch.equal(images_of(image_root, cache), expected)
+        assert decoded() == 36
+        assert path.read_bytes() == whole
+    path.unlink()
+    path.mkdir()
+    assert torch.equal(images_of(image_root, cache), expected)
+
+
+def test_an_old_half_file_goes(image_root: Path, cache: Path) -> None:
+    images_of(image_root, cache)
+    path = next(cache.glob("train-*"))
+    path.write_bytes(b"")
+    old, young = path.with_name(f"{path.name}.old"), path.with_name(f"{path.name}.young")
+    old.touch()
+    young.touch()
+    os.utime(old, (1, 1))
+    images_of(image_root, cache)
+    assert not old.exists(), "of a process that was killed"
+    assert young.exists(), "of one that may still write"
+
+
+@pytest.mark.parametrize("obstacle", ["no folder", "full", "full at the end"])
+def test_no_room_for_a_cache(
+    obstacle: str, image_root: Path, cache: Path, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    reason = "No space left on device"
+    if obstacle == "no folder":
+        cache.touch()
+        reason = "File exists"
+    elif obstacle == "full":
+        usage = shutil.disk_usage(image_root)._replace(free=2**10)
+        monkeypatch.setattr("app.data.cache.shutil.disk_usage", lambda place: usage)
+        reason = "over half of the free space"
+    else:
+        monkeypatch.setattr("app.data.cache.os.fsync", refuse)
+    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
+    code, out = app("fit", *flags)
+    assert code == 0, out
+    (said,) = [line for line in out.splitlines() if "Decoded images cannot be kept" in line]
+    assert all(part in said for part in (str(cache), reason, "--data.cache"))
+    assert cache.is_file() or not list(cache.iterdir())
+
+
+def test_processes_that_write_at_once(image_root: Path, cache: Path) -> None:
+    together = threading.Barrier(4)
+
+    class Meets(FolderSource):
+        def load(self, split: Any) -> Any:
+            together.wait(20)
+            return super().load(split)
+
+    def write(_: int) -> torch.Tensor:
+        source = Meets(str(image_root), 32, 3, (0.5,) * 3, (0.5,) * 3, None)
+        ImageCache(str(cache)).write(source, "train", 0)
+        found = ImageCache(str(cache)).open(source, "train")
+        assert found is not None
+        assert found.mapped
+        return found.tensor()
+
+    with ThreadPoolExecutor(4) as writers:
+        first, *others = writers.map(write, range(4))
+    assert all(torch.equal(other, first) for other in others)
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_labels_and_names_are_kept(image_root: Path, cache: Path) -> None:
+    for _ in range(2):
+        data = attach(ImageFolder(str(image_root), cache=str(cache)), "test")
+        split, _rows = data._splits["test"]
+        assert split.mapped
+        assert split.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+        assert split.names is not None
+        assert split.names[4] == str(image_root / "test" / "dog" / "00.jpg")
+
+
+# -- CIFAR's pickles ----------------------------------------------------------------------------------------------
+
+
+def test_pickles_are_checked_once_and_opened_once(
+    cifar_root: Path, cache: Path, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {"md5": 0, "loads": 0}
+
+    def counting(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    counting(hashlib, "md5")
+    counting(pickle, "loads")
+    flags = ["--data", "CIFAR10", "--data.root", cifar_root, "--data.cache", cache, *STEPS]
+    code, out = app("fit", *flags)
+    assert code == 0, out
+    assert calls == {"md5": 6, "loads": 6}
+    code, out = app("fit", *flags)
+    assert code == 0, out
+    assert calls == {"md5": 6, "loads": 6}
+    batch = cifar_root / "cifar-10-batches-py" / "data_batch_3"
+    batch.write_bytes(batch.read_bytes()[:-1] + b"!")
+    assert f"{batch} is truncated or corrupted" in error_of(*app("fit", *flags))
+    assert calls["loads"] == 6 + 2, "not the third, whose checksum is wrong"
+
+
+def test_the_cache_holds_what_the_pickles_hold(cifar_root: Path, cache: Path) -> None:
+    splits = [attach(CIFAR10(str(cifar_root), cache=place))._splits["train"][0] for place in ("off", str(cache))]
+    assert [split.mapped for split in splits] == [False, True]
+    assert torch.equal(splits[0].tensor(), splits[1].tensor())
+    assert torch.equal(splits[0].labels, splits[1].labels)
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------
+
+
+def way(strategy: str = "ddp", devices: int = 2) -> list[str]:
+    return ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+
+
+def says_where(directory: Path) -> list[str]:
+    callback = "--trainer.callbacks+=user_code.SaysWhereImagesLie"
+    return [callback, "--trainer.callbacks.directory", str(directory)]
+
+
+def notes(directory: Path, ranks: int = 2) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"rank{rank}").read_text()) for rank in range(ranks)]
+
+
+def test_ranks_map_what_one_process_has_read(cifar_root: Path, cache: Path, tmp_path: Path) -> None:
+    data = ["--data", "user_code.TinyCIFAR10", "--data.root", cifar_root, "--data.batch_size", "8"]
+    data += ["--data.cache", str(cache), *UNTESTED]
+    read = []
+    for _ in range(2):
+        code, out = start_app("fit", *data, *way(), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
+        assert code == 0, out
+        first, second = notes(tmp_path)
+        assert first["process"] != second["process"]
+        assert first["path"] == second["path"]
+        assert first["path"].startswith(str(cache / "cifar-10-batches-py-"))
+        assert first["sums"] == second["sums"]
+        read.append(out.count("train is read by process"))
+    assert read == [1, 0]
+
+
+@SLOW
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize("name", ["FashionMNIST", "ImageFolder"])
+def test_however_ranks_start(
+    name: str, strategy: str, fashion_root: Path, image_root: Path, cache: Path, tmp_path: Path
+) -> None:
+    flags = {
+        "FashionMNIST": ["--data.root", fashion_root, "--model", "FashionMLP"],
+        "ImageFolder": ["--data.root", image_root],
+    }
+    data = ["--data", name, *flags[name], "--data.batch_size", "8", "--data.cache", cache, *UNTESTED]
+    code, out = start_app("fit", *data, *way(strategy), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
+    assert code == 0, out
+    assert out.count("Decoding 36 images") == (name == "ImageFolder")
+    first, second = notes(tmp_path)
+    assert first["path"] == second["path"]
+    where = fashion_root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte" if name == "FashionMNIST" else cache
+    assert first["path"].startswith(str(where))
+    code, out = start_app("fit", *data, *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
+    assert code == 0, out
+    assert notes(tmp_path, 1)[0]["sums"] == first["sums"] == second["sums"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("ddp_spawn", marks=SLOW)])
+def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_path: Path) -> None:
+    image = image_root / "train" / "dog" / "02.jpg"
+    image.write_bytes(b"not an image")
+    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--run.root", tmp_path]
+    said = error_of(*start_app("fit", *flags, *way(strategy), *QUIET))
+    assert said == f"error: {image} cannot be read (not an image): replace or remove this file"
+
+
+@SLOW
+def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
+    flags = ["--data", "user_code.FillsUpOnRank1", "--data.size", "200", "--data.batch_size", "8"]
+    flags += ["--run.root", str(tmp_path), *UNTESTED]
+    code, out = start_app("fit", *flags, *way(), *STEPS, "--data.num_workers", "0")
+    assert code == 0, out
+    assert json.loads(next(tmp_path.glob("*/*/run.json")).read_text())["placement"] == "disk"
+
+
+@SLOW
+def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
+    """Of the training images, in `test`: rank zero's record asks for it where the others do not."""
+    flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
+    code, out = start_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED)
+    assert code == 0, out
+    code, out = start_app("test", *flags, *way(), "--data.val_size", "20", "--ckpt_path", "last")
+    assert code == 0, out
