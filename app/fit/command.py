@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -33,7 +33,7 @@ from app.launch.signals import Signals, StopTogether, cause
 from app.monitor.loggers import SaveConfig, Tracker, make_loggers
 from app.monitor.run_record import RunRecord
 from app.monitor.step_profiler import StepProfile
-from app.monitor.summary import report
+from app.monitor.summary import NetworkSummary, report
 from app.parallel import refuse_impossible
 
 
@@ -217,8 +217,12 @@ class CLI(LightningCLI):
         if isinstance(trainer.logger, bool | None):
             kwargs["logger"] = False  # Lightning's own; ours come when the directory is known
         callbacks = trainer.callbacks or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if trainer.enable_model_summary is not False and not any(isinstance(c, ModelSummary) for c in callbacks):
+            kwargs["enable_model_summary"] = False  # Lightning's own
+            callbacks = [*callbacks, NetworkSummary()]
         kwargs["callbacks"] = [
-            *(callbacks if isinstance(callbacks, list) else [callbacks]),
+            *callbacks,
             StepProfile(),
             RunRecord(self.command, run.warmup_epochs),
             StopTogether(),
