@@ -23,11 +23,12 @@ class BatchShapes(Callback):
     """Prints what every replica got and what came out, once per distinct shape.
 
     Under `dp` also what was gathered from the replicas. Shows how a global batch is split, and that the last
-    one of an epoch is smaller.
+    one of an epoch is smaller. Rank zero prints what all ranks have seen: with several of them, when an epoch ends.
     """
 
     def __init__(self) -> None:
-        self._seen: set[tuple[Any, ...]] = set()
+        self._seen: set[tuple[str, ...]] = set()
+        self._new: list[tuple[str, ...]] = []  # seen, and not yet printed
         self._replicas: dict[int, tuple[list[int], list[int]]] = {}
         self._handles: list[Any] = []
 
@@ -47,15 +48,26 @@ class BatchShapes(Callback):
             ]
             if gathered:
                 lines.append(f"gathered: {shapes[1]}")
+            self._replicas = {}
             if tuple(lines) not in self._seen:
                 self._seen.add(tuple(lines))
-                print("\n".join(lines) + "\n", end="", flush=True)  # in one write: other ranks print, too
-            self._replicas = {}
+                self._new.append(tuple(lines))
+                if trainer.world_size == 1:
+                    self._print(trainer)
 
         self._handles = [pl_module.register_forward_hook(on_module, with_kwargs=True)]
         if isinstance(trainer.strategy, SplitForward):
             assert trainer.strategy.replica is not None
             self._handles.append(trainer.strategy.replica.register_forward_hook(on_replica, with_kwargs=True))
+
+    def _print(self, trainer: Trainer, pl_module: LightningModule | None = None) -> None:
+        """Print what is new on any rank, in order of rank. Collective."""
+        for lines in (lines for rank in gather_objects(self._new) for lines in rank):
+            if trainer.is_global_zero:
+                print("\n".join(lines), flush=True)
+        self._new = []
+
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _print
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to watch."""

@@ -176,10 +176,17 @@ def test_batch_shapes_under_dp(app: App) -> None:
 def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     code, out = start_app("fit", *SMALL, "--data.batch_size", "30", *way("ddp", 2), *SHAPES, "--run.root", tmp_path)
     assert code == 0, out
-    for rank in (0, 1):
-        said = [line for line in out.splitlines() if line.startswith(f"rank {rank}, ")]
-        assert said == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for n in (4, 15, 2)]
-    assert "gathered" not in out
+    said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
+    seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]  # after the sanity check, after the epoch
+    assert said == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for rank, n in seen]
+    last = tmp_path / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
+    for command in ("test", "predict"):
+        flags = [*SMALL, "--data.batch_size", "30", *way("ddp_fork", 2), SHAPES[0], "--ckpt_path", last]
+        code, out = start_app(command, *flags, "--run.root", tmp_path)
+        assert code == 0, out
+        said = [line for line in out.splitlines() if line.startswith("rank")]
+        assert said == sorted(said), out
+        assert {line.split(",")[0] for line in said} == {"rank 0", "rank 1"}
 
 
 def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:

@@ -1,5 +1,6 @@
 """The run's directory and its record, also of runs that fail or are interrupted; the tracker."""
 
+import copy
 import json
 import re
 import shutil
@@ -14,8 +15,11 @@ import torch
 import yaml
 from harness import QUIET, start_app
 from PIL import Image
+from rich.console import Console
 
 from app.callbacks import draw_confusion_matrix
+from app.monitor.summary import layers
+from app.networks import MLP, LeNet, resnet18
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
@@ -142,6 +146,43 @@ def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
     assert not matplotlib.pyplot.get_fignums()
     model = CIFARCNN.load_from_checkpoint(tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "best.ckpt")
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+NETWORKS = {
+    "LeNet": (LeNet, (3, 32, 32), "features.0 Conv2d 6 × 28 × 28 456"),
+    "MLP": (lambda: MLP(2, [16] * 5, 10), (1, 28, 28), "layers.0 Linear 16 25,104"),
+    "ResNet-18": (lambda: resnet18(10), (3, 224, 224), "layer4.1 BasicBlock 512 × 7 × 7 4,720,640"),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("width", [80, 110])
+def test_the_layers_of_a_network(name: str, width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    make, shape, row = NETWORKS[name]
+    network = make()
+    state, random = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+    Console(width=width).print(layers(network, shape))
+    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert row in lines
+    total = sum(parameter.numel() for parameter in network.parameters())
+    assert lines[-2].endswith(f" {total:,}")
+    assert len(lines) <= 24, "it fits on a screen"
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
+    assert all(module.training for module in network.modules())
+
+
+def test_the_summary_shows_the_layers(app: App) -> None:
+    flags = ["fit", *SMALL[:-2], "--run.test", "false", "--trainer.max_steps", "1"]
+    assert "features.0" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
+    code, out = app(*flags)
+    assert code == 0, out
+    assert "features.0" in out
+    assert "train_metrics" not in out
+    assert "train_metrics" in app(*flags, "--trainer.callbacks", "ModelSummary")[1]
+    code, out = app(*flags, "--model", "user_code.ReadsPixels")
+    assert code == 0, out
+    assert "train_metrics" in out, "what cannot run without numbers is left to Lightning"
 
 
 @pytest.mark.parametrize("count", [1, 2, 60])

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -38,7 +39,7 @@ from app.launch.watchdog import watched
 from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.run_record import RunRecord, mark_failed
 from app.monitor.step_profiler import StepProfile
-from app.monitor.summary import report
+from app.monitor.summary import NetworkSummary, report
 from app.system import lightning_patches
 
 
@@ -226,8 +227,12 @@ class CLI(Flags):
         if isinstance(trainer.logger, bool | None):
             kwargs["logger"] = False  # Lightning's own; ours come when the directory is known
         callbacks = trainer.callbacks or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if trainer.enable_model_summary is not False and not any(isinstance(c, ModelSummary) for c in callbacks):
+            kwargs["enable_model_summary"] = False  # Lightning's own
+            callbacks = [*callbacks, NetworkSummary()]
         kwargs["callbacks"] = [
-            *(callbacks if isinstance(callbacks, list) else [callbacks]),
+            *callbacks,
             StepProfile(),
             RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
             StopTogether(),

@@ -1,14 +1,102 @@
-"""What is said at the end of a run."""
+"""What is said of a run: the layers of its network at the beginning, a line for each epoch, a report at the end."""
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichModelSummary
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_summary import ModelSummary
+from rich import get_console
+from rich.table import Column, Table
+from torch import Tensor, nn
 
+from app.data.module import ImageData
 from app.launch.cluster_environment import OWN_AGENT
+from app.modules import ImageClassifier
 from app.monitor.loggers import Tracker
+
+SCREEN = 20  # layers that fit on one
+
+
+class NetworkSummary(RichModelSummary):
+    """Shows the layers of the network with their output shapes; of somebody's own module, what Lightning shows."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Show the network before the strategy moves, converts or shards it."""
+        data = getattr(trainer, "datamodule", None)
+        self._shown = False
+        if isinstance(pl_module, ImageClassifier) and isinstance(data, ImageData):
+            self._shown = True
+            if stage == "fit" and trainer.is_global_zero:
+                try:
+                    get_console().print(layers(pl_module.network, data.image_shape))
+                except (RuntimeError, NotImplementedError):  # somebody's own network, whose forward reads the pixels
+                    self._shown = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave any other module to Lightning."""
+        if not self._shown:
+            super().on_fit_start(trainer, pl_module)
+
+
+def layers(network: nn.Module, image_shape: Sequence[int]) -> Table:
+    """List the layers of a network; where they do not fit on a screen, those of a block together.
+
+    Nothing is computed: neither the network nor the random numbers are touched.
+
+    Args:
+        network: Maps images to scores.
+        image_shape: Of one image, (C, H, W).
+    """
+    summary = ModelSummary(_Shapes(network, image_shape), max_depth=-1)
+    rows = {
+        name: (name.removeprefix("network."), kind, _text(shape), f"{count:,}" if count else "")
+        for name, kind, shape, count in zip(
+            summary.layer_names, summary.layer_types, summary.out_sizes, summary.param_nums, strict=True
+        )
+    }
+    innermost = [name for name in rows if not any(other.startswith(f"{name}.") for other in rows)]
+    for depth in (4, 3, 2):  # the network itself is 1
+        shown = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in innermost))
+        if len(shown) <= SCREEN:
+            break
+    table = Table("layer", "type", Column("output", justify="right"), Column("parameters", justify="right"))
+    table.add_row("", "image", _text([1, *image_shape]), "")
+    for name in shown:
+        table.add_row(*rows[name])
+    table.add_section()
+    work, count, trained = summary.total_flops / 1e6, summary.total_parameters, summary.trainable_parameters
+    table.add_row("", type(network).__name__, f"{work:,.1f} MFLOP", f"{count:,}")
+    if trained < count:
+        table.add_row("", "", "trained", f"{trained:,}")
+    return table
+
+
+class _Shapes(LightningModule):
+    """A copy of a network that has shapes but no numbers, in the form that `ModelSummary` takes."""
+
+    def __init__(self, network: nn.Module, image_shape: Sequence[int]) -> None:
+        super().__init__()
+        tensors = [*network.parameters(), *network.buffers()]
+        empty = {id(t): torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in tensors}
+        self.network = copy.deepcopy(network, empty)
+        dtype = tensors[0].dtype if tensors else None
+        self.example_input_array = torch.empty(1, *image_shape, dtype=dtype, device="meta")
+        self.to("meta")
+
+    def forward(self, images: Tensor) -> Any:
+        """Score images: (1, C, H, W) -> (1, classes)."""
+        return self.network(images)
+
+
+def _text(shape: Any) -> str:
+    """What is computed from one image, `6 × 28 × 28`; `?` where a layer is not used."""
+    return " × ".join(map(str, shape[1:])) if isinstance(shape, list) else str(shape)
 
 
 def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> Iterator[str]:
