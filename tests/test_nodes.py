@@ -65,7 +65,7 @@ def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Go, tmp_pa
     nodes = [came[node].result() for node in range(3)]
     nodes[0].store().set("said", "by node 0")
     assert [node.store().get("said") for node in nodes] == [b"by node 0"] * 3
-    assert len({node.port for node in nodes}) == 1
+    assert len({node.master_port for node in nodes}) == 1
     assert not file.exists()
 
 
@@ -113,13 +113,13 @@ def test_a_foreign_caller_does_no_harm(go: Go) -> None:
     for talk in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"", b"\0" * 4096):
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(talk)
-    assert go(tcp(port), 1).result().port == host.result().port
+    assert go(tcp(port), 1).result().master_port == host.result().master_port
 
 
 def test_the_store_listens_on_the_address_alone(go: Go) -> None:
     port = free_port()
     host, other = go(tcp(port), 0), go(tcp(port), 1)
-    assert host.result().port == other.result().port == port
+    assert host.result().master_port == other.result().master_port == port
     with open("/proc/net/tcp") as table:
         listening = {line.split()[1] for line in table if line.split()[3] == "0A"}
     assert {place for place in listening if place.endswith(f":{port:04X}")} == {f"0100007F:{port:04X}"}
@@ -139,7 +139,7 @@ def test_nodes_that_do_not_fit_together(go: Go) -> None:
     with pytest.raises(UserError, match=r"another node has --cluster.node_rank 1"):
         go(tcp(port), 1, nodes=3, devices=2).result()
     go(tcp(port), 2, nodes=3, devices=2).result()
-    assert host.result().port == first.result().port
+    assert host.result().master_port == first.result().master_port
 
 
 LEAVES = """\
@@ -161,7 +161,7 @@ def test_one_that_leaves_may_come_again(go: Go) -> None:
     )
     assert "waited 1 s" in left.stdout
     others = [go(tcp(port), node, nodes=3) for node in (1, 2)]
-    assert {other.result().port for other in others} == {host.result().port}
+    assert {other.result().master_port for other in others} == {host.result().master_port}
 
 
 def test_a_stale_file_is_replaced_and_a_live_one_refused(
@@ -174,14 +174,14 @@ def test_a_stale_file_is_replaced_and_a_live_one_refused(
     with pytest.raises(TimeoutError):
         early.result(0.5)
     host = go(method, 0)
-    assert host.result().port == early.result().port
+    assert host.result().master_port == early.result().master_port
     assert f"replacing {file}, which a run that is gone has left" in capfd.readouterr().out
 
     host = go(method, 0)
     awaited(file.exists, 20)
     with pytest.raises(UserError, match=r"another run is meeting at .* just now"):
         go(method, 0).result()
-    assert go(method, 1).result().port == host.result().port
+    assert go(method, 1).result().master_port == host.result().master_port
     assert not file.exists()
 
 

@@ -214,7 +214,7 @@ class CLI(Flags):
             environment = environment_of(config.cluster, followed.num_nodes)
         if isinstance(environment, LightningEnvironment) and followed.num_nodes > 1:
             self.rendezvous = NodeRendezvous(config.cluster, followed.num_nodes, devices_per_node(asked))
-            os.environ["NODE_RANK"] = str(self.rendezvous.node_rank)  # for Lightning's own launcher
+            os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
         kwargs["plugins"] = [*given, *filter(None, [environment])]
         cluster = self.config[self.subcommand].cluster
         cluster.init_method = cluster.node_rank = None  # the saved config is for any node

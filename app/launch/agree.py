@@ -86,10 +86,10 @@ def nodes_together(rendezvous: NodeRendezvous | None, timeout: float) -> Iterato
         yield
         return
     store, limit = distributed.PrefixStore("nodes", rendezvous.store()), timedelta(seconds=timeout)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous.address, str(rendezvous.port)
-    use_interface_to(rendezvous.address)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous.master_addr, str(rendezvous.master_port)
+    use_interface_to(rendezvous.master_addr)
     distributed.init_process_group(
-        "gloo", store=store, rank=rendezvous.node_rank, world_size=rendezvous.num_nodes, timeout=limit
+        "gloo", store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=limit
     )
     try:
         yield

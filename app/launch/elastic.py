@@ -51,8 +51,8 @@ def launch(
         tee = {0: Std.ALL} if cluster.log_dir else Std.NONE
         redirects = dict.fromkeys(range(0 if cluster.log_dir else 1, processes), Std.ALL)
         config = LaunchConfig(
-            min_nodes=rendezvous.num_nodes,
-            max_nodes=rendezvous.num_nodes,
+            min_nodes=rendezvous.world_size,
+            max_nodes=rendezvous.world_size,
             nproc_per_node=processes,
             run_id=rendezvous.get_run_id(),
             rdzv_backend=rendezvous.get_backend(),

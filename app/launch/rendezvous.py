@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import psutil
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from app.errors import UserError
 from app.system.files import write_json
@@ -128,8 +129,8 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
     return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor)
 
 
-class NodeRendezvous(RendezvousHandler):
-    """The rendezvous of nodes at one address, or in this process alone.
+class NodeRendezvous(StaticTCPRendezvous):
+    """The rendezvous of nodes at one address, or of this process alone; the rules of `fit` have looked at the flags.
 
     Args:
         cluster: How they find each other.
@@ -137,68 +138,28 @@ class NodeRendezvous(RendezvousHandler):
         devices: `--trainer.devices` of this node, as a number, in which the nodes must agree.
 
     Attributes:
-        node_rank: Number of this node.
-        address: Name or address of node 0 as this node reaches it.
-        port: Port of the store.
-
-    Raises:
-        UserError: When the address, or the number of this node, is missing or wrong.
+        rank: Number of this node.
+        master_addr: Name or address of node 0 as this node reaches it.
+        master_port: Port of the store.
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
         self.method = cluster.init_method or "env://"
-        self.num_nodes, self.timeout = num_nodes, cluster.timeout
-        self.hello = {"id": uuid.uuid4().hex, "nodes": num_nodes, "devices": devices}
-        self.file: Path | None = None
-        self._store: TCPStore | None = None
-        self._rounds = 0
+        url, env = urlsplit(self.method), os.environ
+        self.file = Path(url.path) if url.scheme == "file" and num_nodes > 1 else None
+        address, port = url.hostname or "", url.port or 0
         if num_nodes == 1:
-            self.address, self.port, self.node_rank = "127.0.0.1", int(os.environ.get("MASTER_PORT", 0)), 0
-            return
-        self.address, self.port = self._place()
-        self.node_rank = self._node_rank(cluster)
+            address, port = "127.0.0.1", int(env.get("MASTER_PORT", 0))
+        elif url.scheme == "env":
+            address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        rank = int(env.get("NODE_RANK", 0)) if cluster.node_rank is None else cluster.node_rank
+        super().__init__(address, port, rank if num_nodes > 1 else 0, num_nodes, "app", int(cluster.timeout))
+        self.hello = {"id": uuid.uuid4().hex, "nodes": num_nodes, "devices": devices}
+        self._rounds = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the store, which spawned ranks reach by its address: the command line holds this, and they get it."""
         return {**vars(self), "_store": None}
-
-    def _place(self) -> tuple[str, int]:
-        url = urlsplit(self.method)
-        if url.scheme == "file" and url.path and not url.netloc:
-            self.file = Path(url.path)
-            return "", 0
-        if url.scheme == "tcp":
-            with contextlib.suppress(ValueError):  # of a port out of range
-                if url.hostname and url.port:
-                    return url.hostname, url.port
-        if self.method != "env://":
-            raise UserError(f"--cluster.init_method {self.method}: give tcp://HOST:PORT, file:///PATH or env://")
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise UserError(
-                f"--trainer.num_nodes {self.num_nodes}: where do the nodes meet? give --cluster.init_method "
-                f"tcp://HOST:PORT, or set {' and '.join(missing)}, or start them with torchrun or srun"
-            )
-        port = _integer("MASTER_PORT")
-        if not 0 < port < 2**16:
-            raise UserError(f"MASTER_PORT={port} in the environment: give a port, 1 to 65535")
-        return os.environ["MASTER_ADDR"], port
-
-    def _node_rank(self, cluster: Cluster) -> int:
-        rank, where = cluster.node_rank, "--cluster.node_rank"
-        if rank is None and "NODE_RANK" in os.environ:
-            rank, where = _integer("NODE_RANK"), "NODE_RANK"
-        if rank is None:
-            raise UserError(
-                f"--trainer.num_nodes {self.num_nodes}: which of them is this? give --cluster.node_rank 0, 1, …, or "
-                "set NODE_RANK"
-            )
-        if not 0 <= rank < self.num_nodes:
-            last = self.num_nodes - 1
-            raise UserError(f"{where} {rank}: the nodes are 0 to {last}, for --trainer.num_nodes {self.num_nodes}")
-        return rank
-
-    # -- what torch elastic's agent asks for ----------------------------------------------------------------
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes, once; when processes are started again, the nodes are known.
@@ -208,48 +169,25 @@ class NodeRendezvous(RendezvousHandler):
         """
         self._rounds += 1
         store = PrefixStore(f"round{self._rounds}", self.store())
-        if self.num_nodes > 1:
-            use_interface_to(self.address)
+        if self.world_size > 1:
+            use_interface_to(self.master_addr)
         # a rank that is starting would report a Ctrl-C with a traceback; it unblocks them when it has begun
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        return RendezvousInfo(store, self.node_rank, self.num_nodes, RendezvousStoreInfo(self.address, self.port))
-
-    def get_backend(self) -> str:
-        """Name of this rendezvous."""
-        return "nodes"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The store that the agents share serves their processes, too."""
-        return True
-
-    def is_closed(self) -> bool:
-        """A run of fixed size is never closed to its nodes."""
-        return False
-
-    def set_closed(self) -> None:
-        """There is nothing to close."""
+        place = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> int:
         """Nobody joins later; the agent asks when it has started its ranks."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return 0
 
-    def get_run_id(self) -> str:
-        """Id of the run, the same on all nodes."""
-        return "app"
-
-    def shutdown(self) -> bool:
-        """The store ends with this process."""
-        return True
-
     # -- the nodes come together ----------------------------------------------------------------------------
 
-    def store(self) -> TCPStore:
+    def store(self) -> Store:
         """The store that all nodes share, when they are all there."""
         if self._store is None:
-            deadline = Deadline(self.timeout)
-            self._store = self._host(deadline) if self.node_rank == 0 else self._join(deadline)
+            deadline = Deadline(self.timeout.total_seconds())
+            self._store = self._host(deadline) if self.rank == 0 else self._join(deadline)
         return self._store
 
     def _host(self, deadline: Deadline) -> TCPStore:
@@ -257,42 +195,42 @@ class NodeRendezvous(RendezvousHandler):
         if self.file is not None:
             self._refuse_live_file(self.file)
         try:
-            store = host_store(self.address, self.port, self.timeout)
+            store = host_store(self.master_addr, self.master_port, deadline.seconds)
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise UserError(
-                f"--cluster.init_method {self.method}: node 0 cannot listen on port {self.port} ({reason}): give "
-                "another port, or end what uses it"
+                f"--cluster.init_method {self.method}: node 0 cannot listen on port {self.master_port} ({reason}): "
+                "give another port, or end what uses it"
             ) from error
-        self.port = store.port
+        self.master_port = store.port
         store.set("node0", json.dumps(self.hello))
         with contextlib.ExitStack() as stack:
             if self.file is not None:
                 stack.callback(self._remove, self.file)
                 self._publish(self.file)
             beats: dict[int, tuple[bytes, float]] = {}
-            while missing := [node for node in range(1, self.num_nodes) if not _beats(store, node, beats)]:
-                nodes = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.num_nodes}"
+            while missing := [node for node in range(1, self.world_size) if not _beats(store, node, beats)]:
+                nodes = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.world_size}"
                 deadline.check(f"{nodes} at {self._where}", self._doubt())
                 if self.file is not None and _read(self.file).get("id") != self.hello["id"]:
                     raise UserError(f"{self.file} was taken over by another run that meets there: give each its own")
                 time.sleep(PAUSE)
         if self.file is not None:
-            self.address = store.get("address").decode()  # as the others reach it
+            self.master_addr = store.get("address").decode()  # as the others reach it
         store.set("go", "")
         return store
 
     def _join(self, deadline: Deadline) -> TCPStore:
         """Any other node: find node 0, say who this is, and wait until all are there."""
-        remark, node0 = "", f"node 0 of {self.num_nodes} at {self._where}"
+        remark, node0 = "", f"node 0 of {self.world_size} at {self._where}"
         while True:
             for address, port, wanted in self._candidates():
                 try:
                     socket.create_connection((address, port), timeout=ALIVE).close()
-                    self.address, self.port = address, port
+                    self.master_addr, self.master_port = address, port
                     store = deadline.within(lambda: TCPStore(address, port, timeout=timedelta(seconds=5)), node0)  # noqa: B023
                     self._attend(store, wanted, deadline)
-                    store.set_timeout(timedelta(seconds=self.timeout))
+                    store.set_timeout(self.timeout)
                     return store
                 except ConnectionRefusedError:
                     remark = "nobody listens there yet"
@@ -308,20 +246,22 @@ class NodeRendezvous(RendezvousHandler):
         for key, flag in (("nodes", "--trainer.num_nodes"), ("devices", "--trainer.devices")):
             if host[key] != self.hello[key]:
                 raise UserError(
-                    f"{flag} is {host[key]} on node 0 and {self.hello[key]} on node {self.node_rank}: give the same"
+                    f"{flag} is {host[key]} on node 0 and {self.hello[key]} on node {self.rank}: give the same"
                 )
         mine, beats = json.dumps(self.hello), {}  # type: ignore[var-annotated]
-        other = store.compare_set(f"node{self.node_rank}", "", mine).decode()
+        other = store.compare_set(f"node{self.rank}", "", mine).decode()
         limit = time.monotonic() + ALIVE
         while other != mine and time.monotonic() < limit:
-            if _beats(store, self.node_rank, beats):
-                raise UserError(f"another node has --cluster.node_rank {self.node_rank}: give each its own")
+            if _beats(store, self.rank, beats):
+                raise UserError(f"another node has --cluster.node_rank {self.rank}: give each its own")
             time.sleep(PAUSE)
-        store.set(f"node{self.node_rank}", mine)
-        store.set("address", self.address)
+        store.set(f"node{self.rank}", mine)
+        store.set("address", self.master_addr)
         while not store.check(["go"]):
-            store.set(f"beat{self.node_rank}", str(time.monotonic()))
-            deadline.check(f"the other nodes of {self.num_nodes}, with node 0 at {self.address}:{self.port}")
+            store.set(f"beat{self.rank}", str(time.monotonic()))
+            deadline.check(
+                f"the other nodes of {self.world_size}, with node 0 at {self.master_addr}:{self.master_port}"
+            )
             time.sleep(PAUSE)
 
     def _doubt(self) -> str:
@@ -329,21 +269,21 @@ class NodeRendezvous(RendezvousHandler):
         if self.file is not None:
             return ""
         try:
-            found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.address, None)}
+            found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.master_addr, None)}
         except OSError:
-            return f"{self.address} is unknown here"
+            return f"{self.master_addr} is unknown here"
         own = {a.address for entries in psutil.net_if_addrs().values() for a in entries}
         here = found & own or any(address.startswith("127.") for address in found)
-        return "" if here else f"{self.address} is no address of this machine, which is node 0"
+        return "" if here else f"{self.master_addr} is no address of this machine, which is node 0"
 
     @property
     def _where(self) -> str:
-        return str(self.file or f"{self.address}:{self.port}")
+        return str(self.file or f"{self.master_addr}:{self.master_port}")
 
     def _candidates(self) -> list[tuple[str, int, str | None]]:
         """Address and port at which node 0 may be, and the id that it must have."""
         if self.file is None:
-            return [(self.address, self.port, None)]
+            return [(self.master_addr, self.master_port, None)]
         content = _read(self.file)  # anew each time: node 0 replaces a stale one when it comes
         return [(address, content["port"], content["id"]) for address in content.get("addresses", ())]
 
@@ -355,7 +295,7 @@ class NodeRendezvous(RendezvousHandler):
         ]
         addresses.sort(key=lambda address: address.startswith("127."))  # those that others can reach come first
         try:
-            write_json(file, {"id": self.hello["id"], "addresses": addresses, "port": self.port})
+            write_json(file, {"id": self.hello["id"], "addresses": addresses, "port": self.master_port})
         except OSError as error:
             raise UserError(
                 f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
@@ -389,13 +329,6 @@ def _beats(store: TCPStore, node: int, seen: dict[int, tuple[bytes, float]]) -> 
     if first or seen[node][0] != beat:
         seen[node] = beat, -ALIVE if first else now
     return now - seen[node][1] < ALIVE
-
-
-def _integer(name: str) -> int:
-    text = os.environ[name]
-    if not text.isdecimal():
-        raise UserError(f"{name}={text} in the environment: give a number")
-    return int(text)
 
 
 def _read(file: Path) -> dict[str, Any]:
