@@ -16,12 +16,9 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning.pytorch import Trainer
 
-from app.errors import UserError
-from app.launch.process import PARENT, RANKS, is_task_of_srun
+from app.launch.process import PARENT, is_task_of_srun
 from app.launch.rendezvous import Cluster, Rendezvous
-from app.system.lightning_patches import cluster_environment
 
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}  # what it tells each of its workers
 
@@ -109,7 +106,7 @@ class Slurm(SLURMEnvironment):
         return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Leave this to `check_settings`, which says what to do."""
+        """Leave this to `app.fit.rules`, which say what to do."""
 
 
 def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster) -> dict[str, Any]:
@@ -126,28 +123,19 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
         nothing asks for more; and `environment`, the ClusterEnvironment to use, unless it is for Lightning to find.
 
     Raises:
-        UserError: When what the environment says of launchers contradicts itself or the flags.
+        UserError: When the nodes' address, or the number of this one, is missing or wrong.
     """
-    if cluster.timeout <= 0:
-        raise UserError(f"--cluster.timeout {cluster.timeout:g}: give a number of seconds above 0")
     launcher, name = launched(), getattr(strategy, "strategy_name", strategy)
     plan: dict[str, Any] = {}
     if launcher is not None:
-        if cluster.init_method is not None:
-            raise UserError(f"--cluster.init_method: {launcher.by} has seen to how the nodes meet: leave it out")
         if devices == "auto" and name != "ddp_dp":  # whose tasks have several
             plan["devices"] = launcher.per_node or launcher.world_size
         if num_nodes == 1:
             plan["num_nodes"] = launcher.nodes
         return plan | ({"environment": Slurm()} if launcher.by == "srun" else {})
-    if PARENT not in os.environ:
-        _refuse_leftovers(num_nodes, elsewhere=cluster.init_method is not None or "NODE_RANK" in os.environ)
     other_launcher = cluster.init_method is None and (LSFEnvironment.detect() or MPIEnvironment.detect())
-    if num_nodes > 1 and name != "dp" and not other_launcher:  # dp says itself that it has one node
+    if num_nodes > 1 and not other_launcher:
         return {"environment": Rendezvous(cluster, num_nodes)}
-    for flag, value in (("init_method", cluster.init_method), ("node_rank", cluster.node_rank)):
-        if value is not None and num_nodes == 1:
-            raise UserError(f"--cluster.{flag} {value}: there is one node: give --trainer.num_nodes, or leave it out")
     if (strategy, devices) == ("auto", "auto"):
         plan["devices"] = 1  # several only when they are asked for
     if other_launcher:
@@ -155,66 +143,6 @@ def plan_processes(strategy: Any, devices: Any, num_nodes: int, cluster: Cluster
     if PARENT not in os.environ and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
         print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
     return plan | {"environment": LightningEnvironment()}
-
-
-def _refuse_leftovers(num_nodes: int, elsewhere: bool) -> None:
-    """Explain variables of a launcher that did not start this process, and a SLURM job whose tasks it would not be."""
-    expected = {"NODE_RANK"} if num_nodes > 1 else set()
-    left = [name for name in RANKS if name in os.environ and name not in expected]
-    if left:
-        raise UserError(
-            f"{', '.join(left)} in the environment would make this process one of several, but neither torchrun nor "
-            f"srun has started it: unset {' '.join(left)}"
-        )
-    if "SLURM_JOB_ID" not in os.environ or is_task_of_srun() or elsewhere:
-        return
-    for variable, what in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
-        if os.environ.get(variable, "1") != "1":
-            raise UserError(
-                f"this SLURM job has {os.environ[variable]} {what}, but the command was started once, without srun: "
-                "put srun before it"
-            )
-
-
-def _refuse_taken_port() -> None:
-    """A port that was asked for; otherwise a free one is found."""
-    if port := os.environ.get("MASTER_PORT"):
-        try:
-            socket.create_server(("", int(port))).close()
-        except (ValueError, OverflowError, OSError) as error:
-            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "no port"
-            raise UserError(
-                f"MASTER_PORT={port} in the environment: {reason}: unset it, or name a free port"
-            ) from error
-
-
-def check_settings(trainer: Trainer) -> None:
-    """Compare what a launcher has started, or the port that was asked for, with what the run needs.
-
-    Raises:
-        UserError: When the numbers differ, or the port is taken.
-    """
-    launcher = launched()
-    if launcher is None:
-        environment = cluster_environment(trainer)
-        if type(environment) is LightningEnvironment and trainer.world_size > 1 and PARENT not in os.environ:
-            _refuse_taken_port()
-        return
-    if trainer.world_size == 1 == launcher.world_size:
-        return
-    per_node = getattr(trainer.strategy, "num_processes", 1)
-    if (launcher.nodes, launcher.per_node) == (trainer.num_nodes, per_node):
-        return
-    if launcher.per_node is None:
-        raise UserError(
-            f"{launcher.by} started {launcher.world_size} processes on {launcher.nodes} nodes, not the same number on "
-            "each: " + ("give --ntasks-per-node" if launcher.by == "srun" else "give the same --nproc-per-node")
-        )
-    raise UserError(
-        f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es), but the run is "
-        f"--trainer.num_nodes {trainer.num_nodes} of {per_node}: leave --trainer.num_nodes and --trainer.devices out, "
-        f"and they follow {launcher.by}"
-    )
 
 
 def use_interface_to(address: str) -> None:
