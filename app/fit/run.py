@@ -2,11 +2,8 @@
 
 import logging
 import os
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
-import lightning.pytorch
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -15,8 +12,7 @@ from app.fit.command import CLI
 from app.launch.cluster_environment import launched
 from app.launch.process import PARENT, requeue
 from app.launch.signals import EXIT_CODES
-
-LIGHTNING = Path(lightning.pytorch.__file__).parent
+from app.system.lightning_patches import complaint
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -49,19 +45,17 @@ def run(argv: Sequence[str]) -> int:
         return end.code or 0
     except ReportedUserError:
         return 2
-    except (MisconfigurationException, UserError, torch.multiprocessing.ProcessRaisedException) as error:
+    except (UserError, torch.multiprocessing.ProcessRaisedException) as error:
         # a worker or a spawned process hands on its error as the text of a traceback
         *_, last = str(error).rsplit("UserError: ", 1)
         if last == str(error) and isinstance(error, torch.multiprocessing.ProcessRaisedException):
             raise
         raise UserError(one_line(last)) from error
-    except (RuntimeError, ValueError) as error:
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        if Path(raised_in).is_relative_to(LIGHTNING):
-            raise UserError(one_line(str(error))) from error  # Lightning itself says what it was asked wrongly
-        if raised_in == torch.optim.lr_scheduler.__file__:
-            raise UserError(f"--model.scheduler: {error}") from error
-        raise
+    except (MisconfigurationException, RuntimeError, ValueError) as error:
+        said = complaint(error)
+        if said is None:
+            raise
+        raise UserError(said) from error
     stopped_by = cli.stopped_by
     if stopped_by == "SIGUSR1":
         stopped_by = None if requeue() else "SIGTERM"
