@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
@@ -188,7 +188,7 @@ class ImageClassifier(LightningModule):
             if self.make_scheduler is None:
                 return optimizer
             scheduler = self.make_scheduler(optimizer)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"--model.optimizer or --model.scheduler: {error}") from error
         return {
             "optimizer": optimizer,
@@ -198,6 +198,17 @@ class ImageClassifier(LightningModule):
                 "monitor": getattr(scheduler, "monitor", "val_loss"),
             },
         }
+
+    def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: Any | None) -> None:
+        """Advance the scheduler.
+
+        Raises:
+            UserError: When it was given numbers with which it cannot go on, such as too few `total_steps`.
+        """
+        try:
+            super().lr_scheduler_step(scheduler, metric)
+        except (ValueError, ArithmeticError) as error:
+            raise UserError(f"--model.scheduler: {error}") from error
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the sums of the unfinished epoch, over all ranks: a resumed epoch reports its true mean.

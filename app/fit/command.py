@@ -69,8 +69,11 @@ def _run(argv: Sequence[str]) -> int:
         if isinstance(end.code, str):
             raise
         return ExitStatus.of(end).code
-    except MisconfigurationException as error:
-        raise UserError(one_line(str(error))) from error
+    except (MisconfigurationException, RuntimeError, ValueError) as error:
+        said = lightning_patches.complaint(error)
+        if said is None:
+            raise
+        raise UserError(said) from error
     finally:
         end_undisturbed()
 

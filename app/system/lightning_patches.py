@@ -3,9 +3,10 @@
 At an upgrade, `tests/test_patches.py` says which names are gone; each docstring says what else to look at.
 """
 
+import re
 from collections.abc import MutableMapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -18,8 +19,10 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
+from app.errors import UserError, one_line
 from app.system.patches import EXPECTED, expects
 
 _CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector"
@@ -104,6 +107,61 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
 def may_stop_early(trainer: Trainer) -> bool:
     """Whether min_epochs and min_steps are reached, so that `should_stop` counts."""
     return trainer.fit_loop._can_stop_early
+
+
+class Complaint(NamedTuple):
+    """What Lightning raises as a plain RuntimeError or ValueError when a flag is wrong, and only a training shows it.
+
+    Attributes:
+        module: Where it is raised; `tests/test_patches.py` looks for the text in its source.
+        text: How its message begins.
+        pattern: The whole of it, white space folded.
+        said: What to say instead, with the groups of the pattern.
+    """
+
+    module: str
+    text: str
+    pattern: str
+    said: str
+
+
+COMPLAINTS = (
+    Complaint(
+        "lightning.pytorch.callbacks.early_stopping",
+        "Early stopping conditioned on metric `",
+        r"Early stopping conditioned on metric `(?P<name>[^`]*)` .*: `(?P<known>.*)`",
+        "EarlyStopping's monitor {name} is not logged: give one of {known}",
+    ),
+    Complaint(
+        "lightning.pytorch.loops.fit_loop",
+        " `val_check_interval` (",
+        r"`val_check_interval` \((?P<given>.*?)\) must be .* training batches \((?P<batches>.*?)\)",
+        "--trainer.val_check_interval {given}: an epoch has {batches} batches: give {batches} at most, or "
+        "--trainer.check_val_every_n_epoch null, too",
+    ),
+    Complaint(
+        "lightning.pytorch.callbacks.gradient_accumulation_scheduler",
+        "You have set `accumulate_grad_batches` and",
+        "You have set `accumulate_grad_batches` and",
+        "--trainer.accumulate_grad_batches and GradientAccumulationScheduler contradict each other: leave one of them "
+        "out",
+    ),
+    Complaint(
+        "lightning.pytorch.callbacks.model_checkpoint",
+        "`ModelCheckpoint(save_last='link')` is only",
+        r"`ModelCheckpoint\(save_last='link'\)` is only .* got `dirpath=(?P<path>.*)`",
+        "save_last link works for local files only, not in {path}: leave it out",
+    ),
+)
+
+
+def complaint(error: Exception) -> str | None:
+    """What a user has done wrong, where this is one of Lightning's complaints about flags; else None."""
+    if isinstance(error, MisconfigurationException):
+        return one_line(str(error))
+    text = " ".join(str(error).replace("`, `", ", ").split())
+    found = ((known, re.match(known.pattern, text)) for known in COMPLAINTS)
+    return next((known.said.format(**match.groupdict()) for known, match in found if match), None)
 
 
 # -- modules and callbacks -----------------------------------------------------------------------------------
@@ -240,7 +298,11 @@ _CLI = "lightning.pytorch.cli:LightningCLI"
 
 
 @expects(
-    *(f"{_CLI}.{name}" for name in ("_parse_ckpt_path", "_prepare_subcommand_kwargs", "_run_subcommand", "_parser"))
+    f"{_CLI}._parse_ckpt_path",
+    f"{_CLI}._instantiate_trainer",
+    f"{_CLI}._prepare_subcommand_kwargs",
+    f"{_CLI}._run_subcommand",
+    f"{_CLI}._parser",
 )
 class CommandLine(LightningCLI):
     """LightningCLI whose steps can be extended by public methods.
@@ -250,6 +312,17 @@ class CommandLine(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Build the Trainer, whose complaints are about flags.
+
+        Raises:
+            UserError: With what Lightning says.
+        """
+        try:
+            return super()._instantiate_trainer(config, callbacks)
+        except (MisconfigurationException, ImportError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(one_line(str(error))) from error
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         return super()._prepare_subcommand_kwargs(subcommand) | self.more_arguments()
