@@ -1,4 +1,4 @@
-"""What watches one run and shows it: batch shapes, predictions, test figures."""
+"""Callbacks that show what a run does: batch shapes, predictions, test figures."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What this machine has, and what will work on it: `python -m app doctor`.
+"""Says what this machine has and what will work on it: `python -m app doctor`.
 
 Every line is green, yellow (it works, but look at it) or red (it does not work), with what to do. A self-test ends it:
 a training step under each strategy that can run here, an all-reduce of two processes, a checkpoint written and read.
@@ -58,11 +58,11 @@ class Check:
     remedy: str = ""
 
 
-def run(words: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     """Look at the machine and report.
 
     Args:
-        words: The arguments after `doctor`.
+        arguments: The arguments after `doctor`.
 
     Returns:
         Exit code: 1 where something is red.
@@ -70,7 +70,7 @@ def run(words: list[str]) -> int:
     parser = PlainParser(prog="python -m app doctor", usage=USAGE)
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     parser.add_argument("--data_root", default="data", help="where the data sets are, or will be")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     console = Console(quiet=options.json, highlight=False, soft_wrap=True)
     checks = []
     for check in examine(options.data_root):
@@ -85,7 +85,7 @@ def run(words: list[str]) -> int:
 
 
 def examine(data_root: str) -> Iterator[Check]:
-    """Every check, in order; the self-test comes last."""
+    """Make every check, in order; the self-test comes last."""
     yield from _packages()
     yield _accelerators()
     yield _cores()
@@ -169,7 +169,7 @@ def _backends() -> Check:
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[Check]:
-    """What a launcher has set, or left behind."""
+    """Check which variables a launcher has set, or left behind."""
     left = [name for name in RANKS if name in variables]
     addresses = [name for name in ADDRESSES if name in variables]
     launchers = {
@@ -261,7 +261,7 @@ def _one_step(strategy: str, devices: str, folder: str, losses: dict[str, float]
         "run.wandb": "false",
     }
     try:
-        done = run_app(["fit", *(word for k, v in flags.items() for word in (f"--{k}", v))], LIMIT)
+        done = run_app(["fit", *(part for k, v in flags.items() for part in (f"--{k}", v))], LIMIT)
     except subprocess.TimeoutExpired:
         remedy = "a firewall or a wrong network interface may be in the way"
         return Check(name, "red", f"not done after {LIMIT} s", remedy)

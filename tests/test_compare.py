@@ -1,4 +1,4 @@
-"""Comparing ways of running: from an experiment file to the report, through the real command."""
+"""Comparing configurations: from an experiment file to the report, through the real command."""
 
 import contextlib
 import json

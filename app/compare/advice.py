@@ -1,4 +1,4 @@
-"""What the figures mean, in words."""
+"""Says in sentences what the figures of a comparison mean."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ NEARLY_FULL = 80.0  # percent of a device's memory
 
 
 def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> list[str]:
-    """Sentences on what to use here, in Markdown.
+    """Recommend what to use here, in sentences of Markdown.
 
     Two variants differ when the ranges of their runs do not overlap and their medians differ by more than either
     range; with a single run there is no range, and nothing is claimed. A variant whose loss is not finite is not
@@ -66,7 +66,7 @@ def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> l
 
 
 def _against(one: pd.Series, other: pd.Series) -> str:
-    """Compare two variants, with regard to the spread of their runs."""
+    """Say how much faster one variant is, and whether that is more than the spread of the runs."""
     ratio = one["samples_per_s"] / other["samples_per_s"]
     if min(one["n"], other["n"]) < 2:
         return (
@@ -79,14 +79,14 @@ def _against(one: pd.Series, other: pd.Series) -> str:
 
 
 def apart(one: pd.Series, other: pd.Series) -> bool:
-    """Whether the runs of the one are all faster than those of the other, and by more than runs of either differ."""
+    """Decide whether all runs of one are faster than all of the other, and by more than runs of either differ."""
     spread = max(row["samples_per_s_max"] - row["samples_per_s_min"] for row in (one, other))
     faster = one["samples_per_s_min"] > other["samples_per_s_max"]
     return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)
 
 
 def _as_good(ranked: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -> list[pd.Series]:
-    """The other variants whose runs overlap with those of the best one, as far as several runs show it."""
+    """List the variants that several runs do not tell apart from the best one."""
     rates = [name for name in ranked.columns if name.startswith("samples_per_s")]
 
     def scaled(row: pd.Series) -> pd.Series:
@@ -97,7 +97,7 @@ def _as_good(ranked: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -
 
 
 def _limit(best: pd.Series, ranked: pd.DataFrame) -> list[str]:
-    """What limits a variant, and what to try next that was not tried here."""
+    """Say what limits a variant, and what to try next that was not tried here."""
     said = []
     fullest = max(best["memory_main_percent"], best["memory_others_percent"], key=lambda v: -1 if pd.isna(v) else v)
     if fullest >= NEARLY_FULL:
@@ -143,7 +143,7 @@ def _limit(best: pd.Series, ranked: pd.DataFrame) -> list[str]:
 
 
 def _for_data(best: pd.Series) -> str:
-    """What may help a variant that waits for its data."""
+    """Say what may help a variant that waits for its data."""
     if best["placement"] == "disk":
         return "another `--data.num_workers`, or `--data.placement memory` where nothing is augmented image by image"
     return "`--data.placement device`, or less augmentation" if best["placement"] == "memory" else "less augmentation"

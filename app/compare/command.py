@@ -1,4 +1,4 @@
-"""`python -m app compare`: its flags, what is seen while it runs, and where its report goes."""
+"""`python -m app compare`: reads its flags, shows the runs, and says where the report is."""
 
 import datetime
 import math
@@ -34,16 +34,16 @@ DEFAULT = "configs/compare/this_machine.yaml"
 USAGE = """\
 python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]
 
-Runs every variant of an experiment as `python -m app fit …` and reports which way of running is best here. Every
+Runs every variant of an experiment as `python -m app fit …` and reports what is best on this machine. Every
 setting of the experiment file is a flag, too; flags of fit, such as --data.root or --trainer.precision, are added to
 every variant."""
 
 
-def run(words: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     """Compare, and write the report.
 
     Args:
-        words: The arguments after `compare`.
+        arguments: The arguments after `compare`.
 
     Returns:
         Exit code: 0 when every variant was measured or skipped, 1 when one failed.
@@ -52,7 +52,7 @@ def run(words: list[str]) -> int:
         UserError: For what a user did wrong, also when no variant can run here.
         KeyboardInterrupt: On Ctrl-C, after a report on what there is.
     """
-    options, experiment, typed = _parse(words)
+    options, experiment, typed = _parse(arguments)
     variants = expand(experiment, typed)
     console = Console() if sys.stdout.isatty() else Console(width=110)  # a pipe has no width
     folder = Path(options.root, "compare", str(experiment.name))
@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
     if new:
         write_json(folder / name / "experiment.json", asdict(experiment) | fingerprint)
     head: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "app", "compare", *words]),
+        "command": shlex.join(["python", "-m", "app", "compare", *arguments]),
         "load": os.getloadavg()[0],
         "hardware": hardware(),
         "driver": driver(),
@@ -102,9 +102,9 @@ def run(words: list[str]) -> int:
     return int(any(outcome.status in ("failed", "hanging") for outcome in runner.outcomes))
 
 
-def _parse(words: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
-    """The options of compare itself, the experiment, and the flags of `fit` that were typed."""
-    own, flags = split_words(words, ["--experiment"])
+def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
+    """Read the options of compare itself, the experiment, and the flags of `fit` that were typed."""
+    own, flags = split_words(arguments, ["--experiment"])
     file = [DEFAULT, *(value for flag, value in flags if flag == "--experiment")][-1]
     parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
@@ -135,10 +135,10 @@ def _parse(words: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """What must be the same for runs to belong together."""
+    """Collect what must be the same for runs to belong together."""
     return {
         "tracked": tracked,
-        "commands": {variant.name: variant.words for variant in variants},
+        "commands": {variant.name: variant.arguments for variant in variants},
         "warmup_epochs": experiment.warmup_epochs,
         "hardware": hardware(),
         "versions": versions(),
@@ -146,7 +146,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> tuple[str, bool]:
-    """The directory of the report: the newest one where it is of the same, else a new one."""
+    """Choose the report's directory, and say whether it is new: the newest one where its fingerprint is the same."""
     version = next_version(str(folder.parent), folder.name)
     number = int(version.removeprefix("version_"))
     newest = folder / f"version_{number - 1}" / "experiment.json"
@@ -158,7 +158,7 @@ def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> tuple[st
 
 
 def _announce(runner: Runner, console: Console) -> None:
-    """Print the commands, and how long they will take as far as that is known."""
+    """Print the commands, and how long they will take if that is known."""
     for outcome in runner.outcomes:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
@@ -177,10 +177,10 @@ def _announce(runner: Runner, console: Console) -> None:
 
 
 def _estimate(runner: Runner, console: Console) -> float | None:
-    """Seconds of the runs left, from a few steps of the first of them; None where these cannot be made."""
+    """Estimate the seconds of the runs left from a few steps of the first one; None where these cannot be made."""
     _, first = next(runner.todo())
     try:
-        record = short_run(first.variant.words)
+        record = short_run(first.variant.arguments)
     except UserError as error:
         console.print(f"the time is not known: {error}", soft_wrap=True, markup=False, highlight=False)
         return None
@@ -194,7 +194,7 @@ def _estimate(runner: Runner, console: Console) -> float | None:
 
 
 class _Screen:
-    """What is seen while runs are made: a live table in a terminal, a line for each run elsewhere."""
+    """Shows the runs while they are made: in a terminal as a live table, elsewhere by a line for each."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -1,4 +1,4 @@
-"""What is compared: an experiment file, and the commands that its variants mean."""
+"""Experiments: what their file may hold, and the commands that their variants mean."""
 
 import itertools
 import json
@@ -26,11 +26,11 @@ OWN = (
 
 @dataclass
 class PublishedRow:
-    """Figures published for one way of running.
+    """Figures published for one configuration.
 
     Args:
         what: What it was.
-        figures: Figures by their names in results.csv: numbers, or words such as `over 3000`.
+        figures: Figures by their names in results.csv: numbers, or text such as `over 3000`.
         variant: The variant to which it corresponds here.
     """
 
@@ -68,7 +68,7 @@ class Experiment:
         exclude: Combinations to leave out of the grid, each given by some of its flags.
         baseline: The variant to which speed-up and efficiency refer; by default the first.
         repeats: Runs of each variant, in turn: A B C, A B C.
-        warmup_epochs: Epochs at the beginning that do not count for throughput.
+        warmup_epochs: First epochs, which do not count for throughput.
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
         time_limit: Seconds after which a run is ended and counts as hanging.
@@ -122,38 +122,38 @@ def command(processes: Sequence[Process]) -> str:
 
 @dataclass
 class Variant:
-    """One way of running.
+    """A configuration that is measured.
 
     Attributes:
         name: Its name in the report.
-        words: The arguments of `python -m app` that a person would type for it.
+        arguments: The arguments of `python -m app` that a person would type for it.
         settings: What they mean, all defaults included.
         lacking: What this machine lacks for it, or None.
     """
 
     name: str
-    words: list[str]
+    arguments: list[str]
     settings: Namespace
     lacking: str | None = None
 
     @property
     def slug(self) -> str:
-        """The name as a folder."""
+        """Name of the variant's folder."""
         return re.sub(r"[^\w.=-]+", "_", self.name).strip("_") or "variant"
 
     @property
     def replicas(self) -> int:
-        """How many devices share a batch: those of dp, or the ranks of all nodes."""
+        """Devices that share a global batch, on all nodes."""
         return replicas(self.settings.trainer)
 
     def processes(self, more: Sequence[str] = (), url: str = "tcp://127.0.0.1:29500") -> list[Process]:
-        """What to start: a process, or one for each of several nodes, all of them on this machine.
+        """List what to start: one process, or one for each of several nodes, all of them on this machine.
 
         Args:
             more: Further arguments.
             url: Where several nodes meet.
         """
-        arguments = [*self.words, *more]
+        arguments = [*self.arguments, *more]
         count = self.settings.trainer.num_nodes
         if count == 1:
             return [Process(arguments, {})]
@@ -161,7 +161,7 @@ class Variant:
         return [Process([*arguments, str(node)], self._part(node)) for node in range(count)]
 
     def _part(self, node: int) -> dict[str, str]:
-        """Variables that give a node its part of this machine."""
+        """Choose the variables that give a node its part of this machine."""
         trainer = self.settings.trainer
         each = devices_per_node(trainer)
         if accelerator_name(trainer) == "cuda":
@@ -172,7 +172,7 @@ class Variant:
 
 
 def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:
-    """Make the variants of an experiment, every flag checked.
+    """Make the variants of an experiment, and check every flag.
 
     Args:
         experiment: What to compare.
@@ -210,7 +210,7 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
 
 
 def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    """The grid's combinations by name: `strategy=ddp devices=2`."""
+    """Combine the grid's values, and name each combination: `strategy=ddp devices=2`."""
     for key, values in experiment.grid.items():
         if not values:
             raise UserError(f"grid: {key} has no values")
@@ -232,7 +232,7 @@ def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
 
 
 def text(value: Any) -> str:
-    """A value as it is typed."""
+    """Write a value as it is typed."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -242,11 +242,11 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
     if experiment.max_steps is not None:
         flags["trainer.max_steps"] = experiment.max_steps
     try:
-        words = _words(experiment.configs, flags)
-        variant = Variant(name, words, resolve(words))
+        arguments = _arguments(experiment.configs, flags)
+        variant = Variant(name, arguments, resolve(arguments))
         if experiment.scale_batch:
-            words = _words(experiment.configs, flags | _scaled(variant))
-            variant = Variant(name, words, resolve(words))
+            arguments = _arguments(experiment.configs, flags | _scaled(variant))
+            variant = Variant(name, arguments, resolve(arguments))
     except UserError as error:
         raise UserError(f"variant {name!r}: {error}") from error
     limit, warmup = variant.settings.trainer.max_epochs, experiment.warmup_epochs
@@ -259,7 +259,7 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
     return variant
 
 
-def _words(configs: list[str], flags: dict[str, Any]) -> list[str]:
+def _arguments(configs: list[str], flags: dict[str, Any]) -> list[str]:
     given = [(key, value) for key, value in flags.items() if value is not None]
     given.sort(key=lambda item: item[0] not in ("model", "data", "trainer.strategy"))  # before their settings
     stacked = (("--config", config) for config in configs)
@@ -268,7 +268,7 @@ def _words(configs: list[str], flags: dict[str, Any]) -> list[str]:
 
 
 def _lacking(variant: Variant) -> str | None:
-    """What this machine has not enough of: every replica needs a GPU, or a core, of its own."""
+    """Say what this machine has too few of: every replica needs a GPU, or a core, of its own."""
     trainer, needed = variant.settings.trainer, variant.replicas
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         return "there is no GPU"
@@ -280,7 +280,7 @@ def _lacking(variant: Variant) -> str | None:
 
 
 def _scaled(variant: Variant) -> dict[str, Any]:
-    """Batch and learning rate by the linear scaling rule. Source: Goyal et al., https://arxiv.org/abs/1706.02677."""
+    """Scale batch and learning rate by the linear rule. Source: Goyal et al., https://arxiv.org/abs/1706.02677."""
     count, settings = variant.replicas, variant.settings
     batch = settings.get("data.init_args.batch_size")
     rate = settings.get("model.init_args.optimizer.init_args.lr")

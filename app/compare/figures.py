@@ -1,4 +1,4 @@
-"""What the figures look like: PNGs of an experiment."""
+"""Draws the pictures of a comparison."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,7 +65,7 @@ def draw(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, folder
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> range:
-    """A row for each variant, the first on top."""
+    """Give each variant a row, the first on top."""
     places = range(len(names))
     axes.set_yticks(places, [name if len(name) <= 32 else f"{name[:31]}…" for name in names])
     axes.invert_yaxis()
@@ -99,7 +99,7 @@ def _efficiency(axes: Axes, table: pd.DataFrame) -> None:
 
 
 def _loss(axes: Axes, outcomes: Sequence[Outcome], against_time: bool) -> None:
-    """The first run of each variant: the others have the same loss, but for rounding."""
+    """Draw the first run of each variant: the others have the same loss, but for rounding."""
     styles = ("-", "--", ":", "-.")
     for index, outcome in enumerate(outcomes):
         if not outcome.records:

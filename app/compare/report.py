@@ -1,4 +1,4 @@
-"""The report of an experiment: Markdown, from which HTML and the terminal's version are made, CSV, JSON, PNGs."""
+"""Writes the report of an experiment: Markdown, HTML made from it, CSV, JSON, PNGs."""
 
 import base64
 import html
@@ -76,7 +76,7 @@ def _state(outcomes: Sequence[Outcome]) -> str:
 
 
 def _code(text: str) -> str:
-    """A block of text as it is, whatever is in it."""
+    """Quote text as it is, whatever is in it."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -156,7 +156,7 @@ def _tables(table: pd.DataFrame, baseline: str) -> list[str]:
 
 
 def _published(experiment: Experiment, table: pd.DataFrame) -> list[str]:
-    """What was published, beside what was measured here."""
+    """Set what was published beside what was measured here."""
     published = experiment.published
     if not published:
         return []
@@ -206,7 +206,7 @@ def _method(experiment: Experiment) -> str:
 
 
 def _head(head: dict[str, Any]) -> str:
-    """On what it was measured, when, and how to do it again."""
+    """Say on what it was measured, when, and how to do it again."""
     hardware, versions = head["hardware"], head["versions"]
     gpus = f"{', '.join(hardware['gpus'])} (driver {head['driver']})" if hardware["gpus"] else "no GPU"
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -218,7 +218,7 @@ def _head(head: dict[str, Any]) -> str:
 
 
 def _html(title: str, text: str, pictures: dict[str, Path]) -> str:
-    """A page that needs no other file; HTML that comes with a name or an output is shown, not interpreted."""
+    """Make a page that needs no other file; HTML in a name or an output is shown, not interpreted."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     for path in pictures.values():
         data = base64.b64encode(path.read_bytes()).decode()

@@ -1,4 +1,4 @@
-"""The figures of each variant, from the records of its runs."""
+"""Collects the figures of each variant from the records of its runs."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs every variant in processes of its own, repeats in turn, and keeps what became of each run."""
+"""Runs every variant in processes of its own, repeats in turn, and records the outcome of each."""
 
 import datetime
 import json
@@ -27,7 +27,7 @@ TAIL = 12  # lines of a failed run's output that the report shows
 
 @dataclass
 class Outcome:
-    """What became of a variant.
+    """The outcome of a variant.
 
     Attributes:
         variant: The variant.
@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs an experiment in a directory, and goes on with one that was broken off.
+    """Runs an experiment in a directory, and continues one that was broken off.
 
     Args:
         experiment: What to run.
@@ -79,7 +79,7 @@ class Runner:
     # -- where things are -----------------------------------------------------------------------------------
 
     def run_dir(self, variant: Variant, repeat: int) -> Path:
-        """Directory of one run."""
+        """Name the directory of one run."""
         return self.directory / "runs" / f"repeat_{repeat}" / variant.slug / "version_0"
 
     def _read(self, variant: Variant, repeat: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Runner:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def measured_at(self) -> str | None:
-        """When the last of the runs was done."""
+        """Say when the last of the runs was done."""
         files = [
             self.run_dir(outcome.variant, repeat) / "run.json"
             for outcome in self.outcomes
@@ -99,11 +99,11 @@ class Runner:
         return last.isoformat(timespec="seconds")
 
     def progress(self) -> dict[str, Any]:
-        """The record of the run in hand, as far as it is written."""
+        """Read the record of the current run, as far as it is written."""
         return self._read(self.running[0].variant, self.running[1]) if self.running else {}
 
     def processes(self, variant: Variant, repeat: int) -> list[Process]:
-        """The processes of one run. What they are told beyond the variant does not change its training."""
+        """List the processes of one run. What they are told beyond the variant does not change its training."""
         flags = {
             "run.root": str(self.directory / "runs" / f"repeat_{repeat}"),
             "run.name": variant.slug,
@@ -112,21 +112,21 @@ class Runner:
             "trainer.enable_progress_bar": "false",
             "trainer.enable_model_summary": "false",
         }
-        more = [word for key, value in flags.items() for word in (f"--{key}", value)]
-        meeting = self.run_dir(variant, repeat).with_name("rendezvous").resolve()
-        return variant.processes([*more, *self.more], f"file://{meeting}")
+        more = [part for key, value in flags.items() for part in (f"--{key}", value)]
+        file = self.run_dir(variant, repeat).with_name("rendezvous").resolve()
+        return variant.processes([*more, *self.more], f"file://{file}")
 
     # -- running --------------------------------------------------------------------------------------------
 
     def todo(self) -> Iterator[tuple[int, Outcome]]:
-        """The runs that are left, in turn: A B C, A B C. A variant that has failed is not tried again."""
+        """List the runs that are left, in turn: A B C, A B C. A variant that has failed is not tried again."""
         for repeat in range(1, self.experiment.repeats + 1):
             for outcome in self.outcomes:
                 if repeat not in outcome.records and outcome.status in ("waiting", "running"):
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Seconds that the runs left will take, judged by those that are done; None before there is one."""
+        """Estimate the seconds of the runs left from those that are done; None before there is one."""
         took = {id(o): [r["wall_s"] for r in o.records.values() if "wall_s" in r] for o in self.outcomes}
         known = [seconds for of_variant in took.values() for seconds in of_variant]
         if not known:
@@ -140,7 +140,7 @@ class Runner:
         """Run what is left.
 
         Raises:
-            KeyboardInterrupt: On Ctrl-C, after the run in hand has been ended.
+            KeyboardInterrupt: On Ctrl-C, after the current run has been ended.
             SystemExit: On SIGTERM, likewise.
         """
         for repeat, outcome in self.todo():
@@ -159,7 +159,7 @@ class Runner:
         folder = self.run_dir(variant, repeat).parent
         shutil.rmtree(folder, ignore_errors=True)  # what a broken-off run has left
         folder.mkdir(parents=True)
-        limit = began + self.experiment.time_limit
+        deadline = began + self.experiment.time_limit
         output = folder / "output.txt"
         with ExitStack() as stack:
             processes: list[subprocess.Popen[bytes]] = []
@@ -179,7 +179,7 @@ class Runner:
             ended: dict[int, int] = {}  # node and exit code of those that ended by themselves
             while len(ended) < len(processes):
                 ended |= {node: code for node, p in enumerate(processes) if (code := p.poll()) is not None}
-                if time.monotonic() > limit:
+                if time.monotonic() > deadline:
                     outcome.status = "hanging"
                     outcome.reason = f"not done after {self.experiment.time_limit:g} s: see --time_limit"
                     break
@@ -214,24 +214,24 @@ class Runner:
 
 
 def _plain(line: str) -> str:
-    """A line without the terminal's colours and with no tabs."""
+    """Remove colours and tabs from a line of a terminal."""
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line).expandtabs().rstrip()
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End a run and everything that it has started: in order if it can, at once if not."""
+    """End a run and everything that it has started: in order if it can, else by force."""
     mine = [process for process in processes if process.poll() is None]
     others = [child for process in mine for child in psutil.Process(process.pid).children(recursive=True)]
     for process in mine:
         process.terminate()
-    limit = time.monotonic() + GRACE
+    deadline = time.monotonic() + GRACE
     for process in mine:
         try:
-            process.wait(max(limit - time.monotonic(), 0.1))
+            process.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for child in psutil.wait_procs(others, timeout=max(limit - time.monotonic(), 0.1))[1]:
+    for child in psutil.wait_procs(others, timeout=max(deadline - time.monotonic(), 0.1))[1]:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     for process in processes:  # what was started since, and is in the group of the run

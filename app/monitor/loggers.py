@@ -22,8 +22,8 @@ from app.errors import UserError, one_line
 from app.system.lightning_patches import open_experiment, tracker_settings
 
 
-def _guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """A failure of the tracker never stops training: say it once, and go on without."""
+def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
+    """Let training go on where the tracker fails, and say so once."""
 
     @wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def logged_in() -> bool:
-    """Whether there is a key for Weights & Biases; the server is not asked."""
+    """Look for a key of Weights & Biases; the server is not asked."""
     import wandb
 
     try:
@@ -100,7 +100,7 @@ class Tracker(WandbLogger):
 
     @property
     def experiment(self) -> Any:
-        """The wandb run; offline, or a disabled one, where the tracker fails to start."""
+        """The wandb run; an offline or a disabled one where the tracker fails to start."""
         for fallback in ("offline", "disabled", None):
             try:
                 if getattr(rank_zero_only, "rank", 0) == 0:
@@ -121,22 +121,22 @@ class Tracker(WandbLogger):
             return f"offline; upload with  wandb sync {' '.join(folders)}"
         return getattr(open_experiment(self), "url", None) or self.mode
 
-    @_guarded
+    @_never_fatal
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Log metrics of a step."""
         super().log_metrics(metrics, step)
 
-    @_guarded
+    @_never_fatal
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Add to the run's config."""
         super().log_hyperparams(params)
 
-    @_guarded
+    @_never_fatal
     def log_record(self, record: dict[str, Any]) -> None:
         """Put the figures of the run record into the run's summary."""
         self.experiment.summary.update({"run": record})
 
-    @_guarded
+    @_never_fatal
     def log_test_figures(
         self,
         matrix: list[list[int]],
@@ -160,7 +160,7 @@ class Tracker(WandbLogger):
             }
         )
 
-    @_guarded
+    @_never_fatal
     def log_comparison(self, table: pd.DataFrame, pictures: dict[str, Path]) -> None:
         """Log the table and the pictures of a comparison."""
         import wandb
@@ -168,12 +168,12 @@ class Tracker(WandbLogger):
         images = {path.stem: wandb.Image(str(path), caption=title) for title, path in pictures.items()}
         self.experiment.log({"results": wandb.Table(dataframe=table), **images})
 
-    @_guarded
+    @_never_fatal
     def finalize(self, status: str) -> None:
         """Close what Lightning closes after each stage."""
         super().finalize(status)
 
-    @_guarded
+    @_never_fatal
     def finish(self) -> None:
         """End the run: everything has been logged."""
         run = open_experiment(self)
@@ -182,7 +182,7 @@ class Tracker(WandbLogger):
 
 
 class MetricsFile(CSVLogger):
-    """Lightning's CSV logger, which goes on with the file where a spawned fit is followed by a spawned test."""
+    """Lightning's CSV logger, which continues the file where a spawned test follows a spawned fit."""
 
     @property
     @rank_zero_experiment
@@ -209,7 +209,7 @@ class SaveConfig(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write `config.yaml`, and give the config to the tracker."""
-        if trainer.logger is None:  # a barebones run keeps nothing
+        if trainer.logger is None:  # a barebones run is not recorded
             return
         directory = Path(str(trainer.logger.log_dir))
         directory.mkdir(parents=True, exist_ok=True)
@@ -220,13 +220,13 @@ class SaveConfig(SaveConfigCallback):
 
 
 def next_version(root: str, name: str) -> str:
-    """The first free `version_N` under `root/name`."""
+    """Name the first free `version_N` under `root/name`."""
     taken = [re.fullmatch(r"version_(\d+)", path.name) for path in Path(root, name).glob("version_*")]
     return f"version_{max((int(match[1]) for match in taken if match), default=-1) + 1}"
 
 
 def claim_version(root: str, name: str) -> str:
-    """Make the first free `version_N` under `root/name`, which no other run that starts now can have, too.
+    """Make the first free `version_N` under `root/name`, which no other run that starts now gets.
 
     Raises:
         UserError: When no folder can be made there.
@@ -255,7 +255,7 @@ def make_loggers(
     tags: Sequence[str] | None,
     resumed: str | None = None,
 ) -> list[Logger]:
-    """The CSV logger, first because run directories follow it, and the tracker, with a run of its own or an earlier."""
+    """Make the CSV logger, first because run directories follow it, and the tracker, for a new or an earlier run."""
     csv = MetricsFile(root, name=name, version=version)
     if not wandb or os.environ.get("WANDB_MODE") == "disabled":
         return [csv]

@@ -1,4 +1,4 @@
-"""The run record: `run.json`, which says what a run was, how it went and on what."""
+"""Writes the run record, `run.json`: what a run was, how it went and on what."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 
 
 def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
-    """Say what the flags have come to: strategy, devices, sizes, precision, placement, by their names in the record."""
+    """Collect strategy, devices, sizes, precision and placement as they were resolved, by their names in the record."""
     data = getattr(trainer, "datamodule", None)
     own = data if isinstance(data, ImageData) else None
     return {
@@ -104,7 +104,7 @@ class RunRecord(Callback):
     # -- the run as a whole ---------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin the record, or go on with it: the test after fit belongs to the same run."""
+        """Begin the record, or continue it: the test after fit belongs to the same run."""
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:
             return
@@ -293,7 +293,7 @@ class RunRecord(Callback):
         checkpoint["epochs"] = self.record.get("epochs", [])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on with the epochs of the run that is resumed."""
+        """Continue the epochs of the run that is resumed."""
         if trainer.state.fn == "fit":
             self.record["epochs"] = list(checkpoint.get("epochs", []))
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from a short window near the beginning of training."""
+"""Measures where the time of a step goes, in a short window near the start of training."""
 
 import statistics
 import time
@@ -43,7 +43,7 @@ class StepProfile(Callback):
 
     @property
     def timing(self) -> bool:
-        """Whether the step that ends now was disturbed by being timed: on a CPU it is not."""
+        """Whether timing has disturbed the step that ends now: on a CPU it does not."""
         return self._watch is not None and self._watch.cuda and (self._watch.attached or self._ended_now)
 
     @property
@@ -120,7 +120,7 @@ class _Stopwatch(Profiler):
         return time.perf_counter()
 
     def take(self) -> dict[str, float]:
-        """Seconds of the phases in the step that ends here, and begin anew."""
+        """Return the seconds of the phases in the step that ends here, and begin anew."""
         spent = {name: self._spent.get(name, 0.0) for name in (*PHASES, "launch") if name != "rest"}
         self._spent = {}
         return spent
@@ -177,7 +177,7 @@ class _Stopwatch(Profiler):
             self._add("launch", max(launched - began - (0.0 if self.cuda else waited), 0.0))
 
     def _waited(self) -> float:
-        """Seconds from the last gradient to the end of the backward pass, where ranks add up their gradients."""
+        """Measure the seconds from the last gradient to the end of the backward pass, where ranks add up gradients."""
         if self.cuda and self._last_gradient:
             assert self._ready is not None
             end = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""What is said of a run: the layers of its network at the beginning, a line for each epoch, a report at the end."""
+"""Prints the layers of the network before a run, a line for each epoch, and a report at the end."""
 
 import copy
 import re
@@ -95,12 +95,12 @@ class _Shapes(LightningModule):
 
 
 def _text(shape: Any) -> str:
-    """What is computed from one image, `6 × 28 × 28`; `?` where a layer is not used."""
+    """Write the shape for one image, `6 × 28 × 28`; `?` where a layer is not used."""
     return " × ".join(map(str, shape[1:])) if isinstance(shape, list) else str(shape)
 
 
 def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> Iterator[str]:
-    """Lines that tell how a run went, where its files are and what to try next.
+    """Tell how a run went, where its files are and what to try next, line by line.
 
     Args:
         record: The run record.
@@ -154,14 +154,14 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
 
 
 def finished(record: dict[str, Any]) -> bool:
-    """Whether a training has come to the end that was asked for, by epochs or by steps."""
+    """Decide whether a training has reached the epochs or steps that were asked for."""
     epochs = max((row["epoch"] + 1 for row in record["epochs"] if row["whole"]), default=0)
     limits = ((epochs, record["max_epochs"]), (record["steps"], record["max_steps"]))
     return any(limit is not None and 0 <= limit <= reached for reached, limit in limits)
 
 
 def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], validated: bool) -> str:
-    """One line of less than 80 columns on an epoch: its metrics, those of validation if there was one, and its time.
+    """Write a line of less than 80 columns on an epoch: its metrics, with those of validation if any, and its time.
 
     Args:
         row: The epoch's row of the run record.
@@ -177,7 +177,7 @@ def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], 
 
 
 def _figures(measured: Mapping[str, float | None]) -> str:
-    """Accuracy and loss, where they were logged; the record has null where a loss was not finite."""
+    """Write accuracy and loss where they were logged; the record has null where a loss was not finite."""
     said = [f"accuracy {measured['acc']:.2%}"] if "acc" in measured else []
     if "loss" in measured:
         loss = measured["loss"]
@@ -186,6 +186,6 @@ def _figures(measured: Mapping[str, float | None]) -> str:
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Write a table in Markdown."""
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)

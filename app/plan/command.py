@@ -1,4 +1,4 @@
-"""`python -m app plan`: its flags, and what it says."""
+"""`python -m app plan`: reads its flags, measures, predicts, and writes the plan."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def bandwidth(text: str) -> float:
-    """Bytes per second of `25GB/s` or `100Mbit/s`."""
+    """Read `25GB/s` or `100Mbit/s`: bytes per second."""
     match = re.fullmatch(r"([\d.]+)\s*([kMGT]?)(B|bit)/s", text.strip())
     if match is None or not float(match[1]):
         raise ValueError(f"{text}: give bytes or bits per second, such as 25GB/s or 100Mbit/s")
@@ -44,18 +44,18 @@ def bandwidth(text: str) -> float:
 
 
 def latency(text: str) -> float:
-    """Seconds of `20us` or `1ms`."""
+    """Read `20us` or `1ms`: seconds."""
     match = re.fullmatch(r"([\d.]+)\s*(s|ms|us|µs|ns)", text.strip())
     if match is None:
         raise ValueError(f"{text}: give a time, such as 20us or 1ms")
     return float(match[1]) * SECONDS[match[2]]
 
 
-def run(words: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     """Measure, predict, and write the plan.
 
     Args:
-        words: The arguments after `plan`.
+        arguments: The arguments after `plan`.
 
     Returns:
         Exit code.
@@ -63,10 +63,10 @@ def run(words: list[str]) -> int:
     Raises:
         UserError: For what a user did wrong.
     """
-    own, flags = split_words(words)
+    own, flags = split_words(arguments)
     options = _parse(own)
     console = Console() if sys.stdout.isatty() else Console(width=110)
-    fit = ["fit", *(word for pair in flags for word in pair)]
+    fit = ["fit", *(part for pair in flags for part in pair)]
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
             raise UserError(f"{flag} {value}: with --run the steps are those of the run: leave it out")
@@ -86,7 +86,7 @@ def run(words: list[str]) -> int:
     folder = folder / next_version(str(folder.parent), "plan")
     folder.mkdir(parents=True)
     text = "\n\n".join(_report(table, step, machines, source, network, options.scale_batch))
-    command = shlex.join(["python", "-m", "app", "plan", *words])
+    command = shlex.join(["python", "-m", "app", "plan", *arguments])
     head = f"`{command}`, torch {versions()['torch']}, on {hardware()['cpu']}"
     (folder / "plan.md").write_text(f"{text}\n\n{head}\n\n![scaling](plan.png)\n")
     table.to_csv(folder / "plan.csv", index=False)
@@ -99,7 +99,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _parse(words: list[str]) -> Namespace:
+def _parse(arguments: list[str]) -> Namespace:
     parser = PlainParser(prog="python -m app plan", usage=USAGE)
     parser.add_argument("--run", nargs="+", default=[], metavar="DIR", help="directories of runs whose steps to take")
     parser.add_argument("--bandwidth", help="between devices of a node, such as 25GB/s; by default measured")
@@ -111,7 +111,7 @@ def _parse(words: list[str]) -> Namespace:
     parser.add_argument("--price_per_hour", type=float, help="price of one device for an hour")
     parser.add_argument("--scale_batch", type=bool, default=False, help="let the global batch grow with the devices")
     parser.add_argument("--root", default="runs", help="plans go to ROOT/plan")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     for name, most in (("per_node", None), ("max_devices", 16384)):
         value = options[name]
         if value is not None and (value < 1 or (most is not None and value > most)):
@@ -134,14 +134,14 @@ def _parse(words: list[str]) -> Namespace:
 
 
 def _counts(most: int, per_node: int) -> list[int]:
-    """Powers of two within a node, then whole nodes, doubled."""
+    """List numbers of devices: powers of two within a node, then whole nodes, doubled."""
     doubled = [2**exponent for exponent in range(most.bit_length())]
     counts = {count for count in doubled if count < per_node} | {count * per_node for count in doubled}
     return sorted(count for count in counts if count <= most)
 
 
 def _step(options: Namespace, fit: list[str], console: Console) -> tuple[Step, int, str]:
-    """The step, its global batch, and where both come from."""
+    """Measure the step, or read it from runs: step, global batch, and a sentence on where both come from."""
     if options.run:
         read = [read_record(path) for path in options.run]
         configs = [record["config"] for _, _, record in read]
@@ -172,7 +172,7 @@ def _step(options: Namespace, fit: list[str], console: Console) -> tuple[Step, i
 
 
 def _machines(options: Namespace, console: Console) -> tuple[Machines, str]:
-    """The machines, and where the figures of their network come from."""
+    """Describe the machines, and say where the figures of their network come from."""
     given = options.bandwidth is not None and options.latency is not None
     link = Link(options.bandwidth or 1.0, options.latency or 0.0)
     source = "given"

@@ -1,4 +1,4 @@
-"""How training would scale: step time on 1…N devices × nodes, predicted from a step and a network.
+"""Predicts how training scales: step time on 1…N devices × nodes, from a step and a network.
 
 A step of a batch of b images on one device takes data(b) + forward(b) + backward(b) + update + rest, of which the
 first three are lines in b, fitted to measured steps; their offset is what it costs to launch them at all.
@@ -46,7 +46,7 @@ class Line:
     per_image: float
 
     def __call__(self, images: float) -> float:
-        """Seconds for a batch."""
+        """Predict the seconds for a batch."""
         return self.launch + self.per_image * images
 
 
@@ -91,11 +91,11 @@ class Step:
         return sum(bucket.size for bucket in self.buckets)
 
     def single(self, batch: float) -> float:
-        """Seconds of a step on one device."""
+        """Predict the seconds of a step on one device."""
         return self.data(batch) + self.forward(batch) + self.backward(batch) + self.update + self.rest
 
     def ddp(self, batch: int, devices: int, link: Link) -> float:
-        """Seconds of a step of a global batch under ddp; `link` is the slowest one of the ring."""
+        """Predict the seconds of a step of a global batch under ddp; `link` is the slowest one of the ring."""
         if devices == 1:
             return self.single(batch)
         images = -(-batch // devices)
@@ -106,7 +106,7 @@ class Step:
         return self.data(images) + self.forward(images) + max(backward, end) + self.update + self.rest + agreed
 
     def dp(self, batch: int, devices: int, link: Link, shared: bool = False) -> float:
-        """Seconds of a step of a global batch under dp; replicas with `shared` memory have no parameters to copy."""
+        """Predict the seconds of a step under dp; replicas with `shared` memory have no parameters to copy."""
         if devices == 1:
             return self.single(batch)
         images = -(-batch // devices)
@@ -116,7 +116,7 @@ class Step:
         return self.data(batch) + devices * launch + compute + copies + self.update + self.rest
 
     def stretched(self, factor: float) -> "Step":
-        """The same where devices share a processor, so that all they compute takes longer."""
+        """Make the same step for devices that share a processor, so that all they compute takes longer."""
 
         def slower(line: Line) -> Line:
             return Line(line.launch * factor, line.per_image * factor)
@@ -133,7 +133,7 @@ class Step:
 
 
 def fit_step(measured: Sequence[tuple[float, dict[str, float]]], backward: float, buckets: Iterable[Bucket]) -> Step:
-    """The step on one device for which batches take what was measured.
+    """Fit the step of one device to what batches of several sizes have taken.
 
     Args:
         measured: Images of a batch on one device, and its `time_per_step` as in run.json, in milliseconds. With one
@@ -184,7 +184,7 @@ def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class Machines:
-    """What there is, or would be, to train on.
+    """The machines to train on, real or imagined.
 
     Attributes:
         per_node: Devices of a node.
@@ -201,7 +201,7 @@ class Machines:
     price_per_hour: float | None = None
 
     def slowest(self, devices: int) -> Link:
-        """The slowest link of a ring over that many devices."""
+        """Find the slowest link of a ring over that many devices."""
         if devices <= self.per_node:
             return self.link
         bandwidth = min(self.link.bandwidth, self.node_link.bandwidth)

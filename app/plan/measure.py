@@ -1,4 +1,4 @@
-"""A step of training and the gradients of its model, measured on one device of this machine."""
+"""Measures a step of training, and when its gradients are ready, on one device of this machine."""
 
 import json
 import subprocess
@@ -33,11 +33,11 @@ QUIET = {
 LIMIT = 300  # seconds for one of the short runs
 
 
-def measure_steps(words: list[str]) -> list[tuple[float, dict[str, float]]]:
+def measure_steps(arguments: list[str]) -> list[tuple[float, dict[str, float]]]:
     """Train for 30 steps on one device with the global batch, a quarter and a sixteenth of it.
 
     Args:
-        words: The arguments of `python -m app`, beginning with `fit`.
+        arguments: The arguments of `python -m app`, beginning with `fit`.
 
     Returns:
         Images of a batch and its `time_per_step`, the global batch first; that one alone where the data cannot take
@@ -46,26 +46,26 @@ def measure_steps(words: list[str]) -> list[tuple[float, dict[str, float]]]:
     Raises:
         UserError: When such a run fails.
     """
-    first = short_run(words)
+    first = short_run(arguments)
     batch = first["global_batch_size"]
     if batch is None:
         raise UserError("the data module is not one of this application, so that its batch is not known: give --data")
     measured = [(float(batch), first["time_per_step"])]
     for smaller in sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True):
-        measured.append((float(smaller), short_run([*words, "--data.batch_size", str(smaller)])["time_per_step"]))
+        measured.append((float(smaller), short_run([*arguments, "--data.batch_size", str(smaller)])["time_per_step"]))
     return measured
 
 
-def short_run(words: list[str]) -> dict[str, Any]:
-    """The record of a run of 30 steps on one device.
+def short_run(arguments: list[str]) -> dict[str, Any]:
+    """Make a run of 30 steps on one device, and return its record.
 
     Raises:
         UserError: When it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        quiet = [word for key, value in QUIET.items() for word in (f"--{key}", value)]
+        quiet = [part for key, value in QUIET.items() for part in (f"--{key}", value)]
         try:
-            done = run_app([*words, *quiet, "--run.root", folder], LIMIT)
+            done = run_app([*arguments, *quiet, "--run.root", folder], LIMIT)
         except subprocess.TimeoutExpired as error:
             raise UserError(
                 f"30 steps on one device took more than {LIMIT} s: give --run with a run's record"
@@ -81,7 +81,7 @@ def short_run(words: list[str]) -> dict[str, Any]:
 
 
 def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
-    """Images of a batch on each device, `time_per_step` and the whole of a run's record.
+    """Read a run's record: the images of a batch on each device, `time_per_step`, and all of it.
 
     Raises:
         UserError: When there is no record, or it has not what is needed.
@@ -100,21 +100,21 @@ def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
     return batch, record["time_per_step"], record
 
 
-def profile_gradients(words: list[str], batch: int) -> tuple[float, list[tuple[int, float]]]:
-    """Run the model forward and back, and see when each gradient is there.
+def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tuple[int, float]]]:
+    """Run the model forward and back, and note when each gradient is ready.
 
     Args:
-        words: The arguments of `python -m app`, beginning with `fit`.
+        arguments: The arguments of `python -m app`, beginning with `fit`.
         batch: Images of a batch.
 
     Returns:
         The part of both passes that is backward, and the bytes of each gradient with the part of the backward pass
         after which it is there, in order.
     """
-    model, data = build(words)
+    model, data = build(arguments)
     if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):
         raise UserError("plan needs a model and data of this application: give --model and --data")
-    trainer = resolve(words).trainer
+    trainer = resolve(arguments).trainer
     device = torch.device("cuda" if torch.cuda.is_available() and trainer.accelerator != "cpu" else "cpu")
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16 if device.type == "cuda" else torch.bfloat16}
     autocast = torch.autocast(device.type, mixed.get(trainer.precision), enabled=trainer.precision in mixed)

@@ -1,1 +1,1 @@
-"""This machine: what it is, how fast its processes communicate, files that are whole or not there."""
+"""Describes this machine, measures how fast its processes communicate, and writes files in one piece."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Writes files that are either whole or absent."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON in one piece, also where this process is killed meanwhile.
+    """Write JSON so that the file is never half written, even where this process is killed.
 
     Args:
         path: The file; its folder is made.

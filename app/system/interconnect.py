@@ -1,4 +1,4 @@
-"""How fast processes exchange gradients: an all-reduce measured over a range of sizes, and what it comes to."""
+"""Measures how fast processes exchange gradients: an all-reduce of several sizes, and the link that explains it."""
 
 import os
 import queue
@@ -18,7 +18,7 @@ SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two devices.
+    """The connection of two devices.
 
     Attributes:
         bandwidth: Bytes per second, in each direction.
@@ -29,7 +29,7 @@ class Link:
     latency: float
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds to add up a buffer over a ring of ranks.
+        """Predict the seconds to add up a buffer over a ring of ranks.
 
         Each rank sends 2(N-1) parts of 1/N of the buffer, one after the other. Source: Patarasuk and Yuan,
         https://doi.org/10.1016/j.jpdc.2008.09.002.
@@ -43,7 +43,7 @@ class Link:
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Offset and slope, neither below zero, of the line with the least squared *relative* errors."""
+    """Fit offset and slope, neither below zero, of a line with the least squared *relative* errors."""
     weights = 1 / np.asarray(y)
     columns = np.stack([np.ones(len(x)), np.asarray(x)], axis=1) * weights[:, None]
     candidates = [np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)[0]]
@@ -56,7 +56,7 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
-    """The link on which an all-reduce takes what was measured.
+    """Fit the link on which an all-reduce takes as long as was measured.
 
     Args:
         measured: Bytes and seconds.
@@ -79,7 +79,7 @@ def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: fl
         Bytes and median seconds of each size.
 
     Raises:
-        TimeoutError: When the processes do not meet or do not answer in time.
+        TimeoutError: When the processes do not find each other or do not answer in time.
         RuntimeError: When one of them fails.
     """
     context = torch.multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""What this machine and this installation are."""
+"""Describes this machine and this installation."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of what the app builds on, and of the app itself with its commit."""
+    """List the versions of Python, of what the app builds on, and of the app itself with its commit."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -31,7 +31,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Commit of this package's checkout, with `-dirty` where it was changed; None outside one."""
+    """Name the commit of this package's checkout, with `-dirty` where it was changed; None outside one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
@@ -40,23 +40,23 @@ def _commit() -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Names of processor and accelerators, and the number of cores."""
+    """Name processor and accelerators, and count the cores."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": names}
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, by its affinity and by the quota of its control group."""
+    """Count the cores that this process may use, by its affinity and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")  # quota and period in microseconds, or `max`
-    words = quota.read_text().split() if quota.exists() else ["max"]
-    return cores if words[0] == "max" else min(cores, max(int(words[0]) // int(words[1]), 1))
+    limit = quota.read_text().split() if quota.exists() else ["max"]
+    return cores if limit[0] == "max" else min(cores, max(int(limit[0]) // int(limit[1]), 1))
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's driver, where there is one.
+    """Ask for the version of NVIDIA's driver, where there is one.
 
-    Asked for by name: `torch.utils.collect_env` looks for a heading that nvidia-smi 610 no longer prints.
+    Not by `torch.utils.collect_env`, which looks for a heading that nvidia-smi 610 no longer prints.
     """
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -76,7 +76,7 @@ def _cpu_name() -> str:
 
 
 def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
-    """Peak memory of this process in GiB, a row for each of its devices: on the accelerator, and on the host."""
+    """Measure the peak memory of this process in GiB, a row for each of its devices: there, and on the host."""
     rows = []
     for device in devices:
         cuda = device.type == "cuda"
@@ -94,14 +94,14 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
 
 
 def _total(device: torch.device) -> int:
-    """Bytes of memory that a device has; of the CPU, the host's."""
+    """Return the bytes of memory that a device has; of the CPU, the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 
 
 def _peak_rss() -> int:
-    """Peak memory of this process in bytes; on Linux not getrusage's, which begins with the parent's peak."""
+    """Return the peak memory of this process in bytes; on Linux not getrusage's, which begins with the parent's."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
