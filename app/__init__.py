@@ -1,10 +1,28 @@
 """Train image classifiers with data parallelism, from one device to many nodes, by changing flags.
 
-`cli` routes a command line, `commands` turns flags into a run, `beginning` settles what all ranks share, `run` says how
-it ended; `networks` and `modules` hold the models, `data` the images, `parallel` the strategies and how ranks meet;
-`callbacks`, `record`, `profiling` and `tracking` watch and record a run. `compare` measures
-many runs, `plan` predicts them from a step and a `network`, `doctor` says what this machine can run. `errors` holds
-what a user did wrong, `settings` what a command line means.
+Imports go one way, from the top of this map to its bottom; `tests/test_layout.py` holds it to that.
+
+    __main__            calls cli.main
+    cli                 routes a command line; turns what happened into an exit status and one line
+    compare             many runs: experiment (what), runner (each in processes of its own), results, advice, figures,
+                        report, command
+    plan                predicts scaling: measure (a step), cost_model (the formulas), command
+    doctor              says what this machine can run, and tests it
+    fit                 fit, validate, test, predict: configuration (flags, and what they mean), parser (words to
+                        settings), rules (whether it can work), command (builds and runs it), run_options (where a run
+                        is kept), checkpoints
+    callbacks           what a user may add to a run: batch shapes, predictions, test figures
+    monitor             watches one run: run_record (run.json), step_profiler, loggers, summary (what is said of it)
+    launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
+                        agree; and end: signals, failures, watchdog, process
+    parallel            strategies: data_parallel (dp), ddp, comm_hooks; importing it registers their names
+    modules             LightningModules: loss, metrics, optimizer, predictions
+    data                sources (where images come from), cache (decoded once, mapped), batches (a rank's share),
+                        transforms (pixels), module (the data sets that --data names)
+    networks            torch only: the CNNs and the MLP
+    system              machine, interconnect, files; and patches: lightning_patches and torch_patches alone touch
+                        private names of these libraries
+    errors              what a user did wrong, and how a run ends
 """
 
 import warnings
