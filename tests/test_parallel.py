@@ -10,7 +10,8 @@ from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
 import app.parallel  # noqa: F401  (registers dp)
-from app.launch.failures import lost, silent
+from app.errors import RankLostError, RankSilentError
+from app.launch.failures import lost
 
 App = Callable[..., tuple[int, str]]
 THEIRS = ["--model", "user_code.TheirModel", "--data", "user_code.TheirData", "--trainer.max_epochs", "2", *QUIET]
@@ -67,7 +68,8 @@ def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
 )
 def test_what_an_error_of_a_communication_tells(said: str, meant: str | None) -> None:
     """NCCL's are those in its library's text: no test here meets them."""
-    assert (lost(said, None) is not None, silent(said) is not None) == (meant == "gone", meant == "silent")
+    kinds = {"gone": RankLostError, "silent": RankSilentError}
+    assert type(lost(said)) is kinds.get(str(meant), type(None))
 
 
 def test_somebodys_own_model_that_logs_no_accuracy(app: App) -> None:

@@ -218,6 +218,14 @@ def strategy_class(trainer: Namespace) -> type[Strategy]:
     return StrategyRegistry[flag.lower()]["strategy"]
 
 
+def strategy_options(trainer: Namespace) -> dict[str, Any]:
+    """The strategy's options, as far as they are known before it is made."""
+    flag = trainer.strategy
+    if isinstance(flag, str):
+        return StrategyRegistry[flag]["init_params"] if flag in StrategyRegistry else {}
+    return vars(flag.get("init_args") or Namespace())
+
+
 def processes_per_node(trainer: Namespace) -> int:
     """Processes on each node: one for each device, unless the strategy has several devices in a process."""
     cls: Any = strategy_class(trainer)
@@ -238,10 +246,8 @@ def agent_processes(config: Namespace) -> int:
         return 0
     if launched() is not None or (cluster.init_method is None and other_launcher()):
         return 0
-    cls = strategy_class(trainer)
-    named = StrategyRegistry[trainer.strategy]["init_params"] if trainer.strategy in StrategyRegistry else {}
-    settings = getattr(trainer.strategy, "init_args", None) or named
-    if not issubclass(cls, ParallelStrategy) or (settings.get("start_method") or "popen") != "popen":
+    starts_its_own = strategy_options(trainer).get("start_method", "popen") != "popen"
+    if starts_its_own or not issubclass(strategy_class(trainer), ParallelStrategy):
         return 0
     processes = processes_per_node(trainer)
     return processes if processes * trainer.num_nodes > 1 else 0

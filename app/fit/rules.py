@@ -36,6 +36,7 @@ from app.fit.configuration import (
     follow,
     processes_per_node,
     strategy_class,
+    strategy_options,
 )
 from app.launch.cluster_environment import OWN_AGENT, Launched, launched, other_launcher
 from app.launch.process import RANKS, is_task_of_srun
@@ -78,10 +79,7 @@ class Asked:
     @cached_property
     def options(self) -> dict[str, Any]:
         """The options of the strategy, as far as they are known before it is made."""
-        flag = self.trainer.strategy
-        if isinstance(flag, str):
-            return StrategyRegistry[flag]["init_params"] if flag in StrategyRegistry else {}
-        return vars(flag.get("init_args") or Namespace())
+        return strategy_options(self.trainer)
 
     @property
     def hook(self) -> Callable | None:
