@@ -21,6 +21,7 @@ from app.errors import EXIT_CODES, RankError, UserError
 from app.launch.failures import explain, root_cause
 from app.launch.process import AGENT
 from app.launch.rendezvous import Cluster, NodeRendezvous
+from app.system.machine import usable_cores
 
 TAIL = 30  # lines of a failed rank's output that are shown
 RUN_DIR = "run_dir"  # beside torch's error file of rank zero: the directory of its run
@@ -47,7 +48,8 @@ def launch(
         RankError: When a rank has failed otherwise.
     """
     rendezvous_handler_registry.register(rendezvous.get_backend(), _handler)
-    with _log_dir(cluster.log_dir) as folder, _agent(cluster.timeout):
+    with _log_dir(cluster.log_dir) as folder, _agent(processes, cluster.timeout):
+        earlier = set(folder.iterdir())
         tee = {0: Std.ALL} if cluster.log_dir else Std.NONE
         redirects = dict.fromkeys(range(0 if cluster.log_dir else 1, processes), Std.ALL)
         config = LaunchConfig(
@@ -72,9 +74,10 @@ def launch(
             if failure.exitcode in EXIT_CODES.values():
                 return failure.exitcode
             said = explain(rank, failure)
+            attempts = sorted(path for run in set(folder.iterdir()) - earlier for path in run.glob("attempt_*"))
             if type(said) is RankError and failure.local_rank:
-                _show_output(rank, failure.local_rank, folder)
-            for note in folder.rglob(RUN_DIR):
+                _show_output(rank, attempts[-1] / str(failure.local_rank))
+            for note in (path for attempt in attempts for path in attempt.rglob(RUN_DIR)):
                 on_failure(note.read_text(), str(said))
             raise said from None
         except SignalException as error:
@@ -97,11 +100,12 @@ def _log_dir(given: str | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _agent(timeout: float) -> Iterator[None]:
+def _agent(processes: int, timeout: float) -> Iterator[None]:
     """What the agent's processes inherit, and what torch elastic says of itself: only with --verbose."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before, mask = os.environ.copy(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     os.environ[AGENT] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     # torch 2.12 and later: seconds in which the ranks may save their last checkpoint
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(timeout)))
     if "APP_DEBUG" not in os.environ:
@@ -129,11 +133,9 @@ def note_run_dir(directory: str) -> None:
         Path(error_file).with_name(RUN_DIR).write_text(directory)
 
 
-def _show_output(rank: int, local_rank: int, folder: Path) -> None:
-    """The last lines of a rank's output, which has gone to a file, each under its name."""
-    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime_ns)
-    for stream in ("stdout.log", "stderr.log"):
-        log = attempts[-1] / str(local_rank) / stream
+def _show_output(rank: int, folder: Path) -> None:
+    """The last lines of a rank's output, which has gone to files in a folder, each under its name."""
+    for log in (folder / "stdout.log", folder / "stderr.log"):
         lines = log.read_text(errors="replace").splitlines()[-TAIL:] if log.exists() else []
         for line in lines:
             print(f"[rank {rank}] {line}", file=sys.stderr)

@@ -161,6 +161,10 @@ class NodeRendezvous(StaticTCPRendezvous):
         """Without the store, which spawned ranks reach by its address: the command line holds this, and they get it."""
         return {**vars(self), "_store": None}
 
+    def get_backend(self) -> str:
+        """Name of this rendezvous in torch elastic's registry."""
+        return "nodes"
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes, once; when processes are started again, the nodes are known.
 
