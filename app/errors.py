@@ -79,17 +79,17 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {error}")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Phrase `: did you mean …?` for the nearest known word; nothing when none is near.
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Phrase `: did you mean …?` for the nearest known name; nothing when none is near.
 
     Of flags, `--optimizer.lr`, the last part counts as much as the whole; upper and lower case are the same.
     """
 
     def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
-        if not word.startswith("--"):
+        whole = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
+        if not name.startswith("--"):
             return whole
-        last, wanted = (name.rsplit(".", 1)[-1].lstrip("-").lower() for name in (candidate, word))
+        last, wanted = (flag.rsplit(".", 1)[-1].lstrip("-").lower() for flag in (candidate, name))
         return max(whole, difflib.SequenceMatcher(None, wanted, last).ratio() - 0.05)
 
     ranked = sorted({(likeness(candidate), candidate) for candidate in known}, reverse=True)
@@ -117,8 +117,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     if match := re.match(r"`Trainer\(devices=(.+?)\)` value is not a valid input using (\w+)", text):
         return f"--trainer.devices {match[1]}: the {match[2]} accelerator cannot give that: give a count from 1 on"
     if match := re.match(r"unrecognized arguments: (\S+)", text):
-        word = match[1].split("=")[0]
-        return f"{word}: there is no such flag{nearest(word, flags)}"
+        flag = match[1].split("=")[0]
+        return f"{flag}: there is no such flag{nearest(flag, flags)}"
     if match := re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text):
         return f"{match[2]} in the config: {match[1]} has no such setting{nearest('--' + match[2], flags)}"
     if match := re.search(r"invalid choice: '([^']*)' \(choose from (.+)\)", text):

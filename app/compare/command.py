@@ -22,7 +22,7 @@ from app.compare.experiment import Experiment, Variant, command, expand
 from app.compare.report import write_report
 from app.compare.runner import Runner
 from app.errors import UserError, nearest
-from app.fit.configuration import split_words
+from app.fit.configuration import split_flags
 from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import Tracker, make_loggers, next_version
 from app.monitor.step_profiler import PHASES
@@ -104,7 +104,7 @@ def run(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
     """Read the options of compare itself, the experiment, and the flags of `fit` that were typed."""
-    own, flags = split_words(arguments, ["--experiment"])
+    own, flags = split_flags(arguments, ["--experiment"])
     file = [DEFAULT, *(value for flag, value in flags if flag == "--experiment")][-1]
     parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")

@@ -1,6 +1,6 @@
 """How one rank gets its share of the data: one global permutation per epoch, cut into global batches.
 
-Every way of running draws from the same seeded permutation, so that step k trains on the same samples
+Every strategy draws from the same seeded permutation, so that step k trains on the same samples
 whatever the world size; a rank takes its part of each global batch. Nothing here depends on global random
 state, and the position in an epoch is the trainer's own, so that a resumed run goes on with the very next
 sample.

@@ -106,12 +106,12 @@ def takes_classes_of_data(classes: dict[str, str]) -> bool:
 
 
 def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    words = list(argv)
-    refuse_unusable(words)
-    linked = any(word.startswith("--model.num_classes") for word in words)
-    if linked and takes_classes_of_data(DEFAULTS | chosen_classes(words)):
+    arguments = list(argv)
+    refuse_unusable(arguments)
+    linked = any(argument.startswith("--model.num_classes") for argument in arguments)
+    if linked and takes_classes_of_data(DEFAULTS | chosen_classes(arguments)):
         raise UserError("--model.num_classes comes from the data: leave it out")
-    return parser.parse_args(spell_out_strategy(words))
+    return parser.parse_args(spell_out_strategy(arguments))
 
 
 def resolve_command(argv: Sequence[str]) -> tuple[str, Namespace]:
@@ -273,20 +273,20 @@ def replicas(trainer: Namespace) -> int:
     return devices_per_node(trainer) * trainer.num_nodes
 
 
-def split_words(words: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:
+def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:
     """Part the flags of `fit`, and some others, with their values, from the rest of a command line.
 
     Raises:
         UserError: When one of them has no value.
     """
-    remaining, flags, rest = [], [], list(words)
+    remaining, flags, rest = [], [], list(argv)
     while rest:
-        word = rest.pop(0)
-        flag, given, value = word.partition("=")
+        argument = rest.pop(0)
+        flag, given, value = argument.partition("=")
         if flag.startswith("--") and ("." in flag or flag in FIT_FLAGS or flag in others):
             if not given and not rest:
                 raise UserError(f"{flag} needs a value")
             flags.append((flag, value if given else rest.pop(0)))
         else:
-            remaining.append(word)
+            remaining.append(argument)
     return remaining, flags

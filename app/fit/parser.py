@@ -115,8 +115,8 @@ def chosen_classes(arguments: list[str]) -> dict[str, str]:
         UserError: When a config file is missing, not text, or not a YAML mapping.
     """
     chosen = {}
-    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
-        flag, given, value = word.partition("=")
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        flag, given, value = argument.partition("=")
         value = value if given else following
         if flag.removesuffix(".class_path") in ("--model", "--data"):
             chosen[flag.removesuffix(".class_path").removeprefix("--")] = value
@@ -138,9 +138,9 @@ def spell_out_strategy(arguments: list[str]) -> list[str]:
     Raises:
         UserError: When such an option comes without a strategy, or with one that there is not.
     """
-    words, name = [], "auto"
-    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
-        flag, given, value = word.partition("=")
+    spelt, name = [], "auto"
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        flag, given, value = argument.partition("=")
         value = value if given else following
         if flag in ("--trainer.strategy", "--trainer.strategy.class_path"):
             name = value
@@ -152,7 +152,7 @@ def spell_out_strategy(arguments: list[str]) -> list[str]:
             if name in StrategyRegistry:
                 cls, settings = StrategyRegistry[name]["strategy"], StrategyRegistry[name]["init_params"]
                 name = f"{cls.__module__}.{cls.__qualname__}"
-                words += [f"--trainer.strategy={name}", *(f"--trainer.strategy.{k}={v}" for k, v in settings.items())]
+                spelt += [f"--trainer.strategy={name}", *(f"--trainer.strategy.{k}={v}" for k, v in settings.items())]
             elif "." not in name and name not in [cls.__name__ for cls in _subclasses(Strategy)]:
                 wrong = (
                     "give --trainer.strategy ddp, or another one, before it"
@@ -160,8 +160,8 @@ def spell_out_strategy(arguments: list[str]) -> list[str]:
                     else (f"there is no --trainer.strategy {name}{nearest(name, StrategyRegistry)}")
                 )
                 raise UserError(f"{flag}: {wrong}")
-        words.append(word)
-    return words
+        spelt.append(argument)
+    return spelt
 
 
 def refuse_unusable(arguments: list[str]) -> None:
@@ -171,8 +171,8 @@ def refuse_unusable(arguments: list[str]) -> None:
         UserError: For a number of the optimizer or the scheduler that is not finite, and for a section of a config that
             is null.
     """
-    for word, following in zip(arguments, [*arguments[1:], "-"], strict=True):
-        flag, given, value = word.partition("=")
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        flag, given, value = argument.partition("=")
         value = value if given else following
         if flag.startswith(("--model.optimizer.", "--model.scheduler.")) and NOT_FINITE.fullmatch(value):
             raise UserError(f"{flag} {value}: give a finite number")

@@ -40,8 +40,8 @@ def name_nodes(nodes: list[tuple[int, list[str]]]) -> None:
 
 def node_of(text: str) -> str | None:
     """The node whose address stands in an error message."""
-    words = re.split(r"[^\w.:]", text.replace("]:", " "))
-    spoken = {part for word in words for part in (word, word.rpartition(":")[0])}
+    places = re.split(r"[^\w.:]", text.replace("]:", " "))
+    spoken = {part for place in places for part in (place, place.rpartition(":")[0])}
     return next((name for address, name in _nodes.items() if address in spoken), None)
 
 

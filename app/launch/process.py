@@ -109,14 +109,14 @@ def environment_of_a_run() -> dict[str, str]:
     return own | {STARTER: str(os.getpid())}
 
 
-def run_app(words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+def run_app(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run `python -m app …` in a process of its own, to the end.
 
     Raises:
         subprocess.TimeoutExpired: When it is not done in time.
     """
     return subprocess.run(
-        [sys.executable, "-m", "app", *words],
+        [sys.executable, "-m", "app", *argv],
         capture_output=True,
         text=True,
         timeout=seconds,

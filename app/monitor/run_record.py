@@ -108,9 +108,10 @@ class RunRecord(Callback):
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:
             return
-        self.path = Path(directory, "run.json")
-        if self.path.exists():
-            self.record = json.loads(self.path.read_text())
+        path = Path(directory, "run.json")
+        if self.path is None and path.exists():  # spawned ranks go on with what those before them have written
+            self.record = json.loads(path.read_text())
+        self.path = path
         self.record["status"] = "running"
         self.record.update(resolved_configuration(trainer), versions=versions(), hardware=hardware())
         self.record["run_dir"] = directory

@@ -67,7 +67,7 @@ class DDP(DDPWithHooks):
         return {"bucket_cap_mb": 0}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Resume, and say what of this way of running cannot be."""
+        """Resume, and say what of this strategy is not in the checkpoint."""
         super().load_optimizer_state_dict(checkpoint)
         if self.not_in_checkpoint:
             rank_zero_warn(f"{self.strategy_name}: the checkpoint does not hold {self.not_in_checkpoint}")

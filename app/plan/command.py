@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from app.errors import UserError
-from app.fit.configuration import split_words
+from app.fit.configuration import split_flags
 from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import next_version
 from app.monitor.summary import markdown_table
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: For what a user did wrong.
     """
-    own, flags = split_words(arguments)
+    own, flags = split_flags(arguments)
     options = _parse(own)
     console = Console() if sys.stdout.isatty() else Console(width=110)
     fit = ["fit", *(part for pair in flags for part in pair)]
