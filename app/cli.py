@@ -52,6 +52,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if "--verbose" in argv:
         argv.remove("--verbose")
         os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
+    if "APP_DEBUG" not in os.environ:  # before torch is imported: c10d's warnings of hosts without a name, and such
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0

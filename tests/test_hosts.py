@@ -174,8 +174,7 @@ def test_a_rank_alone_on_its_host_that_hangs(way: str, node: int, hosts: Network
         flags = ["--run.root", tmp_path, "--trainer.num_nodes", "2", "--trainer.devices", "1", *at, *FOR_EVER]
         processes.append(fit(host, *flags, "--cluster.timeout", "20", launcher=launcher))
     trained(tmp_path, processes, 2)
-    stopped = inner(processes[node])
-    stopped = stopped.children()[0] if way == "torchrun" else stopped
+    stopped = inner(processes[node]).children()[0]  # the agent's, or torchrun's
     stopped.suspend()
     awaited(lambda: gone(stopped), 20 + 10 + 5)
     processes[node].send_signal(signal.SIGCONT)  # nsenter stops with what it has started
@@ -221,7 +220,7 @@ def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path)
     out = ended(processes, 30)
     assert [process.returncode for process in processes] == [1, 1], out
     assert "was ended by SIGKILL" in out[1]
-    assert "error: rank 3 (process" in out[1]
+    assert "error: rank 2 (process" in out[1]
     assert "error: lost the connection to node 1: see what that one says" in out[0]
 
 
