@@ -6,9 +6,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
@@ -20,6 +19,9 @@ from torch import Tensor
 
 from app.errors import UserError, one_line
 from app.system.lightning_patches import open_experiment, tracker_settings
+
+if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
+    import pandas as pd
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
@@ -161,7 +163,7 @@ class Tracker(WandbLogger):
         )
 
     @_never_fatal
-    def log_comparison(self, table: pd.DataFrame, pictures: dict[str, Path]) -> None:
+    def log_comparison(self, table: "pd.DataFrame", pictures: dict[str, Path]) -> None:
         """Log the table and the pictures of a comparison."""
         import wandb
 
