@@ -239,7 +239,8 @@ def test_the_rank_that_failed_is_named(tmp_path: Path) -> None:
     code, out = start_app("fit", *flags, *way)
     assert code != 0, out
     found = record(tmp_path / "cifar_cnn" / "version_0")
-    assert (found["status"], found["error"]) == ("failed", "rank 1: RuntimeError: only here")
+    assert found["status"] == "failed"
+    assert re.fullmatch(r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", found["error"])
 
 
 def test_a_line_for_each_epoch(app: App) -> None:
