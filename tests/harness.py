@@ -135,9 +135,13 @@ class Running:
         return json.loads(path.read_text()) if path.exists() else {"epochs": []}
 
     def get(self, name: str, whom: str) -> None:
-        """Send a signal to the first process (`main`) or to all in its group."""
-        send = os.killpg if whom == "group" else os.kill
-        send(self.process.pid, getattr(signal, name))
+        """Send a signal to the first process (`main`), to its `group`, or to `all` of the run."""
+        if whom == "group":
+            os.killpg(self.process.pid, getattr(signal, name))
+            return
+        for pid in family(self.mark) if whom == "all" else [self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, getattr(signal, name))
 
     def trained(self, epochs: int) -> None:
         """Wait until it has trained so many epochs, or has ended."""

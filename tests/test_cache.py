@@ -346,3 +346,15 @@ def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path
     assert code == 0, out
     code, out = start_app("test", *flags, *way(), "--data.val_size", "20", "--ckpt_path", "last")
     assert code == 0, out
+
+
+def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:
+    """Those of a split, when they are named to be predicted."""
+    kept, shape = ImageCache(str(cache)), (32, 3, [0.5] * 3, [0.5] * 3)
+    unlabelled = FolderSource(str(image_root), *shape, str(image_root / "test"))
+    kept.write(unlabelled, "predict", 0)
+    labelled = FolderSource(str(image_root), *shape, None)
+    assert kept.open(labelled, "test") is None
+    kept.write(labelled, "test", 0)
+    found = [kept.open(source, split) for source, split in ((unlabelled, "predict"), (labelled, "test"))]
+    assert [set(split.labels.tolist()) for split in found if split] == [{-1}, {0, 1, 2}]

@@ -64,7 +64,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
         },
         repeats=2,
     )
-    code, out = compare(path, "--time_limit", "20", env={"COMPARE_TEST": "what_fails"})
+    code, out = compare(path, "--time_limit", "40", env={"COMPARE_TEST": "what_fails"})
     assert code == 1, out
     found = by_name(path)
     assert {name: row["status"] for name, row in found.items()} == {
@@ -83,7 +83,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
     assert "this model fails" in found["fails"]["reason"]
     assert any("this model fails" in line for line in found["fails"]["tail"])
     assert "only here" in found["a node fails"]["reason"]
-    assert "not done after 20 s" in found["hangs"]["reason"]
+    assert "not done after 40 s" in found["hangs"]["reason"]
     one, dp = found["one"], found["dp"]
     assert one["loss_last"] == pytest.approx(dp["loss_last"], abs=1e-5)
     assert (one["n"], one["speed_up"], one["efficiency"]) == (2, 1.0, 1.0)

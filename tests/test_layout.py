@@ -19,7 +19,7 @@ LEVELS = (
     {"monitor"},
     {"callbacks"},
     {"fit"},
-    {"plan", "doctor", "verify"},
+    {"plan", "doctor"},
     {"compare"},
     {"cli"},
     {"__main__"},

@@ -61,6 +61,7 @@ class Reader:
         image = self.split[row]
         if self.augment is None:
             return image
+        image = image.clone()  # which an augmentation may change in place; the split may be mapped to be read only
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)  # of the CPU alone, unlike torch.manual_seed
         augmented = self.augment(image)

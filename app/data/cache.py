@@ -40,7 +40,7 @@ class ImageCache:
     def open(self, source: Source, split: SplitName) -> Split | None:
         """Map the decoded images of a split; None where there is no file of them, or one that is not right."""
         files = source.encoded(split)
-        return self._map(*self._identify(source, files)) if files else None
+        return self._map(*self._identify(source, split, files)) if files else None
 
     def _map(self, path: Path, key: str) -> Split | None:
         try:
@@ -72,14 +72,14 @@ class ImageCache:
         files = source.encoded(split)
         if not files:
             return
-        path, key = self._identify(source, files)
-        if self._map(path, key) is not None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        path, key = self._identify(source, split, files)
         for left in self.folder.glob(f"{path.name}.*"):  # by a process that was killed
             with suppress(OSError):
                 if time.time() - left.stat().st_mtime > DAY:
                     left.unlink()
+        if self._map(path, key) is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         try:
             with temporary.open("xb") as file:
@@ -100,10 +100,11 @@ class ImageCache:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _identify(self, source: Source, files: Sequence[str]) -> tuple[Path, str]:
+    def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
         """File for a split, the same whatever becomes of its images; and the key, which changes with them."""
         place = os.path.commonpath([min(files), max(files)])
-        made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place)]
+        labelled = split != "predict" or getattr(source, "predict_dir", None) is None
+        made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place), labelled]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
         key = hashlib.sha256(json.dumps(list(source.class_names)).encode())
         for file in files:

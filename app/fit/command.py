@@ -29,7 +29,7 @@ from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
 from app.launch.agree import agree, connect, gather_objects, nodes_together
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
-from app.launch.elastic import launch, note_run_dir
+from app.launch.elastic import launch, note_run_dir, note_stopped
 from app.launch.failures import noticing_other_ranks
 from app.launch.process import end_in_order, end_undisturbed, requeue
 from app.launch.rendezvous import NodeRendezvous
@@ -152,12 +152,11 @@ class CLI(Flags):
         try:
             with nodes_together(self.rendezvous, timeout):
                 decided = agree(self._decide, self._check, trainer.node_rank)
-        except UserError:
+        except BaseException:
             if self.decided.get("version"):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
                     Path(self._run_options.root, self._run_options.name, self.decided["version"]).rmdir()
             raise
-        end_in_order()
         self.checkpoint = decided["checkpoint"]
         if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
             trainer.precision_plugin.convert_module(self.model)  # or the weights would be loaded into float32
@@ -182,6 +181,7 @@ class CLI(Flags):
 
     def _check(self, decided: dict[str, Any]) -> None:
         """Make the data ready on each node, and refuse a checkpoint that this rank cannot use."""
+        end_in_order()  # from here on there is something to bring to an end
         if self.trainer.local_rank == 0 and isinstance(self.datamodule, app.data.ImageData):
             self.datamodule.prepare_data(self.subcommand)
         if decided["checkpoint"] is not None:
@@ -220,7 +220,8 @@ class CLI(Flags):
             os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
         kwargs["plugins"] = [*given, *filter(None, [environment])]
         cluster = self.config[self.subcommand].cluster
-        cluster.init_method = cluster.node_rank = None  # the saved config is for any node
+        cluster.init_method = cluster.node_rank = None  # the saved config is for any node, however it is started
+        cluster.max_restarts, cluster.log_dir = 0, None
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
             parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
         if trainer.barebones:
@@ -300,7 +301,10 @@ class CLI(Flags):
         # what started the others would take anything but 0 for a failure; torchrun has to, to go on without a node
         by = self.launcher.by if self.launcher else None
         says = {OWN_AGENT: self.trainer.local_rank == 0, "srun": self.trainer.is_global_zero}.get(by or "", True)
-        return ExitStatus.stopped_by(stopped_by).code if stopped_by and says else 0
+        if stopped_by is None or not says:
+            return 0
+        note_stopped(code := ExitStatus.stopped_by(stopped_by).code)
+        return code
 
     @rank_zero_only
     def after_subcommand(self) -> None:

@@ -31,6 +31,7 @@ from app.errors import UserError, nearest
 from app.fit.configuration import (
     accelerator_class,
     accelerator_name,
+    agent_processes,
     class_of,
     devices_per_node,
     follow,
@@ -230,6 +231,11 @@ FLAGS = (
         "--cluster.timeout {s.config.cluster.timeout:g}",
         "give a number of seconds above 0",
     ),
+    Rule(
+        lambda s: s.config.cluster.max_restarts < 0,
+        "--cluster.max_restarts {s.config.cluster.max_restarts}",
+        "give 0 or more",
+    ),
     Rule(_too_low, "--trainer.strategy.{name} {value}", "give {least} or more"),
     Rule(_without_hook, "--trainer.strategy.{name} has no effect without a hook", "give ddp_comm_hook, too"),
     Rule(
@@ -285,6 +291,18 @@ def _one_node(s: Asked) -> Found:
     given = ((flag, getattr(s.config.cluster, flag)) for flag in ("init_method", "node_rank"))
     used = not s.stands_alone or s.nodes > 1
     return next(({"flag": flag, "value": value} for flag, value in given if value is not None and not used), None)
+
+
+def _no_agent(s: Asked) -> Found:
+    """Settings of our agent in a run that another one starts, or that is one process."""
+    cluster = s.config.cluster
+    given = [("max_restarts", cluster.max_restarts)] * bool(cluster.max_restarts)
+    given += [("log_dir", cluster.log_dir)] * (cluster.log_dir is not None)
+    if not given or (s.launcher.by == OWN_AGENT if s.launcher else agent_processes(s.config)):
+        return False
+    remedy = "leave it out" if s.launcher else "use --trainer.strategy ddp on several devices, or leave it out"
+    (flag, value), by = given[0], s.launcher.by if s.launcher else "no agent"
+    return {"flag": flag, "value": value, "by": by, "remedy": remedy}
 
 
 def _no_place(s: Asked) -> Found:
@@ -428,6 +446,11 @@ HERE = (
         _one_node,
         "--cluster.{flag} {value}: there is one node",
         "give --trainer.num_nodes, or leave it out",
+    ),
+    Rule(
+        _no_agent,
+        "--cluster.{flag} {value} has no effect: {by} starts the processes of this run",
+        "{remedy}",
     ),
     Rule(
         lambda s: not s.processes_meet and s.nodes > 1,

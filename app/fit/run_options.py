@@ -59,13 +59,16 @@ def decide(
     Raises:
         UserError: When there is no such checkpoint, or no folder can be made for the run.
     """
-    tracker = None
-    anew = checkpoint == "auto" or (checkpoint is None and may_resume)
-    if anew:
-        checkpoint = newest_checkpoint(run.root, run.name, None if checkpoint else (command, launchers))
-        if checkpoint is not None:
-            rank_zero_info(f"going on from {checkpoint}")
-            tracker = tracked_as(checkpoint, command)
+    own = newest_checkpoint(run.root, run.name, (command, launchers)) if may_resume else None
+    if own is None and checkpoint == "auto":
+        own = newest_checkpoint(run.root, run.name, None)
+    tracker, anew = None, (may_resume and checkpoint is None) or own is not None or checkpoint == "auto"
+    if own is not None:
+        rank_zero_info(f"going on from {own}")
+        tracker = tracked_as(own, command)
+        checkpoint = own
+    elif checkpoint == "auto":
+        checkpoint = None
     elif checkpoint is not None:
         checkpoint = find_checkpoint(checkpoint, configs, run.root, run.name)
     return {

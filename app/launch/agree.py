@@ -5,17 +5,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
 from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from app.errors import UserError
 from app.launch.cluster_environment import Launched, launch_id, launched
 from app.launch.failures import name_nodes, own_addresses
+from app.launch.process import AGENT
 from app.launch.rendezvous import Deadline, NodeRendezvous, host_store
 from app.system.interconnect import use_interface_to
 from app.system.lightning_patches import process_group_backend
@@ -159,12 +161,18 @@ def begin_process_group(strategy: Any, rank: int, world_size: int, timeout: floa
 
 def _join(address: str, agents: distributed.TCPStore, key: str, limit: timedelta) -> distributed.TCPStore:
     """The store of rank zero; one that is gone may have left its port."""
+    ends = time.monotonic() + limit.total_seconds()
     while True:
-        with suppress(distributed.DistNetworkError):
-            store = distributed.TCPStore(address, int(agents.get(key)), timeout=timedelta(seconds=1))
+        port = int(agents.get(key))
+        try:
+            store = distributed.TCPStore(address, port, timeout=timedelta(seconds=1))
+        except distributed.DistNetworkError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.05)
+        else:
             store.set_timeout(limit)
             return store
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -188,7 +196,10 @@ def _ending_at(deadline: Deadline, what: str, say: bool) -> Iterator[None]:
             try:
                 deadline.check(what, say=say)
             except UserError as error:
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                if "TORCHELASTIC_ERROR_FILE" in os.environ:
+                    get_error_handler().record_exception(error)
+                if AGENT not in os.environ:  # which says it
+                    print(f"error: {error}", file=sys.stderr, flush=True)
                 os._exit(2)
 
     threading.Thread(target=watch, daemon=True).start()

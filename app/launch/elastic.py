@@ -3,21 +3,24 @@
 Each rank is `python -m app …` with the same arguments, told by the environment who it is, as under torchrun.
 """
 
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import distributed
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from app.errors import EXIT_CODES, RankError, UserError
+from app.errors import EXIT_CODES, RankError, RankLostError, UserError
 from app.launch.failures import explain, root_cause
 from app.launch.process import AGENT
 from app.launch.rendezvous import Cluster, NodeRendezvous
@@ -25,6 +28,7 @@ from app.system.machine import usable_cores
 
 TAIL = 30  # lines of a failed rank's output that are shown
 RUN_DIR = "run_dir"  # beside torch's error file of rank zero: the directory of its run
+STOPPED = "stopped"  # beside that of a rank that a signal has ended in order: its exit code
 OnFailure = Callable[[str, str], None]
 
 
@@ -49,39 +53,63 @@ def launch(
     """
     rendezvous_handler_registry.register(rendezvous.get_backend(), _handler)
     with _log_dir(cluster.log_dir) as folder, _agent(processes, cluster.timeout):
-        earlier = set(folder.iterdir())
-        tee = {0: Std.ALL} if cluster.log_dir else Std.NONE
-        redirects = dict.fromkeys(range(0 if cluster.log_dir else 1, processes), Std.ALL)
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
             max_nodes=rendezvous.world_size,
             nproc_per_node=processes,
             run_id=rendezvous.get_run_id(),
+            role="rank",
             rdzv_backend=rendezvous.get_backend(),
             rdzv_configs={"handler": rendezvous},
             max_restarts=cluster.max_restarts,
-            logs_specs=DefaultLogsSpecs(str(folder), redirects=redirects, tee=tee),
-            log_line_prefix_template="",
+            logs_specs=DefaultLogsSpecs(
+                str(folder),
+                redirects=dict.fromkeys(range(0 if cluster.log_dir else 1, processes), Std.ALL),
+                tee={0: Std.ALL} if cluster.log_dir else Std.NONE,
+            ),
+            log_line_prefix_template="[${role_name} ${rank}] ",
             # one that is ignored, as by nohup, stays so
             signals_to_handle=",".join(
                 name for name in ("SIGTERM", "SIGINT") if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN
             ),
         )
+
+        def attempts() -> list[Path]:
+            found = folder.glob(f"{rendezvous.get_run_id()}_*/attempt_*")
+            return sorted(found, key=lambda path: int(path.name.removeprefix("attempt_")))
+
+        def refuse_restart() -> None:
+            """Do not start again what a signal has ended in order, or a user's error."""
+            for file in attempts()[-1].glob("*/error.json"):
+                message = json.loads(file.read_text())["message"]["message"]
+                if message.startswith(f"{UserError.__name__}: "):
+                    raise UserError(message.partition(": ")[2])
+            for file in attempts()[-1].glob(f"*/{STOPPED}"):
+                number = signal.Signals(int(file.read_text()) - 128)
+                raise SignalException(f"ended in order by {number.name}", number)
+
+        rendezvous.before_restart = refuse_restart
+        said: UserError | RankError | None = None
         try:
-            elastic_launch(config, sys.executable)("-m", "app", *argv)
+            # torch fills in `${local_rank}` in each argument
+            elastic_launch(config, sys.executable)("-m", "app", *(argument.replace("$", "$$") for argument in argv))
         except ChildFailedError as error:
             rank, failure = root_cause(error.failures)
             if failure.exitcode in EXIT_CODES.values():
                 return failure.exitcode
             said = explain(rank, failure)
-            attempts = sorted(path for run in set(folder.iterdir()) - earlier for path in run.glob("attempt_*"))
             if type(said) is RankError and failure.local_rank:
-                _show_output(rank, attempts[-1] / str(failure.local_rank))
-            for note in (path for attempt in attempts for path in attempt.rglob(RUN_DIR)):
-                on_failure(note.read_text(), str(said))
-            raise said from None
+                _show_output(rank, attempts()[-1] / str(failure.local_rank))
+        except distributed.DistError as error:
+            said = RankLostError(f"lost the connection to another node: {str(error).splitlines()[0]}")
         except SignalException as error:
             return 128 + error.sigval
+        reasons = [*["a rank has failed, and all were started again"] * (len(attempts()) - 1), said]
+        for attempt, reason in zip(attempts(), reasons, strict=False):  # none where the nodes have not met
+            for note in attempt.rglob(RUN_DIR) if reason is not None else ():
+                on_failure(note.read_text(), str(reason))
+        if said is not None:
+            raise said
     return 0
 
 
@@ -108,18 +136,22 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     # torch 2.12 and later: seconds in which the ranks may save their last checkpoint
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(timeout)))
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.")]
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     if "APP_DEBUG" not in os.environ:
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -128,9 +160,18 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def note_run_dir(directory: str) -> None:
     """Tell the agent that started this rank, if one did, where the run's record is."""
+    _note(RUN_DIR, directory)
+
+
+def note_stopped(exit_code: int) -> None:
+    """Tell the agent that started this rank, if one did, that a signal has ended it in order."""
+    _note(STOPPED, str(exit_code))
+
+
+def _note(name: str, text: str) -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if AGENT in os.environ and error_file:
-        Path(error_file).with_name(RUN_DIR).write_text(directory)
+        Path(error_file).with_name(name).write_text(text)
 
 
 def _show_output(rank: int, folder: Path) -> None:

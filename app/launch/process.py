@@ -36,7 +36,8 @@ def begin() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     if is_worker():
-        end_with_parent()  # of an agent that is killed, the workers would go on
+        if AGENT not in os.environ:
+            end_with_parent()  # of a torchrun that is killed, the workers would go on
         for number in (signal.SIGINT, signal.SIGTERM):  # while it starts, it has nothing to save, and nothing to say
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)

@@ -153,26 +153,38 @@ class NodeRendezvous(StaticTCPRendezvous):
         elif url.scheme == "env":
             address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         rank = int(env.get("NODE_RANK", 0)) if cluster.node_rank is None else cluster.node_rank
-        super().__init__(address, port, rank if num_nodes > 1 else 0, num_nodes, "app", int(cluster.timeout))
-        self.hello = {"id": uuid.uuid4().hex, "nodes": num_nodes, "devices": devices}
+        name = uuid.uuid4().hex
+        super().__init__(
+            address, port, rank if num_nodes > 1 else 0, num_nodes, f"app_{name[:8]}", int(cluster.timeout)
+        )
+        self.hello = {"id": name, "nodes": num_nodes, "devices": devices}
+        self.before_restart: Callable[[], None] = lambda: None
         self._rounds = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the store, which spawned ranks reach by its address: the command line holds this, and they get it."""
-        return {**vars(self), "_store": None}
+        return {**vars(self), "_store": None, "before_restart": None}
 
     def get_backend(self) -> str:
         """Name of this rendezvous in torch elastic's registry."""
         return "nodes"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes, once; when processes are started again, the nodes are known.
+        """Wait for all nodes, at the start and whenever ranks are started again.
 
         Raises:
-            UserError: When they are not all there in time, do not fit together, or cannot use the address.
+            UserError: When they are not all there in time, do not fit together, or cannot use the address; or when
+                what has ended the ranks is no reason to start them again.
         """
+        if self._rounds:
+            self.before_restart()
         self._rounds += 1
         store = PrefixStore(f"round{self._rounds}", self.store())
+        store.set(f"here{self.rank}", "")
+        deadline = Deadline(self.timeout.total_seconds())
+        while missing := [node for node in range(self.world_size) if not store.check([f"here{node}"])]:
+            deadline.check(f"node {missing[0]} of {self.world_size} to start again")
+            time.sleep(PAUSE)
         if self.world_size > 1:
             use_interface_to(self.master_addr)
         # a rank that is starting would report a Ctrl-C with a traceback; it unblocks them when it has begun

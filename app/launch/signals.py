@@ -8,13 +8,17 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
 
+from app.data.sources import work_apart
 from app.launch.cluster_environment import in_slurm_job
 from app.launch.process import is_worker
 from app.system.lightning_patches import (
@@ -64,7 +68,11 @@ class Signals(SignalConnector):
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
         if self.noted:
-            if is_worker() or (number == signal.SIGINT and not self._spawned):  # an agent sends but one of its own
+            if is_worker():
+                if number != self.noted:  # of Ctrl-C twice an agent makes SIGINT, then SIGTERM
+                    raise KeyboardInterrupt
+                return  # what is sent to all processes of a job comes from the agent, too
+            if number == signal.SIGINT and not self._spawned:
                 raise KeyboardInterrupt
             if number == signal.SIGINT:  # of the two that SpawnLauncher sends; another thread may have got it later
                 self.noted = number
@@ -81,6 +89,9 @@ class StopTogether(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out Lightning's own agreement, a broadcast on every step, which raises instead of saving."""
         leave_out_sigterm_broadcast(trainer)
+        loader = trainer.train_dataloader
+        if isinstance(loader, DataLoader):  # of the user: an agent signals the whole group of a rank
+            loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -100,6 +111,12 @@ class StopTogether(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hear of what came during the last validation: no test shall follow."""
         _agree(trainer)
+
+
+def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
+    work_apart(worker)
+    if then is not None:
+        then(worker)
 
 
 def _agree(trainer: Trainer) -> int:

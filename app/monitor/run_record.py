@@ -74,7 +74,8 @@ class RunRecord(Callback):
     def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
         self._checkpoints = checkpoints
         # set where the run was typed: a spawned process, or a rank of an agent, would begin at its own start
-        self._started = psutil.Process(int(os.environ.get(AGENT, os.getpid()))).create_time()
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self._started = psutil.Process(int(os.environ[AGENT]) if first and AGENT in os.environ else None).create_time()
         self.path: Path | None = None
         self.record: dict[str, Any] = {
             "status": "running",
@@ -322,5 +323,5 @@ def mark_failed(directory: str, reason: str) -> None:
     path = Path(directory, "run.json")
     if path.exists():
         record = json.loads(path.read_text())
-        if record["status"] in ("running", "failed"):
+        if record["status"] != "completed":
             write_json(path, {**record, "status": "failed", "error": reason})
