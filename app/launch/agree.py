@@ -1,6 +1,7 @@
 """The ranks of a run come together; then rank zero decides, all hear it, every node checks, and all hear who cannot."""
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -165,8 +166,9 @@ def _join(address: str, agents: distributed.TCPStore, key: str, limit: timedelta
     while True:
         port = int(agents.get(key))
         try:
-            store = distributed.TCPStore(address, port, timeout=timedelta(seconds=1))
-        except distributed.DistNetworkError:
+            socket.create_connection((address, port), timeout=1).close()  # TCPStore would log what it cannot reach
+            store = distributed.TCPStore(address, port, timeout=timedelta(seconds=5))
+        except (OSError, distributed.DistNetworkError):
             if time.monotonic() > ends:
                 raise
             time.sleep(0.05)

@@ -120,7 +120,7 @@ class Slurm(SLURMEnvironment):
 
 
 def environment_of(cluster: Cluster, num_nodes: int) -> ClusterEnvironment | None:
-    """The ClusterEnvironment of a Trainer in this process; None where Lightning finds the right one.
+    """The ClusterEnvironment of a Trainer in this process; None for mpirun and LSF, which Lightning knows.
 
     Args:
         cluster: How nodes meet without a launcher.
@@ -128,7 +128,7 @@ def environment_of(cluster: Cluster, num_nodes: int) -> ClusterEnvironment | Non
     """
     launcher = launched()
     if launcher is not None:
-        return Slurm() if launcher.by == "srun" else None
+        return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()
     if cluster.init_method is None and other_launcher():
         return None
     if num_nodes == 1 and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
