@@ -36,3 +36,4 @@ warnings.filterwarnings("ignore", ".*LeafSpec")  # Lightning 2.6 with newer torc
 warnings.filterwarnings("ignore", r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True")
 warnings.filterwarnings("ignore", "The number of training batches")  # epochs are logged, too, however short
 warnings.filterwarnings("ignore", "Experiment logs directory")  # the tracker's folder is there first
+warnings.filterwarnings("ignore", "The `srun` command is available")  # the rules of fit say where it is needed
