@@ -10,7 +10,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from app.errors import UserError
-from app.fit.configuration import build, devices_per_node, processes_per_node, replicas, resolve, resolve_command
+from app.fit.configuration import build, resolve, resolve_command
+from app.fit.devices import devices_per_node, processes_per_node, replicas
 from app.fit.parser import PlainParser
 from app.modules import FashionMLP
 

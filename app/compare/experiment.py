@@ -14,7 +14,8 @@ import torch
 from jsonargparse import Namespace
 
 from app.errors import UserError, nearest
-from app.fit.configuration import accelerator_name, devices_per_node, replicas, resolve
+from app.fit.configuration import resolve
+from app.fit.devices import accelerator_name, devices_per_node, replicas
 from app.system.machine import usable_cores
 
 # flags that say where a run is kept, how it is measured and where its nodes meet

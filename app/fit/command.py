@@ -24,7 +24,8 @@ import app.modules
 from app.callbacks import PredictionWriter, TestFigures
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoints import check_checkpoint
-from app.fit.configuration import Flags, agent_processes, devices_per_node, follow
+from app.fit.configuration import Flags
+from app.fit.devices import agent_processes, devices_per_node, follow
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
 from app.launch.agree import agree, connect, gather_objects, nodes_together

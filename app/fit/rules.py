@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from app.data import ImageData
 from app.errors import UserError, nearest
-from app.fit.configuration import (
+from app.fit.devices import (
     accelerator_class,
     accelerator_name,
     agent_processes,
