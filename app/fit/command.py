@@ -42,6 +42,7 @@ from app.monitor.run_record import RunRecord, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import NetworkSummary, report
 from app.system import lightning_patches
+from app.system.files import finite
 
 
 def run(argv: Sequence[str]) -> int:
@@ -283,7 +284,7 @@ class CLI(Flags):
         if self.record is None:
             return {}
         if not isinstance(self.trainer.strategy.launcher, SpawnLauncher):
-            return self.record.record
+            return finite(self.record.record)
         path = Path(self.record.record["run_dir"] or str(self.trainer.loggers[0].log_dir), "run.json")
         return json.loads(path.read_text()) if path.exists() else {}
 

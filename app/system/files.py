@@ -16,13 +16,14 @@ def write_json(path: Path, value: Any) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    temporary.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
     os.replace(temporary, path)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value as JSON has it: NaN and infinity are null."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
