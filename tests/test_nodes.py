@@ -246,14 +246,17 @@ def test_nodes_agree(tmp_path: Path) -> None:
 
 
 def test_a_node_is_known_by_its_whole_address() -> None:
-    name_nodes([(1, ["10.0.0.2", "172.17.0.1"]), (2, ["10.0.0.20", "172.17.0.1"]), (0, ["fe80::1"])])
+    name_nodes(
+        [(1, ["10.0.0.2", "172.17.0.1"]), (2, ["10.0.0.20", "172.17.0.1"]), (0, ["fe80::1"]), (3, ["10.0.0.3"])], own=3
+    )
     for said, name in (
         ("Connection closed by peer [10.0.0.20]:3456", "node 2"),
         ("Connection reset by peer, remote=[10.0.0.2]:1", "node 1"),
         ("from 10.0.0.2:1234", "node 1"),
         ("[fe80::1]:12", "node 0"),
         ("[10.0.0.21]:3", None),
+        ("[10.0.0.3]:1", None),  # this one
         ("[172.17.0.1]:3", None),  # of two
     ):
         assert node_of(said) == name
-    name_nodes([])
+    name_nodes([], own=0)

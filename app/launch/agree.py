@@ -49,7 +49,7 @@ def agree(decide: Decide, check: Check, node: int) -> dict[str, Any]:
         UserError: On every rank, when rank zero cannot decide, or the decision will not do on one of them.
     """
     ids, nodes = zip(*gather_objects((launch_id(), (node, own_addresses()))), strict=True)
-    name_nodes(list(nodes))
+    name_nodes(list(nodes), node)
     launchers = sorted(set(filter(None, ids)))
     decision: list[Any] = [None, None]
     several = distributed.is_available() and distributed.is_initialized()

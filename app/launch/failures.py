@@ -15,7 +15,8 @@ from app.system.torch_patches import abort_process_group
 # what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
-_nodes: dict[str, str] = {}  # address: which node has it
+ANOTHER = "another rank"
+_nodes: dict[str, str] = {}  # address: which other node has it
 
 
 def own_addresses() -> list[str]:
@@ -24,22 +25,25 @@ def own_addresses() -> list[str]:
     return sorted(found)
 
 
-def name_nodes(nodes: list[tuple[int, list[str]]]) -> None:
-    """Remember which node has which address, where only one has it.
+def name_nodes(nodes: list[tuple[int, list[str]]], own: int) -> None:
+    """Remember which other node has which address, where only one has it.
 
     Args:
         nodes: Number and addresses of the node of each rank.
+        own: Number of this node.
     """
     owners: dict[str, set[int]] = {}
     for node, addresses in nodes:
         for address in addresses:
             owners.setdefault(address, set()).add(node)
     _nodes.clear()
-    _nodes.update({address: f"node {min(found)}" for address, found in owners.items() if len(found) == 1})
+    _nodes.update(
+        {address: f"node {min(found)}" for address, found in owners.items() if len(found) == 1 and own not in found}
+    )
 
 
 def node_of(text: str) -> str | None:
-    """The node whose address stands in an error message."""
+    """The other node whose address stands in an error message."""
     places = re.split(r"[^\w.:]", text.replace("]:", " "))
     spoken = {part for place in places for part in (place, place.rpartition(":")[0])}
     return next((name for address, name in _nodes.items() if address in spoken), None)
@@ -52,7 +56,7 @@ def lost(text: str) -> RankError | None:
         text: The error.
     """
     if GONE.search(text):
-        return RankLostError(f"lost the connection to {node_of(text) or 'another rank'}: see what that one says")
+        return RankLostError(f"lost the connection to {node_of(text) or ANOTHER}: see what that one says")
     if SILENT.search(text) and "DataLoader" not in text:
         return RankSilentError(
             "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
@@ -93,11 +97,12 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
         failures: By rank, in the order in which they were seen.
     """
 
-    def is_consequence(rank: int) -> tuple[bool, bool, bool]:
+    def is_consequence(rank: int) -> tuple[bool, bool, bool, bool]:
         failure, message = failures[rank], _message(failures[rank])
         ended = failure.exitcode in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         killed = failure.exitcode == -signal.SIGKILL
-        return ended, message.startswith(RankLostError.__name__), killed
+        # of those that have lost a connection, one that has lost it to another node comes first
+        return ended, message.startswith(RankLostError.__name__), ANOTHER in message, killed
 
     first = min(failures, key=is_consequence)
     same = [rank for rank in failures if _message(failures[rank]) == _message(failures[first])]
