@@ -102,7 +102,8 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
         ended = failure.exitcode in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         killed = failure.exitcode == -signal.SIGKILL
         # of those that have lost a connection, one that has lost it to another node comes first
-        return ended, message.startswith(RankLostError.__name__), ANOTHER in message, killed
+        lost = message.startswith(RankLostError.__name__)
+        return ended, lost, lost and ANOTHER in message, killed
 
     first = min(failures, key=is_consequence)
     same = [rank for rank in failures if _message(failures[rank]) == _message(failures[first])]
