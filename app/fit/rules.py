@@ -10,134 +10,31 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import PurePath
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from app.data import ImageData
 from app.errors import UserError, nearest
+from app.fit.asked import Asked
 from app.fit.devices import (
     accelerator_class,
-    accelerator_name,
     agent_processes,
     class_of,
     devices_per_node,
-    follow,
-    processes_per_node,
-    strategy_class,
-    strategy_options,
 )
-from app.launch.cluster_environment import OWN_AGENT, Launched, launched, other_launcher
+from app.launch.cluster_environment import OWN_AGENT, Launched, launched
 from app.launch.process import RANKS, is_task_of_srun
 
 Found = Mapping[str, Any] | bool | None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What was asked for, and what started the process: all that a rule looks at.
-
-    Attributes:
-        command: The command: `fit`, `test`, ….
-        config: Its resolved configuration.
-        launcher: What started this process as one of several.
-        environ: The environment.
-    """
-
-    command: str
-    config: Namespace
-    launcher: Launched | None
-    environ: Mapping[str, str]
-
-    @cached_property
-    def trainer(self) -> Namespace:
-        """Section `trainer`, with the launcher's numbers where none were given."""
-        return follow(self.config.trainer, self.launcher)
-
-    @cached_property
-    def strategy(self) -> Any:
-        """The strategy's class; its class attributes say what it is."""
-        return strategy_class(self.trainer)
-
-    @cached_property
-    def name(self) -> str:
-        """The strategy's name."""
-        flag = self.trainer.strategy
-        return flag if isinstance(flag, str) else getattr(self.strategy, "strategy_name", self.strategy.__name__)
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """The options of the strategy, as far as they are known before it is made."""
-        return strategy_options(self.trainer)
-
-    @property
-    def hook(self) -> Callable | None:
-        """The communication hook."""
-        return getattr(self.strategy, "fixed_hook", None) or self.options.get("ddp_comm_hook")
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return self.trainer.num_nodes
-
-    @cached_property
-    def processes(self) -> int:
-        """Processes of each node."""
-        return processes_per_node(self.trainer)
-
-    @property
-    def world_size(self) -> int:
-        """Processes of all nodes."""
-        return self.nodes * self.processes if issubclass(self.strategy, ParallelStrategy) else 1
-
-    @property
-    def processes_meet(self) -> bool:
-        """Whether the strategy is of several processes, were there more devices or nodes."""
-        return not getattr(self.strategy, "single_process", False)
-
-    @cached_property
-    def device(self) -> str:
-        """The type of the devices."""
-        return accelerator_name(self.trainer)
-
-    @cached_property
-    def plugins(self) -> list[type]:
-        """Classes of the plugins that were asked for."""
-        given = self.trainer.plugins
-        return [cls for each in (given if isinstance(given, list) else [given]) if (cls := class_of(each))]
-
-    @property
-    def sync_batchnorm(self) -> bool:
-        """Whether it was asked for, by flag or as a plugin."""
-        return self.trainer.sync_batchnorm or any(issubclass(plugin, LayerSync) for plugin in self.plugins)
-
-    @property
-    def stands_alone(self) -> bool:
-        """Whether a person has started this process: no launcher, and no plugin of theirs."""
-        others = any(issubclass(plugin, ClusterEnvironment) for plugin in self.plugins)
-        return self.launcher is None and not others
-
-    @property
-    def other_launcher(self) -> bool:
-        """Whether Lightning knows a launcher that we do not."""
-        return self.config.cluster.init_method is None and other_launcher()
-
-    @property
-    def nodes_meet(self) -> bool:
-        """Whether several nodes find each other by `--cluster`."""
-        return self.stands_alone and self.nodes > 1 and self.processes_meet and not self.other_launcher
 
 
 class Rule(NamedTuple):
