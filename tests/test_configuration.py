@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from app.errors import UserError
-from app.fit.configuration import build, resolve, resolve_command
+from app.fit.configuration import build, resolve
 from app.fit.devices import devices_per_node, processes_per_node, replicas
 from app.fit.parser import PlainParser
 from app.modules import FashionMLP
@@ -25,8 +25,8 @@ def trainer(**settings: object) -> Namespace:
 def test_the_arguments_are_those_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = ["app", "fit", "--trainer.max_epochs", "7"]
     monkeypatch.setattr(sys, "argv", typed)
-    command, config = resolve_command(["test", "--data", "Synthetic", "--ckpt_path", "x"])
-    assert (command, config.trainer.max_epochs, config.ckpt_path) == ("test", 50, "x")
+    config = resolve(["test", "--data", "Synthetic", "--ckpt_path", "x"])
+    assert (config.trainer.max_epochs, config.ckpt_path) == (50, "x")
     assert config.data.class_path == "app.data.Synthetic"
     model, data = build(["fit", "--model", "FashionMLP", "--data", "Synthetic", "--data.like", "FashionMNIST"])
     assert isinstance(model, FashionMLP)

@@ -13,6 +13,7 @@ from cluster.hosts import awaited
 from harness import QUIET, ROOT, family, largest_difference, started, weights
 
 pytestmark = pytest.mark.slow
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
 DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET, *DDP]
 SHORT = ["--trainer.max_epochs", "1", "--run.test", "false"]
@@ -76,20 +77,26 @@ def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """By our agent and by torchrun."""
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, "--run.test", "false"]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
-    flags += ["--trainer.max_epochs", "30", "--cluster.max_restarts", "2"]
+    flags += ["--trainer.max_epochs", "30"]
     with started(tmp_path / "whole", *flags) as whole:
         out = whole.end(180)
     assert whole.process.returncode == 0, out
-    with started(tmp_path / "killed", *flags) as killed:
-        killed.trained(random.randint(2, 8))
-        first = killed.directory
-        os.kill(int((tmp_path / f"rank{random.randint(0, 1)}").read_text()), signal.SIGKILL)
-        out = killed.end(180)
-    assert killed.process.returncode == 0, out
-    assert killed.directory != first
-    assert killed.record["resumed_from"].startswith(str(first))
-    assert [row["epoch"] for row in killed.record["epochs"]] == list(range(30))
-    last = [weights(run.directory / "checkpoints" / "last.ckpt") for run in (whole, killed)]
-    assert largest_difference(*last) == 0
+    for name, more, launcher in (
+        ("agent", ["--cluster.max_restarts", "2"], []),
+        ("torchrun", [], [*TORCHRUN, "--max-restarts", "2"]),
+    ):
+        with started(tmp_path / name, *flags, *more, launcher=launcher) as killed:
+            killed.trained(random.randint(2, 8))
+            first = killed.directory
+            os.kill(int((tmp_path / f"rank{random.randint(0, 1)}").read_text()), signal.SIGKILL)
+            out = killed.end(180)
+        assert killed.process.returncode == 0, out
+        assert killed.directory != first
+        assert killed.record["resumed_from"].startswith(str(first))
+        assert killed.record["status"] == "completed"
+        assert [row["epoch"] for row in killed.record["epochs"]] == list(range(30))
+        last = [weights(run.directory / "checkpoints" / "last.ckpt") for run in (whole, killed)]
+        assert largest_difference(*last) == 0

@@ -110,20 +110,6 @@ def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     return parser.parse_args(spell_out_strategy(arguments))
 
 
-def resolve_command(argv: Sequence[str]) -> tuple[str, Namespace]:
-    """The command of a command line, and its resolved configuration, with all defaults.
-
-    Args:
-        argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
-
-    Raises:
-        UserError: When it cannot be read.
-    """
-    config = _parse(capture_parser(Flags, argv), argv)
-    check_flags(config[config.subcommand])
-    return config.subcommand, config[config.subcommand]
-
-
 def resolve(argv: Sequence[str]) -> Namespace:
     """The resolved configuration of a command line of fit, validate, test or predict, with all defaults.
 
@@ -133,7 +119,9 @@ def resolve(argv: Sequence[str]) -> Namespace:
     Raises:
         UserError: When it cannot be read.
     """
-    return resolve_command(argv)[1]
+    config = _parse(capture_parser(Flags, argv), argv)
+    check_flags(config[config.subcommand])
+    return config[config.subcommand]
 
 
 def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
