@@ -20,15 +20,18 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     data                sources (where images come from), cache (decoded once, mapped), batches (a rank's share),
                         transforms (pixels), module (the data sets that --data names)
     networks            torch only: the CNNs and the MLP
-    system              machine, interconnect, files; and patches: lightning_patches and torch_patches alone touch
-                        private names of these libraries
+    system              machine, interconnect, files; and patches: lightning_patches, torch_patches and
+                        deferred_compiler alone touch private names of these libraries
     errors              what a user did wrong, and how a run ends
 """
 
 import warnings
 
+from app.system.deferred_compiler import defer_compiler
+
 __version__ = "0.1.0"
 
+defer_compiler()  # here, because whatever is imported next may import it
 
 # Not for users to act on; set here because spawned processes import this, too.
 warnings.filterwarnings("ignore", ".*LeafSpec")  # Lightning 2.6 with newer torch

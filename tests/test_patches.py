@@ -3,12 +3,14 @@
 import importlib
 import inspect
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 from harness import QUIET, error_of
 
-from app.system import lightning_patches, torch_patches  # noqa: F401  (declare what they expect)
+from app.system import deferred_compiler, lightning_patches, torch_patches  # noqa: F401  (declare what they expect)
 from app.system.lightning_patches import COMPLAINTS, Complaint, complaint
 from app.system.patches import EXPECTED, expects, missing
 
@@ -84,3 +86,50 @@ def test_what_only_training_shows_is_said_in_one_line(flags: str, said: str, app
 def test_other_errors_are_left_alone() -> None:
     assert complaint(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
     assert complaint(ValueError("Expected more than 1 value per channel when training")) is None
+
+
+EAGER = """
+import sys, app, torch
+def compiler(): return "torch._dynamo.symbolic_convert" in sys.modules
+from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, to_uncompiled
+from torchvision.models import resnet18
+class Module(__import__("lightning").LightningModule):
+    def __init__(self): super().__init__(); self.layer = torch.nn.Linear(2, 2)
+    def forward(self, x): return self.layer(x)
+module = Module()
+sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+module(torch.ones(1, 2)).sum().backward(); sgd.step(); sgd.zero_grad(); sgd.state_dict()
+assert _maybe_unwrap_optimized(module) is module
+@torch.compiler.disable
+def apart(x):
+    return torch.compiler.is_compiling()
+assert apart(1) is False
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+torch.nn.parallel.DistributedDataParallel(module)(torch.ones(1, 2))
+assert not compiler()
+"""
+
+
+def test_the_compiler_is_imported_when_something_is_compiled() -> None:
+    compiled = """
+traced = []
+def backend(graph, inputs): traced.append(graph); return graph.forward
+def step(x):
+    module(x).sum().backward(); sgd.step(); sgd.zero_grad()
+optimized = torch.compile(module, backend=backend)
+assert compiler() and isinstance(optimized, torch._dynamo.OptimizedModule)
+assert torch.equal(optimized(torch.ones(1, 2)), module(torch.ones(1, 2))) and traced
+torch.compile(step, backend=backend)(torch.ones(1, 2))
+assert to_uncompiled(optimized) is module
+assert not hasattr(torch.optim.Optimizer.state_dict.__wrapped__, "__dynamo_disable")
+assert torch.compile(lambda x: apart(x + 1), backend=backend)(torch.ones(1)) is False
+sgd.state_dict()
+assert torch.optim.Optimizer.state_dict.__wrapped__.__dynamo_disable is not torch.optim.Optimizer.state_dict.__wrapped__
+from torchvision.ops import roi_align
+roi_align(torch.ones(1, 1, 4, 4), [torch.tensor([[0.0, 0, 2, 2]])], 2)
+import torch._dynamo.utils
+assert torch._dynamo.utils.__spec__.origin
+"""
+    for more in (compiled, "import torch._dynamo.exc\nassert compiler() and torch._dynamo.exc.__spec__.origin"):
+        done = subprocess.run([sys.executable, "-c", EAGER + more], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
