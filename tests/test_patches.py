@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from harness import QUIET, error_of
 
-from app.system import deferred_compiler, lightning_patches, torch_patches  # noqa: F401  (declare what they expect)
+from app.system import deferred_compiler, lightning_patches, torch_patches, wandb_patches  # noqa: F401  (declare what they expect)
 from app.system.lightning_patches import COMPLAINTS, Complaint, complaint
 from app.system.patches import EXPECTED, expects, missing
 

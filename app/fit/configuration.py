@@ -22,6 +22,14 @@ from app.system.lightning_patches import CommandLine
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # its other flags have a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
+_COMMON = {"model", "datamodule", "weights_only"}
+SKIPPED = {  # arguments of the Trainer's methods that are no flags
+    "fit": {*_COMMON, "train_dataloaders", "val_dataloaders"},
+    "validate": {*_COMMON, "dataloaders", "verbose"},
+    "test": {*_COMMON, "dataloaders", "verbose"},
+    "predict": {*_COMMON, "dataloaders", "return_predictions"},
+}
+
 
 class Flags(CommandLine):
     """The flags of fit, validate, test and predict, as LightningCLI declares and reads them.
@@ -79,16 +87,9 @@ class Flags(CommandLine):
             }
         )
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Lightning's, less what is set here."""
-        common = {"model", "datamodule", "weights_only"}
-        return {
-            "fit": {*common, "train_dataloaders", "val_dataloaders"},
-            "validate": {*common, "dataloaders", "verbose"},
-            "test": {*common, "dataloaders", "verbose"},
-            "predict": {*common, "dataloaders", "return_predictions"},
-        }
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Lightning's, less what is set here; of a command that was typed, no other's, because each costs time."""
+        return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the arguments, and nothing of `sys.argv`."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from app.errors import UserError, one_line
 from app.system.lightning_patches import open_experiment, tracker_settings
+from app.system.wandb_patches import skip_launch_inputs
 
 if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
     import pandas as pd
@@ -80,6 +81,7 @@ class Tracker(WandbLogger):
     ) -> None:
         import wandb
 
+        skip_launch_inputs()
         self.failed = False
         self.id = resumed or uuid.uuid4().hex[:8]
         self.mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")

@@ -1,0 +1,23 @@
+"""What uses private names of wandb, one function each. At an upgrade, `tests/test_patches.py` says which are gone."""
+
+import sys
+
+from app.system.patches import expects
+
+
+@expects("wandb.sdk.wandb_run:Run._detect_and_apply_job_inputs")
+def skip_launch_inputs() -> None:
+    """Do not let `wandb.init` import W&B Launch, a second of CPU, to find that nobody has given it inputs for a job.
+
+    At an upgrade: does `_detect_and_apply_job_inputs` still do nothing else?
+    """
+    from wandb.sdk.wandb_run import Run
+
+    apply = Run._detect_and_apply_job_inputs
+
+    def apply_where_given(run: Run) -> None:
+        if "wandb.sdk.launch.inputs.internal" in sys.modules:  # where they are staged
+            apply(run)
+
+    if apply.__module__ != __name__:
+        Run._detect_and_apply_job_inputs = apply_where_given  # type: ignore[assignment]
