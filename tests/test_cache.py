@@ -281,6 +281,7 @@ def notes(directory: Path, ranks: int = 2) -> list[dict[str, Any]]:
     return [json.loads((directory / f"rank{rank}").read_text()) for rank in range(ranks)]
 
 
+@SLOW
 def test_ranks_map_what_one_process_has_read(cifar_root: Path, cache: Path, tmp_path: Path) -> None:
     data = ["--data", "user_code.TinyCIFAR10", "--data.root", cifar_root, "--data.batch_size", "8"]
     data += ["--data.cache", str(cache), *UNTESTED]
@@ -320,7 +321,8 @@ def test_however_ranks_start(
     assert notes(tmp_path, 1)[0]["sums"] == first["sums"] == second["sums"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("ddp_spawn", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_path: Path) -> None:
     image = image_root / "train" / "dog" / "02.jpg"
     image.write_bytes(b"not an image")

@@ -227,10 +227,9 @@ def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
     assert {name: row["status"] for name, row in by_name(path).items()} == {"one": "measured", "hangs": "waiting"}
 
 
-def test_nothing_can_run(experiment: Callable[..., Path]) -> None:
+def test_nothing_can_run(app: Callable[..., tuple[int, str]], experiment: Callable[..., Path]) -> None:
     path = experiment(flags={"data": "CIFAR10", "data.root": "/nowhere"}, variants={"one": {}})
-    code, out = compare(path)
-    assert "no CIFAR-10 in" in error_of(code, out)
+    assert "no CIFAR-10 in" in error_of(*app("compare", "--experiment", path))
 
 
 @pytest.mark.slow

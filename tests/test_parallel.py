@@ -175,6 +175,7 @@ def test_batch_shapes_under_dp(app: App) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     code, out = start_app("fit", *SMALL, "--data.batch_size", "30", *way("ddp", 2), *SHAPES, "--run.root", tmp_path)
     assert code == 0, out

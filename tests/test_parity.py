@@ -128,7 +128,7 @@ def test_a_loop_by_hand(model: str, app: Callable[..., tuple[int, str]], tmp_pat
     assert largest_difference(weights(run / "checkpoints" / "last.ckpt"), module.state_dict()) < TOLERANCE
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp_spawn", marks=SLOW)])
 def test_another_optimizer_and_scheduler(strategy: str, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     """An optimizer and a scheduler given by flags act under a strategy that pickles the model."""
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]

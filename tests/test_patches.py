@@ -130,6 +130,5 @@ roi_align(torch.ones(1, 1, 4, 4), [torch.tensor([[0.0, 0, 2, 2]])], 2)
 import torch._dynamo.utils
 assert torch._dynamo.utils.__spec__.origin
 """
-    for more in (compiled, "import torch._dynamo.exc\nassert compiler() and torch._dynamo.exc.__spec__.origin"):
-        done = subprocess.run([sys.executable, "-c", EAGER + more], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", EAGER + compiled], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """Predicting how training scales: the mathematics by hand, the command, and predictions against measurement."""
 
+import functools
 import json
 import math
 import os
@@ -219,6 +220,7 @@ LONG = [
 LONG += [*QUIET, "--trainer.enable_checkpointing", "false"]
 
 
+@functools.cache
 def predicted_step() -> Step:
     fit = ["fit", *MLP]
     backward, gradients = profile_gradients(fit, 128)
@@ -239,7 +241,7 @@ def test_four_processes_as_predicted_from_one_and_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("rate", "steps"), [("1gbit", 200), ("100mbit", 100), ("10mbit", 16)])
+@pytest.mark.parametrize(("rate", "steps"), [("1gbit", 200), ("10mbit", 16)])
 def test_two_hosts_as_predicted_from_the_rate_of_their_link(
     hosts: Network, tmp_path: Path, rate: str, steps: int
 ) -> None:
