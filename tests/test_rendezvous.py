@@ -103,9 +103,8 @@ def run_nodes(
     ("scheme", "strategy", "devices"),
     [
         ("tcp", "ddp", 1),
-        pytest.param("tcp", "ddp", 2, marks=SLOW),
         pytest.param("file", "ddp_spawn", 2, marks=SLOW),
-        pytest.param("env", "ddp", 2, marks=SLOW),
+        pytest.param("env", "ddp", 1, marks=SLOW),
     ],
 )
 def test_parity_over_two_nodes(scheme: str, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
