@@ -28,9 +28,9 @@ from app.fit.configuration import Flags
 from app.fit.devices import agent_processes, devices_per_node, follow
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
-from app.launch.agree import agree, connect, gather_objects, nodes_together
+from app.launch.agree import agree, connect, gather_objects
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
-from app.launch.elastic import launch, note_run_dir, note_stopped
+from app.launch.elastic import RUN_DIR, STOPPED, launch, note
 from app.launch.failures import noticing_other_ranks
 from app.launch.process import end_in_order, end_undisturbed, requeue
 from app.launch.rendezvous import NodeRendezvous
@@ -63,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_quiet)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
+        logging.getLogger(name).addFilter(_quiet)
     try:
         with noticing_other_ranks():
             return CLI(argv).exit_code
@@ -81,8 +82,8 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _quiet(record: logging.LogRecord) -> bool:
-    """Leave out Lightning's advertisements, and that there is no TPU."""
-    return not record.getMessage().startswith(("💡", "TPU available"))
+    """Leave out Lightning's advertisements, that there is no TPU, and that the ranks have met."""
+    return not record.getMessage().startswith(("💡", "TPU available", "Initializing distributed", "-" * 100))
 
 
 class CLI(Flags):
@@ -152,8 +153,7 @@ class CLI(Flags):
             lightning_patches.set_launcher(strategy, SpawnLauncher(strategy, method, several))
         connect(trainer, lightning_patches.cluster_environment(trainer), timeout)
         try:
-            with nodes_together(self.rendezvous, timeout):
-                decided = agree(self._decide, self._check, trainer.node_rank)
+            decided = agree(self._decide, self._check, trainer.node_rank, self.rendezvous)
         except BaseException:
             if self.decided.get("version"):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
@@ -202,7 +202,7 @@ class CLI(Flags):
         self.record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
         self.record.record.update(resumed_from=self.checkpoint, launchers=decided["launchers"])
         if self.trainer.is_global_zero:
-            note_run_dir(str(loggers[0].log_dir))
+            note(RUN_DIR, str(loggers[0].log_dir))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""
@@ -305,7 +305,8 @@ class CLI(Flags):
         says = {OWN_AGENT: self.trainer.local_rank == 0, "srun": self.trainer.is_global_zero}.get(by or "", True)
         if stopped_by is None or not says:
             return 0
-        note_stopped(code := ExitStatus.stopped_by(stopped_by).code)
+        code = ExitStatus.stopped_by(stopped_by).code
+        note(STOPPED, str(code))
         return code
 
     @rank_zero_only

@@ -17,32 +17,24 @@ from lightning.fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 
-from app.launch.process import AGENT, is_task_of_srun
+from app.launch.process import AGENT, is_task_of_srun, is_worker
 from app.launch.rendezvous import Cluster
 
 OWN_AGENT = "the application"  # as a launcher of ranks
-TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}  # what it tells each of its workers
 
 
 class Launched(NamedTuple):
-    """A launcher, and what it has started.
-
-    Attributes:
-        by: Its name.
-        nodes: Number of nodes.
-        per_node: Processes of each node, or None where they differ.
-        world_size: Processes of all nodes.
-    """
+    """A launcher, by its name, and what it has started."""
 
     by: str
     nodes: int
-    per_node: int | None
+    per_node: int | None  # processes of each node, or None where they differ
     world_size: int
 
 
 def launched() -> Launched | None:
     """The launcher that started this process as one of its own; None for a process that stands alone."""
-    if TorchElasticEnvironment.detect() and os.environ.keys() >= TORCHRUN:
+    if is_worker():
         world, here, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
         return Launched(by, nodes, here if here * nodes == world else None, world)
@@ -120,12 +112,7 @@ class Slurm(SLURMEnvironment):
 
 
 def environment_of(cluster: Cluster, num_nodes: int) -> ClusterEnvironment | None:
-    """The ClusterEnvironment of a Trainer in this process; None for mpirun and LSF, which Lightning knows.
-
-    Args:
-        cluster: How nodes meet without a launcher.
-        num_nodes: Number of nodes.
-    """
+    """The ClusterEnvironment of a Trainer in this process; None for mpirun and LSF, which Lightning knows."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()

@@ -17,23 +17,27 @@ from pathlib import Path
 from torch import distributed
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from app.errors import EXIT_CODES, RankError, RankLostError, UserError
-from app.launch.failures import explain, root_cause
+from app.launch.failures import explain, root_cause, said
 from app.launch.process import AGENT
 from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # lines of a failed rank's output that are shown
-RUN_DIR = "run_dir"  # beside torch's error file of rank zero: the directory of its run
-STOPPED = "stopped"  # beside that of a rank that a signal has ended in order: its exit code
-OnFailure = Callable[[str, str], None]
+RUN_DIR, STOPPED = "run_dir", "stopped"  # notes of a rank, beside torch's error file
+
+rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
 
 
 def launch(
-    argv: Sequence[str], processes: int, rendezvous: NodeRendezvous, cluster: Cluster, on_failure: OnFailure
+    argv: Sequence[str],
+    processes: int,
+    rendezvous: NodeRendezvous,
+    cluster: Cluster,
+    on_failure: Callable[[str, str], None],
 ) -> int:
     """Run a command line as several ranks, of which this node has some.
 
@@ -51,15 +55,38 @@ def launch(
         UserError: What a user did wrong, as a rank has found.
         RankError: When a rank has failed otherwise.
     """
-    rendezvous_handler_registry.register(rendezvous.get_backend(), _handler)
+    error: UserError | RankError
     with _log_dir(cluster.log_dir) as folder, _agent(processes, cluster.timeout):
+
+        def files(pattern: str) -> list[Path]:
+            """Those of the ranks that were started last; none where the nodes have not met."""
+            attempts = sorted(folder.glob(f"{rendezvous.run_id}_*/attempt_*"), key=os.path.getmtime)
+            return sorted(attempts[-1].glob(pattern)) if attempts else []
+
+        def mark(reason: str) -> None:
+            for note in files(f"*/{RUN_DIR}"):
+                on_failure(note.read_text(), reason)
+
+        def refuse_restart() -> None:
+            """Do not start again what a signal has ended in order, or a user's error."""
+            for file in files("*/error.json"):
+                kind, _, text = said(json.loads(file.read_text())).partition(": ")
+                if kind == UserError.__name__:
+                    raise UserError(text)
+            for file in files(f"*/{STOPPED}"):
+                raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
+            mark("a rank has failed, and all were started again")
+
+        rendezvous.before_restart = refuse_restart
+        # one that is ignored, as by nohup, stays so
+        heard = [each.name for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN]
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
             max_nodes=rendezvous.world_size,
             nproc_per_node=processes,
-            run_id=rendezvous.get_run_id(),
+            run_id=rendezvous.run_id,
             role="rank",
-            rdzv_backend=rendezvous.get_backend(),
+            rdzv_backend="nodes",
             rdzv_configs={"handler": rendezvous},
             max_restarts=cluster.max_restarts,
             logs_specs=DefaultLogsSpecs(
@@ -68,63 +95,41 @@ def launch(
                 tee={0: Std.ALL} if cluster.log_dir else Std.NONE,
             ),
             log_line_prefix_template="[${role_name} ${rank}] ",
-            # one that is ignored, as by nohup, stays so
-            signals_to_handle=",".join(
-                name for name in ("SIGTERM", "SIGINT") if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN
-            ),
+            signals_to_handle=",".join(heard),
         )
-
-        def attempts() -> list[Path]:
-            found = folder.glob(f"{rendezvous.get_run_id()}_*/attempt_*")
-            return sorted(found, key=lambda path: int(path.name.removeprefix("attempt_")))
-
-        def refuse_restart() -> None:
-            """Do not start again what a signal has ended in order, or a user's error."""
-            for file in attempts()[-1].glob("*/error.json"):
-                message = json.loads(file.read_text())["message"]["message"]
-                if message.startswith(f"{UserError.__name__}: "):
-                    raise UserError(message.partition(": ")[2])
-            for file in attempts()[-1].glob(f"*/{STOPPED}"):
-                number = signal.Signals(int(file.read_text()) - 128)
-                raise SignalException(f"ended in order by {number.name}", number)
-
-        rendezvous.before_restart = refuse_restart
-        said: UserError | RankError | None = None
         try:
             # torch fills in `${local_rank}` in each argument
             elastic_launch(config, sys.executable)("-m", "app", *(argument.replace("$", "$$") for argument in argv))
-        except ChildFailedError as error:
-            rank, failure = root_cause(error.failures)
+            return 0
+        except SignalException as ended:
+            return 128 + ended.sigval
+        except distributed.DistError as lost:
+            error = RankLostError(f"lost the connection to another node: {str(lost).splitlines()[0]}")
+        except ChildFailedError as failed:
+            rank, failure = root_cause(failed.failures)
             if failure.exitcode in EXIT_CODES.values():
                 return failure.exitcode
-            said = explain(rank, failure)
-            if type(said) is RankError and failure.local_rank:
-                _show_output(rank, attempts()[-1] / str(failure.local_rank))
-        except distributed.DistError as error:
-            said = RankLostError(f"lost the connection to another node: {str(error).splitlines()[0]}")
-        except SignalException as error:
-            return 128 + error.sigval
-        reasons = [*["a rank has failed, and all were started again"] * (len(attempts()) - 1), said]
-        for attempt, reason in zip(attempts(), reasons, strict=False):  # none where the nodes have not met
-            for note in attempt.rglob(RUN_DIR) if reason is not None else ():
-                on_failure(note.read_text(), str(reason))
-        if said is not None:
-            raise said
-    return 0
+            error = explain(rank, failure)
+            if type(error) is RankError and failure.local_rank:
+                for log in reversed(files(f"{failure.local_rank}/*.log")):  # stdout, stderr
+                    for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
+                        print(f"[rank {rank}] {line}", file=sys.stderr)
+        mark(str(error))
+    raise error
 
 
 @contextmanager
 def _log_dir(given: str | None) -> Iterator[Path]:
     """Where the ranks' output and errors go; torch's own temporary folder would stay behind."""
-    if given is not None:
-        try:
-            Path(given).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--cluster.log_dir {given}: no folder can be made there ({error.strerror})") from error
-        yield Path(given)
+    if given is None:
+        with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:
+            yield Path(folder)
         return
-    with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:
-        yield Path(folder)
+    try:
+        Path(given).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--cluster.log_dir {given}: no folder can be made there ({error.strerror})") from error
+    yield Path(given)
 
 
 @contextmanager
@@ -136,48 +141,29 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     # torch 2.12 and later: seconds in which the ranks may save their last checkpoint
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(timeout)))
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.")]
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    if "APP_DEBUG" not in os.environ:
-        for logger in levels:
-            logger.setLevel(logging.CRITICAL)
+    log, silence = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    log.addHandler(silence)
+    log.propagate = "APP_DEBUG" in os.environ
     try:
         yield
     finally:
+        log.removeHandler(silence)
+        log.propagate = True
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
-        for logger, level in levels.items():
-            logger.setLevel(level)
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
-def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    return parameters.config["handler"]
+def note(name: str, text: str) -> None:
+    """Tell the agent that started this rank, if one did.
 
-
-def note_run_dir(directory: str) -> None:
-    """Tell the agent that started this rank, if one did, where the run's record is."""
-    _note(RUN_DIR, directory)
-
-
-def note_stopped(exit_code: int) -> None:
-    """Tell the agent that started this rank, if one did, that a signal has ended it in order."""
-    _note(STOPPED, str(exit_code))
-
-
-def _note(name: str, text: str) -> None:
+    Args:
+        name: What of: RUN_DIR or STOPPED.
+        text: The directory of the run; the exit code with which a signal has ended this rank in order.
+    """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if AGENT in os.environ and error_file:
         Path(error_file).with_name(name).write_text(text)
-
-
-def _show_output(rank: int, folder: Path) -> None:
-    """The last lines of a rank's output, which has gone to files in a folder, each under its name."""
-    for log in (folder / "stdout.log", folder / "stderr.log"):
-        lines = log.read_text(errors="replace").splitlines()[-TAIL:] if log.exists() else []
-        for line in lines:
-            print(f"[rank {rank}] {line}", file=sys.stderr)
-    sys.stderr.flush()

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 AGENT = "APP_AGENT"  # environment of a rank that our agent starts: id of the agent
 STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
 # set by a launcher for each process that it starts; a run that finds them takes itself for one of several
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
@@ -26,21 +28,20 @@ def is_task_of_srun() -> bool:
     return int(os.environ.get("SLURM_STEP_ID", SLURM_MAX_NORMAL_STEP_ID + 1)) <= SLURM_MAX_NORMAL_STEP_ID
 
 
+def is_worker() -> bool:
+    """Whether a torch elastic agent has started this process: torchrun's, or our own."""
+    return os.environ.keys() >= WORKER
+
+
 def begin() -> None:
-    """Settle how this process ends: with the one that started it, where that is ours; in order on SIGTERM."""
-    for pid in (os.environ.pop(STARTER, None), os.environ.get(AGENT)):
+    """Settle how this process ends: with the one that started it, where that is ours or torchrun's; on SIGTERM."""
+    for pid in (os.environ.pop(STARTER, None), os.environ.get(AGENT), os.getppid() if is_worker() else None):
         if pid is not None:
-            end_with_parent()
-            if os.getppid() != int(pid):
-                os._exit(1)
+            end_with_parent(int(pid))
     if threading.current_thread() is not threading.main_thread():
         return
     if is_worker():
-        if AGENT not in os.environ:
-            end_with_parent()  # of a torchrun that is killed, the workers would go on
-        for number in (signal.SIGINT, signal.SIGTERM):  # while it starts, it has nothing to save, and nothing to say
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+        _handle(signal.SIG_DFL, signal.SIG_DFL)  # while it starts, it has nothing to save, and nothing to say
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # which our agent has blocked
         if os.environ["LOCAL_RANK"] != "0":
             os.environ["PYTHONBREAKPOINT"] = "0"  # rank zero alone has the terminal
@@ -51,24 +52,30 @@ def begin() -> None:
         signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # its workers get it, too
 
 
-def is_worker() -> bool:
-    """Whether a torch elastic agent has started this process: torchrun's, or our own."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ and "LOCAL_RANK" in os.environ
+def end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when its parent dies, however that happens; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def end_in_order() -> None:
     """From here on, a signal to a worker ends it by an exception, so that what it has begun is brought to an end."""
-    if is_worker() and threading.current_thread() is threading.main_thread():
-        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, _end)):
-            if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, handler)
+    _handle(signal.default_int_handler, _end)
 
 
 def end_undisturbed() -> None:
     """Have a worker that is ending do so: its agent may be ending it, too, and Python would report an exception."""
+    _handle(signal.SIG_IGN, signal.SIG_IGN)
+
+
+def _handle(interrupt: Any, terminate: Any) -> None:
+    """Set the handlers of a worker, but for what is ignored."""
     if is_worker() and threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        for number, handler in ((signal.SIGINT, interrupt), (signal.SIGTERM, terminate)):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handler)
 
 
 def _end(*_: object) -> None:
@@ -88,15 +95,13 @@ def requeue() -> bool:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
-        refused = done.stderr.strip() if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        refused = str(error)
-    if refused:
-        print(f"SLURM does not start job {job} again ({refused}): submit it anew with --ckpt_path auto", flush=True)
-    else:
-        print(f"SLURM starts job {job} again, which goes on from its last checkpoint", flush=True)
-    return not refused
+        subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = str(getattr(error, "stderr", None) or error).strip()
+        print(f"SLURM does not start job {job} again ({reason}): submit it anew with --ckpt_path auto", flush=True)
+        return False
+    print(f"SLURM starts job {job} again, which goes on from its last checkpoint", flush=True)
+    return True
 
 
 def environment_of_a_run() -> dict[str, str]:
@@ -124,9 +129,3 @@ def run_app(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[
         check=False,
         env=environment_of_a_run(),
     )
-
-
-def end_with_parent(by: signal.Signals | None = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent dies, however that happens, or no longer; Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by or 0)

@@ -1,37 +1,38 @@
 """How the nodes of a run find each other without a launcher: at a TCP address, through a shared file, or by variables.
 
-Node 0 hosts a `TCPStore`, in which every node says who it is. It is torch elastic's rendezvous for our own agent, and
-adds to torch's static one what a user needs: it says for whom it waits and for how long, refuses nodes that do not fit
-together with the flag in question, and ends within its deadline where something else listens on the port.
+torch elastic's static rendezvous, to which this adds what a user needs: it says for whom it waits and for how long,
+refuses nodes that do not fit together with the flag in question, and ends in time where something else has the port.
 """
 
-import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.utils.store import synchronize
 
 from app.errors import UserError
 from app.system.files import write_json
-from app.system.interconnect import use_interface_to
+from app.system.interconnect import own_addresses, use_interface_to
 
 T = TypeVar("T")
 PAUSE = 0.25  # seconds between two looks
-ALIVE = 5.0  # seconds after which a node whose heartbeat stands still is gone
 
 
 @dataclass
@@ -56,11 +57,7 @@ class Cluster:
 
 
 class Deadline:
-    """Says now and then what is waited for, and ends the wait.
-
-    Args:
-        seconds: How long to wait.
-    """
+    """Says now and then what is waited for, and ends the wait after so many seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
@@ -79,26 +76,20 @@ class Deadline:
             print(f"waiting for {what}, {passed:.0f} s{hint}", flush=True)
             self.due = min(2 * self.due, self.due + 30)
 
-    def within(self, call: Callable[[], T], what: str) -> T:
+    def within(self, call: Callable[[], T], what: str, say: bool = True) -> T:
         """Call what may wait for ever, in a thread that is left behind when time is up."""
-        results: list[tuple[T | None, Exception | None]] = []
+        future: Future[T] = Future()
 
         def run() -> None:
             try:
-                results.append((call(), None))
+                future.set_result(call())
             except Exception as error:
-                results.append((None, error))
+                future.set_exception(error)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        while not results:
-            thread.join(PAUSE)
-            if not results:
-                self.check(what)
-        result, error = results[0]
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+        threading.Thread(target=run, daemon=True).start()
+        while not wait([future], PAUSE).done:
+            self.check(what, say=say)
+        return future.result()
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
@@ -111,22 +102,29 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         address: Name or address at which the other processes reach this machine.
         port: Port, or 0 for a free one.
         timeout: Seconds that an operation of the store may take.
-
-    Raises:
-        OSError: When it cannot listen there.
     """
     listener = None
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if not str(found[0]).startswith("127.") or found[0] == "127.0.0.1":
             listener = socket.create_server(found[:2], family=family, backlog=1024)
     if listener is None:
-        address, dual = "localhost", socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
-    port = listener.getsockname()[1]
-    limit, descriptor = timedelta(seconds=timeout), listener.detach()
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor)
+        address, listener = "localhost", socket.create_server(("", port), backlog=1024)
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        multi_tenant=True,  # the process group of this process may use it, too
+        master_listen_fd=listener.detach(),
+    )
+
+
+def reach_store(address: str, port: int, timeout: float = 5.0) -> TCPStore:
+    """A store that another process hosts; where nobody listens, torch would wait, and log it."""
+    socket.create_connection((address, port), timeout=timeout).close()
+    return TCPStore(address, port, timeout=timedelta(seconds=timeout))
 
 
 class NodeRendezvous(StaticTCPRendezvous):
@@ -138,9 +136,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         devices: `--trainer.devices` of this node, as a number, in which the nodes must agree.
 
     Attributes:
-        rank: Number of this node.
-        master_addr: Name or address of node 0 as this node reaches it.
-        master_port: Port of the store.
+        before_restart: Called before the ranks are started again; may raise.
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
@@ -153,13 +149,12 @@ class NodeRendezvous(StaticTCPRendezvous):
         elif url.scheme == "env":
             address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         rank = int(env.get("NODE_RANK", 0)) if cluster.node_rank is None else cluster.node_rank
-        name = uuid.uuid4().hex
-        super().__init__(
-            address, port, rank if num_nodes > 1 else 0, num_nodes, f"app_{name[:8]}", int(cluster.timeout)
-        )
-        self.hello = {"id": name, "nodes": num_nodes, "devices": devices}
+        name = f"app_{uuid.uuid4().hex[:8]}"
+        super().__init__(address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout))
+        self.where = str(self.file or f"{address}:{port}")
+        self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
         self.before_restart: Callable[[], None] = lambda: None
-        self._rounds = 0
+        self._rounds = self._gathered = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the store, which spawned ranks reach by its address: the command line holds this, and they get it."""
@@ -173,20 +168,14 @@ class NodeRendezvous(StaticTCPRendezvous):
         """Wait for all nodes, at the start and whenever ranks are started again.
 
         Raises:
-            UserError: When they are not all there in time, do not fit together, or cannot use the address; or when
-                what has ended the ranks is no reason to start them again.
+            UserError: When they are not all there in time, do not fit together, or cannot use the address.
         """
         if self._rounds:
             self.before_restart()
         self._rounds += 1
         store = PrefixStore(f"round{self._rounds}", self.store())
-        store.set(f"here{self.rank}", "")
-        deadline = Deadline(self.timeout.total_seconds())
-        while missing := [node for node in range(self.world_size) if not store.check([f"here{node}"])]:
-            deadline.check(f"node {missing[0]} of {self.world_size} to start again")
-            time.sleep(PAUSE)
-        if self.world_size > 1:
-            use_interface_to(self.master_addr)
+        store.set(f"node{self.rank}", "")
+        self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
         # a rank that is starting would report a Ctrl-C with a traceback; it unblocks them when it has begun
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
@@ -197,19 +186,25 @@ class NodeRendezvous(StaticTCPRendezvous):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return 0
 
-    # -- the nodes come together ----------------------------------------------------------------------------
-
     def store(self) -> Store:
         """The store that all nodes share, when they are all there."""
         if self._store is None:
             deadline = Deadline(self.timeout.total_seconds())
             self._store = self._host(deadline) if self.rank == 0 else self._join(deadline)
+            if self.world_size > 1:
+                use_interface_to(self.master_addr)
+                os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))  # for spawned ranks
         return self._store
 
+    def gather(self, mine: Any) -> list[Any]:
+        """One picklable object of each node, in their order, on every node."""
+        self._gathered += 1
+        key, seconds = f"gathered{self._gathered}/", self.timeout.total_seconds()
+        found = synchronize(self.store(), pickle.dumps(mine), self.rank, self.world_size, key, seconds)
+        return [pickle.loads(each) for each in found]
+
     def _host(self, deadline: Deadline) -> TCPStore:
-        """Node 0: host the store, and let the others go when they are all there and alive."""
-        if self.file is not None:
-            self._refuse_live_file(self.file)
+        """Node 0: host the store, and wait for the others."""
         try:
             store = host_store(self.master_addr, self.master_port, deadline.seconds)
         except OSError as error:
@@ -219,33 +214,29 @@ class NodeRendezvous(StaticTCPRendezvous):
                 "give another port, or end what uses it"
             ) from error
         self.master_port = store.port
-        store.set("node0", json.dumps(self.hello))
-        with contextlib.ExitStack() as stack:
-            if self.file is not None:
-                stack.callback(self._remove, self.file)
-                self._publish(self.file)
-            beats: dict[int, tuple[bytes, float]] = {}
-            while missing := [node for node in range(1, self.world_size) if not _beats(store, node, beats)]:
-                nodes = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.world_size}"
-                deadline.check(f"{nodes} at {self._where}", self._doubt())
-                if self.file is not None and _read(self.file).get("id") != self.hello["id"]:
-                    raise UserError(f"{self.file} was taken over by another run that meets there: give each its own")
-                time.sleep(PAUSE)
+        store.set("flags", json.dumps(self.flags))
+        store.set("node0", self.run_id)
+        with self._told_in_file():
+            self._wait_for_all(store, deadline)
         if self.file is not None:
             self.master_addr = store.get("address").decode()  # as the others reach it
-        store.set("go", "")
         return store
 
     def _join(self, deadline: Deadline) -> TCPStore:
         """Any other node: find node 0, say who this is, and wait until all are there."""
-        remark, node0 = "", f"node 0 of {self.world_size} at {self._where}"
+        remark, node0 = "", f"node 0 of {self.world_size} at {self.where}"
         while True:
-            for address, port, wanted in self._candidates():
+            for address, port, name in self._candidates():
                 try:
-                    socket.create_connection((address, port), timeout=ALIVE).close()
+                    store = deadline.within(partial(reach_store, address, port), node0)
+                    self._introduce(store, name, address)
                     self.master_addr, self.master_port = address, port
-                    store = deadline.within(lambda: TCPStore(address, port, timeout=timedelta(seconds=5)), node0)  # noqa: B023
-                    self._attend(store, wanted, deadline)
+                    try:
+                        self._wait_for_all(store, deadline)
+                    except BaseException:
+                        with suppress(RuntimeError):
+                            store.delete_key(f"node{self.rank}")  # it may come again
+                        raise
                     store.set_timeout(self.timeout)
                     return store
                 except ConnectionRefusedError:
@@ -255,102 +246,70 @@ class NodeRendezvous(StaticTCPRendezvous):
             deadline.check(node0, remark)
             time.sleep(PAUSE)
 
-    def _attend(self, store: TCPStore, wanted: str | None, deadline: Deadline) -> None:
-        host = json.loads(store.get("node0"))
-        if wanted not in (None, host["id"]):
+    def _introduce(self, store: TCPStore, name: str | None, address: str) -> None:
+        """Say who this is, and refuse what does not fit to node 0, or a number that another node has."""
+        if name not in (None, store.get("node0").decode()):
             raise ValueError("what listens there is another run")
-        for key, flag in (("nodes", "--trainer.num_nodes"), ("devices", "--trainer.devices")):
-            if host[key] != self.hello[key]:
+        for flag, value in json.loads(store.get("flags")).items():
+            if value != self.flags[flag]:
                 raise UserError(
-                    f"{flag} is {host[key]} on node 0 and {self.hello[key]} on node {self.rank}: give the same"
+                    f"{flag} is {value} on node 0 and {self.flags[flag]} on node {self.rank}: give the same"
                 )
-        mine, beats = json.dumps(self.hello), {}  # type: ignore[var-annotated]
-        other = store.compare_set(f"node{self.rank}", "", mine).decode()
-        limit = time.monotonic() + ALIVE
-        while other != mine and time.monotonic() < limit:
-            if _beats(store, self.rank, beats):
-                raise UserError(f"another node has --cluster.node_rank {self.rank}: give each its own")
-            time.sleep(PAUSE)
-        store.set(f"node{self.rank}", mine)
-        store.set("address", self.master_addr)
-        while not store.check(["go"]):
-            store.set(f"beat{self.rank}", str(time.monotonic()))
-            deadline.check(
-                f"the other nodes of {self.world_size}, with node 0 at {self.master_addr}:{self.master_port}"
-            )
+        store.set("address", address)
+        if store.compare_set(f"node{self.rank}", "", self.run_id).decode() != self.run_id:
+            raise UserError(f"another node has --cluster.node_rank {self.rank}: give each its own")
+
+    def _wait_for_all(self, store: Store, deadline: Deadline) -> None:
+        """Wait until all nodes are there; node 0 looks who is missing, and tells the others."""
+        while True:
+            if self.rank == 0:
+                absent = [str(node) for node in range(self.world_size) if not store.check([f"node{node}"])]
+                store.set("missing", ", ".join(absent))
+            missing = store.get("missing").decode() if store.check(["missing"]) else "0"
+            if not missing:
+                return
+            nodes = f"node{'s' * (',' in missing)} {missing} of {self.world_size} at {self.where}"
+            deadline.check(nodes, self._doubt() if self.rank == 0 else "")
             time.sleep(PAUSE)
 
     def _doubt(self) -> str:
         """What is odd about the address of node 0, which this is."""
-        if self.file is not None:
-            return ""
-        try:
+        with suppress(OSError):
             found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.master_addr, None)}
-        except OSError:
-            return f"{self.master_addr} is unknown here"
-        own = {a.address for entries in psutil.net_if_addrs().values() for a in entries}
-        here = found & own or any(address.startswith("127.") for address in found)
-        return "" if here else f"{self.master_addr} is no address of this machine, which is node 0"
-
-    @property
-    def _where(self) -> str:
-        return str(self.file or f"{self.master_addr}:{self.master_port}")
+            if found & set(own_addresses()) or any(address.startswith("127.") for address in found):
+                return ""
+        return "" if self.file else f"{self.master_addr} is no address of this machine, which is node 0"
 
     def _candidates(self) -> list[tuple[str, int, str | None]]:
-        """Address and port at which node 0 may be, and the id that it must have."""
+        """Address and port at which node 0 may be, and the name that its run must have."""
         if self.file is None:
             return [(self.master_addr, self.master_port, None)]
-        content = _read(self.file)  # anew each time: node 0 replaces a stale one when it comes
-        return [(address, content["port"], content["id"]) for address in content.get("addresses", ())]
+        with suppress(OSError, ValueError, LookupError, TypeError):  # not there yet, or of something else
+            content = json.loads(self.file.read_text())
+            return [(address, content["port"], content["id"]) for address in content["addresses"]]
+        return []
 
-    # -- the shared file ------------------------------------------------------------------------------------
-
-    def _publish(self, file: Path) -> None:
-        addresses = [
-            a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET
-        ]
-        addresses.sort(key=lambda address: address.startswith("127."))  # those that others can reach come first
+    @contextmanager
+    def _told_in_file(self) -> Iterator[None]:
+        """Tell the other nodes through the file where node 0 is, while they come."""
+        if self.file is None:
+            yield
+            return
+        there = self._candidates()
+        for address, port, name in there:
+            with suppress(RuntimeError, OSError, ValueError):
+                if reach_store(address, port, timeout=1).get("node0").decode() == name:
+                    said = f"another run is meeting at {self.file} just now: give --cluster.init_method another one"
+                    raise UserError(said)
+        if there:
+            print(f"replacing {self.file}, which a run that is gone has left", flush=True)
         try:
-            write_json(file, {"id": self.hello["id"], "addresses": addresses, "port": self.master_port})
+            write_json(self.file, {"id": self.run_id, "addresses": own_addresses(), "port": self.master_port})
         except OSError as error:
-            raise UserError(
-                f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
-            ) from error
-
-    def _remove(self, file: Path) -> None:
-        if _read(file).get("id") == self.hello["id"]:
-            file.unlink(missing_ok=True)
-
-    def _refuse_live_file(self, file: Path) -> None:
-        """Tell a file that another run is meeting through from one that a dead run has left."""
-        content = _read(file)
-        for address in content.get("addresses", ()):
-            with contextlib.suppress(RuntimeError, OSError, ValueError):
-                socket.create_connection((address, content["port"]), timeout=1).close()
-                store = TCPStore(address, content["port"], timeout=timedelta(seconds=1))
-                if json.loads(store.get("node0"))["id"] == content["id"]:
-                    raise UserError(
-                        f"another run is meeting at {file} just now: give --cluster.init_method another one"
-                    )
-        if content:
-            print(f"replacing {file}, which a run that is gone has left", flush=True)
-
-
-def _beats(store: TCPStore, node: int, seen: dict[int, tuple[bytes, float]]) -> bool:
-    """Whether a node is waiting: its heartbeat has changed since it was first seen, and not too long ago."""
-    if not store.check([f"beat{node}"]):
-        return False
-    beat, now = store.get(f"beat{node}"), time.monotonic()
-    first = node not in seen
-    if first or seen[node][0] != beat:
-        seen[node] = beat, -ALIVE if first else now
-    return now - seen[node][1] < ALIVE
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """What a file says, or nothing: it may not be there yet, or be of something else."""
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and {"id", "addresses", "port"} <= content.keys() else {}
+            said = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
+            raise UserError(said) from error
+        try:
+            yield
+        finally:
+            if any(name == self.run_id for *_, name in self._candidates()):
+                self.file.unlink(missing_ok=True)

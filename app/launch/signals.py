@@ -35,50 +35,36 @@ IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # announces the end of the job:
 class Signals(SignalConnector):
     """Takes note of SIGINT and SIGTERM while a model is trained; elsewhere they end the process at once.
 
-    It stands in for Lightning's, whose handler makes a collective call out of step with the other ranks.
-
-    Attributes:
-        noted: Number of the signal that this process got, or 0.
-        stopped_by: Number of the signal for which all ranks have stopped, or 0.
+    It stands in for Lightning's, whose handler makes a collective call out of step with the other ranks. `noted` is the
+    number of the signal that this process got, `stopped_by` that of the one for which all ranks have stopped, or 0.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.noted = self.stopped_by = 0
-        self._process, self._spawned = 0, False
+        self.noted = self.stopped_by = self._process = 0
 
     def register_signal_handlers(self) -> None:
         """Begin to take note; Lightning calls this in every process, and `teardown` at the end."""
         if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
             return
-        self._process, self._spawned = os.getpid(), multiprocessing.parent_process() is not None
+        self._process = os.getpid()
         meant = IN_SLURM if in_slurm_job() else CAUSES
-        heard = [number for number in meant if self._spawned or signal.getsignal(number) is not signal.SIG_IGN]
+        heard = [number for number in meant if signal.getsignal(number) is not signal.SIG_IGN]
         super().register_signal_handlers()  # which also remembers what `teardown` restores
         for number in heard:
             signal.signal(number, self._note)
 
-    def teardown(self) -> None:
-        """Restore what was before training."""
-        if self._process == os.getpid():
-            self._process = 0
-        super().teardown()
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
+        told = is_worker() or multiprocessing.parent_process() is not None  # by what has started it, too
         if self.noted:
-            if is_worker():
-                if number != self.noted:  # of Ctrl-C twice an agent makes SIGINT, then SIGTERM
-                    raise KeyboardInterrupt
-                return  # what is sent to all processes of a job comes from the agent, too
-            if number == signal.SIGINT and not self._spawned:
+            # of Ctrl-C twice an agent makes SIGINT, then SIGTERM
+            if number != self.noted if told else number == signal.SIGINT:
                 raise KeyboardInterrupt
-            if number == signal.SIGINT:  # of the two that SpawnLauncher sends; another thread may have got it later
-                self.noted = number
             return
         self.noted = number
-        if number == signal.SIGINT and self.trainer.is_global_zero and not self._spawned:
+        if number == signal.SIGINT and self.trainer.is_global_zero:
             # not print(): the signal may have come in the middle of one
             os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once)\n")
 

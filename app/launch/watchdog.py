@@ -9,20 +9,16 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-TICK = 1.0  # seconds
-LATER = 5.0  # seconds, in which the others have said that it does not answer
+LATER = 5  # seconds, in which the others have said that it does not answer
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # what is sent to all processes of a run, to end in order
 
 
 @contextlib.contextmanager
 def watched(timeout: float | None) -> Iterator[None]:
     """Have this process ended if it is stopped (SIGSTOP) for longer than a time; Linux only.
-
-    Time counts while it runs: not while all of a job is suspended, or a person has pressed Ctrl-Z.
 
     Args:
         timeout: Seconds; None for a process that nobody waits for.
@@ -44,20 +40,21 @@ def watched(timeout: float | None) -> Iterator[None]:
 
 
 def watch(process: int, timeout: float) -> None:
-    """End the process that has started this one if it is stopped for too long; return when it has ended."""
-    stopped, last = 0.0, time.monotonic()
-    while os.getppid() == process:
-        passed, last = time.monotonic() - last, time.monotonic()
+    """End the process that has started this one if it is stopped for too long; return when it has ended.
+
+    It counts seconds in which it runs itself: not those in which all of a job is suspended, as by Ctrl-Z.
+    """
+    stopped = 0
+    while os.getppid() == process and stopped <= timeout + LATER:
+        select.select([sys.stdin], [], [], 1.0)  # readable at once when the process has ended
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-            stopped = stopped + min(passed, 2 * TICK) if state == "T" else 0.0
-        if stopped > timeout + LATER:
-            os.kill(process, signal.SIGKILL)
-            said = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was ended"
-            with contextlib.suppress(OSError):  # nobody reads
-                print(f"error: {said}", file=sys.stderr, flush=True)
-            return
-        select.select([sys.stdin], [], [], TICK)  # readable at once when the process has ended
+            stopped = stopped + 1 if state == "T" else 0
+    if os.getppid() == process:
+        os.kill(process, signal.SIGKILL)
+        said = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was ended"
+        with contextlib.suppress(OSError):  # nobody reads
+            print(f"error: {said}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

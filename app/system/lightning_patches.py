@@ -36,11 +36,11 @@ SignalConnector = _SignalConnector
 SpawnLauncher = _MultiProcessingLauncher
 EXPECTED[f"{__name__}.SignalConnector"] = tuple(
     f"lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector{name}"
-    for name in ("", ".register_signal_handlers", ".teardown")
+    for name in ("", ".register_signal_handlers")
 )
 EXPECTED[f"{__name__}.SpawnLauncher"] = tuple(
     f"lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher{name}"
-    for name in ("", ".launch", "._wrapping_function", ".procs", "._start_method", "._strategy")
+    for name in ("", ".launch", ".kill", "._wrapping_function", ".procs", "._start_method", "._strategy")
 )
 
 # -- the Trainer ---------------------------------------------------------------------------------------------
@@ -253,12 +253,6 @@ def set_timeout(strategy: Strategy, seconds: float) -> None:
     """How long ranks wait for each other: the command line has no flag for it, as it is no plain number."""
     if hasattr(strategy, "_timeout"):
         strategy._timeout = timedelta(seconds=seconds)
-
-
-@expects(f"{_DDP}._get_process_group_backend")
-def process_group_backend(strategy: Any) -> str:
-    """The backend that was asked for, or that serves the device."""
-    return strategy._get_process_group_backend()
 
 
 @expects("lightning.pytorch.strategies.strategy:Strategy._launcher")
