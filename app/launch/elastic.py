@@ -27,7 +27,8 @@ from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # lines of a failed rank's output that are shown
-RUN_DIR, STOPPED = "run_dir", "stopped"  # notes of a rank, beside torch's error file
+# notes of a rank, beside torch's error file: the directory of its run; that a signal has ended it in order
+RUN_DIR, STOPPED = "run_dir", "stopped"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
 
@@ -56,7 +57,13 @@ def launch(
         RankError: When a rank has failed otherwise.
     """
     error: UserError | RankError
-    with _log_dir(cluster.log_dir) as folder, _agent(processes, cluster.timeout):
+    # torch's own temporary folder would stay behind
+    with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as own, _agent(processes, cluster.timeout):
+        folder = Path(cluster.log_dir or own)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as wrong:
+            raise UserError(f"--cluster.log_dir {folder}: no folder can be made there ({wrong.strerror})") from wrong
 
         def files(pattern: str) -> list[Path]:
             """Those of the ranks that were started last; none where the nodes have not met."""
@@ -119,20 +126,6 @@ def launch(
 
 
 @contextmanager
-def _log_dir(given: str | None) -> Iterator[Path]:
-    """Where the ranks' output and errors go; torch's own temporary folder would stay behind."""
-    if given is None:
-        with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:
-            yield Path(folder)
-        return
-    try:
-        Path(given).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--cluster.log_dir {given}: no folder can be made there ({error.strerror})") from error
-    yield Path(given)
-
-
-@contextmanager
 def _agent(processes: int, timeout: float) -> Iterator[None]:
     """What the agent's processes inherit, and what torch elastic says of itself: only with --verbose."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -158,12 +151,7 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
 
 
 def note(name: str, text: str) -> None:
-    """Tell the agent that started this rank, if one did.
-
-    Args:
-        name: What of: RUN_DIR or STOPPED.
-        text: The directory of the run; the exit code with which a signal has ended this rank in order.
-    """
+    """Tell the agent that started this rank, if one did, of RUN_DIR, or of the exit code of a rank that has STOPPED."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if AGENT in os.environ and error_file:
         Path(error_file).with_name(name).write_text(text)

@@ -34,7 +34,7 @@ def is_worker() -> bool:
 
 
 def begin() -> None:
-    """Settle how this process ends: with the one that started it, where that is ours or torchrun's; on SIGTERM."""
+    """Settle how this process ends: with its parent, where that is ours or an agent; in order on SIGTERM."""
     for pid in (os.environ.pop(STARTER, None), os.environ.get(AGENT), os.getppid() if is_worker() else None):
         if pid is not None:
             end_with_parent(int(pid))
@@ -85,8 +85,7 @@ def _end(*_: object) -> None:
 def requeue() -> bool:
     """Have SLURM start this job again, which it has announced to end: SLURM then ends its tasks with SIGTERM.
 
-    Returns:
-        Whether it will, as far as this task knows.
+    Returns whether it will, as far as this task knows.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it comes twice
     if os.environ["SLURM_PROCID"] != "0":
@@ -116,11 +115,7 @@ def environment_of_a_run() -> dict[str, str]:
 
 
 def run_app(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run `python -m app …` in a process of its own, to the end.
-
-    Raises:
-        subprocess.TimeoutExpired: When it is not done in time.
-    """
+    """Run `python -m app …` in a process of its own, to the end, or to a `TimeoutExpired`."""
     return subprocess.run(
         [sys.executable, "-m", "app", *argv],
         capture_output=True,

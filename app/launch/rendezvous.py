@@ -134,9 +134,6 @@ class NodeRendezvous(StaticTCPRendezvous):
         cluster: How they find each other.
         num_nodes: How many there are.
         devices: `--trainer.devices` of this node, as a number, in which the nodes must agree.
-
-    Attributes:
-        before_restart: Called before the ranks are started again; may raise.
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
@@ -153,7 +150,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         super().__init__(address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout))
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
-        self.before_restart: Callable[[], None] = lambda: None
+        self.before_restart: Callable[[], None] = lambda: None  # may raise, and they are not
         self._rounds = self._gathered = 0
 
     def __getstate__(self) -> dict[str, Any]:

@@ -124,10 +124,8 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         strategy: Any = self._strategy
         os.environ["LOCAL_RANK"] = str(process_idx)
         with watched(self.timeout), noticing_other_ranks():
-            store = None
             if strategy.num_nodes > 1:
                 assert self.timeout is not None
-                store = use_own_store(strategy.node_rank * strategy.num_processes + process_idx, self.timeout)
+                self._store = use_own_store(strategy.node_rank * strategy.num_processes + process_idx, self.timeout)
                 strategy.cluster_environment = LightningEnvironment()
             super()._wrapping_function(process_idx, *args, **kwargs)
-            del store
