@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cluster.hosts import awaited
 from harness import QUIET, error_of, start_app
 from torch import Tensor, nn
 
@@ -143,3 +144,32 @@ def test_spawned_processes_have_workers(tmp_path: Path) -> None:
 
 def test_drop_last() -> None:
     assert [len(b.labels) for b in GlobalBatches(split(20), torch.arange(20), batch_size=8, drop_last=True)] == [8, 8]
+
+
+def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images, labels and draws are copied once, into page-locked memory, while the batch before is in use."""
+    pinned: list[torch.Size] = []
+
+    def without(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: object, pin_memory: bool = False, **kwargs: object) -> Tensor:
+            out = make(*args, **kwargs)
+            if pin_memory:
+                pinned.append(out.shape)
+            return out
+
+        return made
+
+    for name in ("empty", "randint"):  # there may be no driver to page-lock with
+        monkeypatch.setattr(torch, name, without(getattr(torch, name)))
+    rows = torch.arange(3, 40)
+    loader, reference = (
+        GlobalBatches(split(50), rows, batch_size=8, shuffle=True, draws=2, device=torch.device(device))
+        for device in ("cuda", "cpu")
+    )
+    batches = iter(loader)
+    for ready, expected in zip((2, 3, 4, 5, 5), reference, strict=True):
+        batch = next(batches)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch, expected, strict=True))
+        awaited(lambda ready=ready: len(pinned) >= 3 * ready, 20)
+    assert next(batches, None) is None
+    assert pinned == [shape for n in (8, 8, 8, 8, 5) for shape in ((n, 1, 4, 4), (n,), (n, 2))]

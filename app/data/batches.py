@@ -7,6 +7,7 @@ sample.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -72,6 +73,15 @@ class Reader:
                 f"image of {image.dtype} {tuple(image.shape)}: it must keep shape and type"
             )
         return augmented
+
+
+def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
+    """Make each batch in a thread, while the one before it is in use."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, batches, None)
+        while (batch := following.result()) is not None:
+            following = thread.submit(next, batches, None)
+            yield batch
 
 
 class GlobalBatches:
@@ -183,15 +193,22 @@ class GlobalBatches:
         if self._workers is not None:
             self._shares[:] = [self._items(order, epoch, step) for step in steps]
             for step, images in zip(steps, self._workers, strict=True):
-                yield RawBatch(images, self._labels[self._share(order, step)], self._draw(epoch, step))
+                yield RawBatch(images, self._take(self._labels, self._share(order, step)), self._draw(epoch, step))
             return
         order = order.to(self._where.device)
-        for step in steps:
-            share = self._share(order, step)
-            images = self._images[self._where[share]]
-            if self._pin:
-                images = images.pin_memory()
-            yield RawBatch(images, self._labels[share], self._draw(epoch, step))
+        batches = (self._batch(order, epoch, step) for step in steps)
+        yield from one_ahead(batches) if self._pin else batches
+
+    def _batch(self, order: Tensor, epoch: int, step: int) -> RawBatch:
+        share = self._share(order, step)
+        images = self._take(self._images, self._where[share])
+        return RawBatch(images, self._take(self._labels, share), self._draw(epoch, step))
+
+    def _take(self, values: Tensor, rows: Tensor) -> Tensor:
+        """Copy rows once, into page-locked memory where they go to an accelerator: its copies then overlap with us."""
+        shape = (len(rows), *values.shape[1:])
+        out = torch.empty(shape, dtype=values.dtype, device=values.device, pin_memory=self._pin)
+        return torch.index_select(values, 0, rows, out=out)
 
     def _items(self, order: Tensor, epoch: int, step: int) -> list[tuple[int, int]]:
         """Row of each sample of this rank, and the seed of its augmentation."""
@@ -207,7 +224,8 @@ class GlobalBatches:
         if not self.draws:
             return None
         shape = (self.global_count(step), self.draws)
-        drawn = torch.randint(DRAW_RANGE, shape, generator=stream(self.seed, 2, epoch, step), dtype=torch.int32)
+        generator = stream(self.seed, 2, epoch, step)
+        drawn = torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin)
         return drawn.tensor_split(self.world_size)[self.rank]
 
     def state_dict(self) -> dict[str, Any]:
