@@ -227,7 +227,8 @@ class ImageClassifier(LightningModule):
             return
         for name, sums in checkpoint.get("train_metrics", {}).items():
             for key, value in sums.items():
-                setattr(self.train_metrics[name], key, value)
+                # under fsdp the module has moved to its device before a checkpoint is loaded
+                setattr(self.train_metrics[name], key, value.to(self.train_metrics[name].device))
 
 
 class CIFARCNN(ImageClassifier):

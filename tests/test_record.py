@@ -329,3 +329,24 @@ def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.
     with pytest.warns(UserWarning, match="goes on without it"):
         code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path / "again")
     assert code == 0, out
+
+
+def test_the_bar_is_drawn_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps there are; its last state is the last step, and a bar of one's own is left alone."""
+    from lightning.pytorch.callbacks import RichProgressBar
+
+    shown: list[int] = []
+
+    def note(self: RichProgressBar, *args: Any) -> None:
+        shown.append(args[-1])
+
+    monkeypatch.setattr(RichProgressBar, "on_train_batch_end", note)
+    monkeypatch.setattr("app.monitor.progress_bar.PER_SECOND", 1e-9)
+    flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
+    code, out = app(*flags)
+    assert code == 0, out
+    assert shown == [0, 8, 8], "the first step, and the last of each epoch"
+    shown.clear()
+    code, out = app(*flags, "--trainer.callbacks", "RichProgressBar")
+    assert code == 0, out
+    assert shown == [*range(9), *range(9)]

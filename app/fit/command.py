@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -38,6 +38,7 @@ from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
 from app.monitor.loggers import Tracker, make_loggers
+from app.monitor.progress_bar import SeldomProgressBar
 from app.monitor.run_record import RunRecord, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import NetworkSummary, report
@@ -237,6 +238,8 @@ class CLI(Flags):
         if trainer.enable_model_summary is not False and not any(isinstance(c, ModelSummary) for c in callbacks):
             kwargs["enable_model_summary"] = False  # Lightning's own
             callbacks = [*callbacks, NetworkSummary()]
+        if trainer.enable_progress_bar is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+            callbacks = [*callbacks, SeldomProgressBar()]  # in place of Lightning's own
         kwargs["callbacks"] = [
             *callbacks,
             StepProfile(),

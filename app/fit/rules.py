@@ -14,13 +14,14 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from app.data import ImageData
 from app.errors import UserError, nearest
@@ -181,6 +182,7 @@ def _without_srun(s: Asked) -> Found:
     return next(({"count": count, "what": what} for count, what in sizes if count != "1"), None)
 
 
+POWER_SGD = (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)
 SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
 
 
@@ -397,6 +399,12 @@ HERE = (
         "--trainer.strategy {s.name}: {s.hook.__qualname__} changes how processes communicate, but this run is one "
         "process",
         "use --trainer.strategy ddp without a hook, or give more --trainer.devices",
+    ),
+    Rule(
+        lambda s: s.hook in POWER_SGD and s.device == "cpu" and torch.cuda.is_available(),
+        "--trainer.strategy {s.name} on the CPU of a machine that has a GPU: torch's hook synchronises that "
+        "one, and fails",
+        "put CUDA_VISIBLE_DEVICES= before the command",
     ),
     Rule(
         _sends_bf16,

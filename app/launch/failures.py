@@ -48,23 +48,31 @@ def lost(text: str) -> RankError | None:
     return None
 
 
+def leave_nccl() -> None:
+    """Leave the process group, if it is NCCL's, in an error path: what it has begun would wait for the other ranks.
+
+    So would all that then waits for the device: moving the model back to the host, or the exit of the process.
+    Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "nccl":
+        abort_process_group()
+
+
 @contextmanager
 def noticing_other_ranks() -> Iterator[None]:
     """Turn an error of a communication into what it tells of another rank, and leave the group of NCCL.
-
-    Otherwise NCCL would wait, when this process exits, for what is under way between the others.
-    Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
 
     Raises:
         RankError: When another rank is gone or silent.
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         in_group = distributed.is_initialized()
-        if in_group and distributed.get_backend() == "nccl":
-            abort_process_group()
-        communicated = isinstance(error, distributed.DistError) or (in_group and type(error) is RuntimeError)
+        leave_nccl()
+        communicated = in_group and (type(error) is RuntimeError or isinstance(error, distributed.DistError))
+        # of NCCL's group, which has been left already
+        communicated = communicated or isinstance(error, distributed.DistBackendError)
         if communicated and (seen := lost(str(error))):
             raise seen from error
         raise

@@ -11,6 +11,7 @@ from typing import Any
 
 AGENT = "APP_AGENT"  # environment of a rank that our agent starts: id of the agent
 STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
+ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
 # set by a launcher for each process that it starts; a run that finds them takes itself for one of several
@@ -34,7 +35,14 @@ def is_worker() -> bool:
 
 
 def begin() -> None:
-    """Settle how this process ends: with its parent, where that is ours or an agent; in order on SIGTERM."""
+    """Settle how this process ends: with its parent, where that is ours or an agent; in order on SIGTERM.
+
+    NCCL's watchdog would end it in the midst of an error that Python is to report. It is told to end what communicates
+    (2), and to leave the process alone, also in a rank for which torch elastic has set 1, "end the process".
+    Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+    """
+    if os.environ.get(ON_NCCL_ERROR, "1") == "1":
+        os.environ[ON_NCCL_ERROR] = "2"
     for pid in (os.environ.pop(STARTER, None), os.environ.get(AGENT), os.getppid() if is_worker() else None):
         if pid is not None:
             end_with_parent(int(pid))

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from app.data.sources import work_apart
 from app.launch.cluster_environment import in_slurm_job
+from app.launch.failures import leave_nccl
 from app.launch.process import is_worker
 from app.system.lightning_patches import (
     SignalConnector,
@@ -93,6 +94,10 @@ class StopTogether(Callback):
         trainer.limit_val_batches = 0
         for callback in trainer.early_stopping_callbacks:  # they would miss the validation
             check_after_validation_only(callback)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Wait for no other rank from here on: not where Lightning moves the model back to the host, either."""
+        leave_nccl()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hear of what came during the last validation: no test shall follow."""

@@ -161,8 +161,8 @@ class RunRecord(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the accelerator's peak memory from here."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            for device in devices_of(trainer):
+        for device in devices_of(trainer):
+            if device.type == "cuda":  # not where a GPU is there, and the run is on the CPU
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

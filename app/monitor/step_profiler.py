@@ -137,7 +137,7 @@ class _Stopwatch(Profiler):
             self._handles.append(optimizer.register_step_post_hook(self._on_stepped))
         module = self.trainer.lightning_module
         strategy = self.trainer.strategy
-        if isinstance(strategy, SplitForward):
+        if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
             assert strategy.replica is not None
             self._handles += [
                 module.register_forward_pre_hook(self._on_scatter),

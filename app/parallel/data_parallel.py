@@ -18,12 +18,16 @@ from torch.nn.parallel import gather, parallel_apply, replicate
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from app.errors import UserError
+from app.modules import ImageClassifier
 from app.system.lightning_patches import set_device
 from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tree_unflatten
 
 
 class Replica(nn.Module):
-    """Calls the forward of a LightningModule on one part of the batch, in the autocast state of the caller.
+    """Calls the forward of a model on one part of the batch, in the autocast state of the caller.
+
+    Of an `ImageClassifier`, whose forward is that of its network, the network alone is copied to the devices: not its
+    metrics, nor the module around them. Of any other LightningModule, all of it.
 
     Threads begin with default autocast state, and `parallel_apply` hands on only whether it is enabled, so
     that bf16 would quietly become fp16.
@@ -34,7 +38,9 @@ class Replica(nn.Module):
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
-        self.module = module
+        self.module: nn.Module = module
+        if isinstance(module, ImageClassifier) and type(module).forward is ImageClassifier.forward:
+            self.module = module.network
         self.index = 0
         self.autocast: dict[str, Any] = {}
         self.inference = False
@@ -49,10 +55,12 @@ class Replica(nn.Module):
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute on this replica; the class's own forward, for the root's is patched to come here."""
+        """Compute on this replica; by a LightningModule's own class, for the root's forward is patched to come here."""
         inference = torch.inference_mode() if self.inference else nullcontext()
         with inference, torch.autocast(**self.autocast):
-            return type(self.module).forward(self.module, *args, **kwargs)
+            if isinstance(self.module, LightningModule):
+                return type(self.module).forward(self.module, *args, **kwargs)
+            return self.module(*args, **kwargs)
 
 
 class SplitForward(Strategy):
@@ -132,6 +140,8 @@ class SplitForward(Strategy):
         self._forwards += 1
         devices = self.parallel_devices
         self.replica.capture(devices[0].type)
+        if len(devices) == 1:  # nothing to share, as in `nn.DataParallel`
+            return self.replica(*args, **kwargs)
         if devices[0].type != "cuda":
             return _forward_in_threads(self.replica, self._threads, args, kwargs)
         parts, kwargs_parts = scatter_kwargs(args, kwargs, devices)
@@ -139,7 +149,8 @@ class SplitForward(Strategy):
         replicas = replicate(self.replica, devices, detach=not torch.is_grad_enabled())
         for index, replica in enumerate(replicas):
             replica.index = index
-            set_device(replica.module, devices[index])
+            if isinstance(replica.module, LightningModule):
+                set_device(replica.module, devices[index])
         return gather(parallel_apply(replicas, parts, kwargs_parts, devices), devices[0])
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from app.errors import UserError, one_line
@@ -215,6 +216,8 @@ def default_accelerator() -> str:
 
 
 @expects(
+    f"{_DDP}._setup_model",
+    f"{_DDP}._ddp_kwargs",
     f"{_DDP}._register_ddp_hooks",
     f"{_DDP}._ddp_comm_state",
     f"{_DDP}._ddp_comm_hook",
@@ -223,11 +226,17 @@ def default_accelerator() -> str:
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
 )
 class DDPWithHooks(DDPStrategy):
-    """Lightning's DDP, which registers its communication hook on every device.
+    """Lightning's DDP, which registers its communication hook on every device, and wraps the model where it computes.
 
-    Lightning registers it on CUDA only and drops it in silence elsewhere. Source: strategies/ddp.py,
-    `_register_ddp_hooks`. At an upgrade: is the period of model averaging still read in `setup_optimizers`?
+    Lightning registers the hook on CUDA only and drops it in silence elsewhere. Source: strategies/ddp.py,
+    `_register_ddp_hooks`. It wraps the model on a stream of its own, where the nodes that accumulate gradients then
+    live, so that each backward pass waits for that stream. Source:
+    https://github.com/Lightning-AI/pytorch-lightning/pull/21746. At an upgrade: is the period of model averaging still
+    read in `setup_optimizers`, and does `_setup_model` still enter a new stream?
     """
+
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def comm_state(self) -> object | None:
         """The first argument of the hook, made when the processes are connected."""

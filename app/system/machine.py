@@ -41,8 +41,14 @@ def _commit() -> str | None:
 
 def hardware() -> dict[str, Any]:
     """Name processor and accelerators, and count the cores."""
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": names}
+    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": _gpus()}
+
+
+def _gpus() -> list[str]:
+    """Name the GPUs, without taking memory on one that this process does not use."""
+    if torch.cuda.is_initialized():
+        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return _nvidia_smi("name") if torch.cuda.device_count() else []
 
 
 def usable_cores() -> int:
@@ -58,12 +64,17 @@ def driver() -> str | None:
 
     Not by `torch.utils.collect_env`, which looks for a heading that nvidia-smi 610 no longer prints.
     """
+    return next(iter(_nvidia_smi("driver_version")), None)
+
+
+def _nvidia_smi(field: str) -> list[str]:
+    """Ask for a field of each GPU; nothing where there is no driver."""
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        said = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-    return found[0] if found else None
+        return []
+    return [line.strip() for line in said.splitlines() if line.strip()]
 
 
 def _cpu_name() -> str:
@@ -76,7 +87,11 @@ def _cpu_name() -> str:
 
 
 def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
-    """Measure the peak memory of this process in GiB, a row for each of its devices: there, and on the host."""
+    """Measure the peak memory of this process in GiB, a row for each of its devices: there, and on the host.
+
+    On CUDA, allocated and reserved are the peaks of torch's allocator. `in_use_gib` is what the driver counts now, and
+    so has CUDA's context, the libraries, NCCL's buffers and other processes, too.
+    """
     rows = []
     for device in devices:
         cuda = device.type == "cuda"
@@ -86,11 +101,18 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
                 "device": str(device),
                 "allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 4) if cuda else None,
                 "reserved_gib": round(torch.cuda.max_memory_reserved(device) / GIB, 4) if cuda else None,
+                "in_use_gib": round(_in_use(device) / GIB, 4) if cuda else None,
                 "host_rss_gib": round(_peak_rss() / GIB, 4),
                 "total_gib": round(_total(device) / GIB, 4),
             }
         )
     return rows
+
+
+def _in_use(device: torch.device) -> int:
+    """Return the bytes of a GPU that are taken, by whomever."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def _total(device: torch.device) -> int:

@@ -1,0 +1,189 @@
+"""What CUDA lines do, as far as it shows without a GPU: on a torch that says it has one, on devices that are not."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import QUIET, error_of
+from torch import nn
+
+from app.cli import main
+from app.errors import RankLostError
+from app.launch import failures
+from app.launch.failures import noticing_other_ranks
+from app.launch.signals import StopTogether
+from app.modules import CIFARCNN
+from app.parallel import DDP, DataParallelStrategy
+from app.parallel.data_parallel import Replica
+from app.system import lightning_patches, machine
+
+App = Callable[..., tuple[int, str]]
+SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "16", *QUIET]
+CPU = ["--trainer.accelerator", "cpu"]
+ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU, which the run does not use and must not touch."""
+
+    def touched(*_: Any) -> None:
+        pytest.fail("took memory on the GPU")
+
+    def reset(device: torch.device) -> None:
+        if torch.device(device).type != "cuda":
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        touched()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", touched)
+    monkeypatch.setattr(torch.cuda, "synchronize", touched)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda field: ["NVIDIA of somebody"])
+
+
+def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, app: App, tmp_path: Path) -> None:
+    code, out = app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.name", "x")
+    assert code == 0, out
+    record = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
+    assert record["hardware"]["gpus"] == ["NVIDIA of somebody"]
+    assert record["peak_memory"][0]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        ["--trainer.strategy", "ddp_powersgd"],
+        [
+            *("--trainer.strategy", "ddp", "--trainer.strategy.ddp_comm_hook"),
+            "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.batched_powerSGD_hook",
+        ],
+    ],
+    ids=["strategy", "hook"],
+)
+def test_powersgd_on_the_cpu_of_a_machine_that_has_a_gpu(hook: list[str], gpu: None, app: App) -> None:
+    said = error_of(*app("fit", *SMALL, *CPU, "--trainer.devices", "2", *hook))
+    assert "CUDA_VISIBLE_DEVICES= before the command" in said
+
+
+def test_the_sums_of_an_epoch_go_to_where_the_metrics_are() -> None:
+    """Under fsdp, a checkpoint is loaded when the module has moved."""
+    saved: dict[str, Any] = {}
+    CIFARCNN().on_save_checkpoint(saved)
+    module = CIFARCNN()
+    trainer = type("Trainer", (), {"is_global_zero": True})()
+    module.trainer = trainer
+    module.train_metrics.to("meta")  # a device that no tensor comes from by itself
+    module.on_load_checkpoint(saved)
+    states = [state for metric in module.train_metrics.values() for state in metric.metric_state.values()]
+    assert {state.device.type for state in states} == {"meta"}
+
+
+def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("max_memory_allocated", 2**29),
+        ("max_memory_reserved", 2**30),
+        ("mem_get_info", (2**30, 2**32)),
+        ("get_device_properties", SimpleNamespace(total_memory=2**32)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    (row,) = machine.peak_memory(0, [torch.device("cuda", 0)])
+    assert [row[f"{name}_gib"] for name in ("allocated", "reserved", "in_use", "total")] == [0.5, 1, 3, 4]
+    (row,) = machine.peak_memory(0, [torch.device("cpu")])
+    assert row["in_use_gib"] is None
+
+
+@pytest.mark.parametrize(("given", "then"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
+def test_nccl_leaves_the_process_to_python(given: str | None, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 is what torch elastic sets in each rank; any other value is a user's own."""
+    monkeypatch.delenv(ON_NCCL_ERROR, raising=False)
+    if given is not None:
+        monkeypatch.setenv(ON_NCCL_ERROR, given)
+    assert main(["--help"]) == 0
+    assert os.environ[ON_NCCL_ERROR] == then
+    monkeypatch.setenv(ON_NCCL_ERROR, "")  # which undoes what main has set
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A process group of NCCL; what becomes of it."""
+    left: list[str] = []
+    group = SimpleNamespace(initialized=True)
+
+    def abort() -> None:
+        left.append("aborted")
+        group.initialized = False
+
+    monkeypatch.setattr(failures.distributed, "is_initialized", lambda: group.initialized)
+    monkeypatch.setattr(failures.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(failures, "abort_process_group", abort)
+    return left
+
+
+def fail(error: BaseException) -> None:
+    """As Lightning does: it tells the callbacks, moves the model to the host, and raises again."""
+    StopTogether().on_exception(None, None, error)  # type: ignore[arg-type]
+    assert failures.distributed.is_initialized() is False, "nothing waits for the device"
+    raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
+def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(error: BaseException, nccl: list[str]) -> None:
+    with pytest.raises(type(error)), noticing_other_ranks():
+        fail(error)
+    assert nccl == ["aborted"], "and not again"
+
+
+def test_what_nccl_said_is_understood_after_its_group_was_left(nccl: list[str]) -> None:
+    with pytest.raises(RankLostError), noticing_other_ranks():
+        fail(torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0."))
+
+
+def test_another_groups_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "abort_process_group", lambda: pytest.fail("gloo's is left at the exit"))
+    monkeypatch.setattr(failures.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(failures.distributed, "get_backend", lambda: "gloo")
+    with pytest.raises(RankLostError), noticing_other_ranks():
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:51")
+
+
+def test_ddp_wraps_the_model_on_the_stream_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a stream of its own"))
+    monkeypatch.setattr(lightning_patches, "DistributedDataParallel", lambda *args, **kwargs: made.append(kwargs))
+    strategy = DDP()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    strategy.cluster_environment = SimpleNamespace(local_rank=lambda: 0)  # type: ignore[assignment]
+    strategy._setup_model(nn.Linear(1, 1))
+    assert made[0]["device_ids"] == [0]
+    assert made[0]["gradient_as_bucket_view"] is True
+
+
+def test_dp_copies_the_network_alone() -> None:
+    model = CIFARCNN()
+    assert Replica(model).module is model.network
+
+    class Own(CIFARCNN):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images) * 2
+
+    assert Replica(own := Own()).module is own
+
+
+def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
+    way = [*CPU, "--trainer.strategy", "dp", "--trainer.devices", "1"]
+    code, out = app("fit", *SMALL, *way, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false")
+    assert code == 0, out
+    record = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
+    assert record["time_per_step"]["communication"] == 0
+    strategy = DataParallelStrategy([torch.device("cuda", 0)])
+    model = CIFARCNN()
+    strategy.replica = Replica(model)
+    scores = strategy._forward(torch.zeros(2, 3, 32, 32))  # nothing is copied to a device that is not there
+    assert scores.shape == (2, 10)
