@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 from app.data.batches import GlobalBatches
 from app.errors import UserError
+from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, LeNet, resnet18, resnet18_cifar
 from app.system.lightning_patches import is_attached
 
@@ -57,10 +58,19 @@ class ImageClassifier(LightningModule):
         optimizer: Makes the optimizer from the parameters.
         scheduler: Makes the learning-rate scheduler from the optimizer, or None for a constant rate.
         scheduler_interval: Whether the scheduler advances after each epoch or each step.
+        channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory; `auto`: where there are
+            convolutions, on the CPU, and on a GPU in 16 bits.
+        compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
+        matmul_precision: Of float32 on a GPU, in products and convolutions: `highest`, or TF32 (`high`), or `medium`.
+
+    Attributes:
+        executed: How the network is executed, for the run record.
 
     Raises:
         UserError: When the optimizer or scheduler rejects its arguments.
     """
+
+    convolutional = True
 
     def __init__(
         self,
@@ -70,9 +80,14 @@ class ImageClassifier(LightningModule):
         optimizer: OptimizerCallable,
         scheduler: LRSchedulerCallable | None,
         scheduler_interval: Literal["epoch", "step"],
+        channels_last: bool | Literal["auto"] = "auto",
+        compile: Compile | bool = "off",
+        matmul_precision: MatmulPrecision = "highest",
     ) -> None:
         super().__init__()
         self.network = network
+        self.execution = Execution(channels_last, compile, matmul_precision)
+        self.executed: dict[str, Any] = {}
         self.criterion = LOSSES[loss]
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
@@ -95,6 +110,8 @@ class ImageClassifier(LightningModule):
 
         Anew because spawned processes get the states in shared memory, and would count into each other's.
         """
+        device = self.trainer.strategy.root_device
+        self.executed = self.execution.prepare(self.network, device, str(self.trainer.precision))
         for metric in self.modules():
             if isinstance(metric, MeanMetric) and self.trainer.strategy.root_device.type != "mps":  # it has none
                 metric.set_dtype(torch.float64)
@@ -184,11 +201,13 @@ class ImageClassifier(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimizer and the scheduler."""
         try:
-            optimizer = self.make_optimizer(self.parameters())
+            clips_scaled = self.trainer.precision == "16-mixed" and bool(self.trainer.gradient_clip_val)
+            device = self.trainer.strategy.root_device
+            optimizer = fastest(self.make_optimizer(self.parameters()), device, clips_scaled)
             if self.make_scheduler is None:
                 return optimizer
             scheduler = self.make_scheduler(optimizer)
-        except (TypeError, ValueError, ArithmeticError) as error:
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"--model.optimizer or --model.scheduler: {error}") from error
         return {
             "optimizer": optimizer,
@@ -242,6 +261,7 @@ class CIFARCNN(ImageClassifier):
         optimizer: Optimizer class with its arguments.
         scheduler: Learning-rate scheduler class with its arguments.
         scheduler_interval: Whether the scheduler advances after each epoch or each step.
+        **kwargs: As for `ImageClassifier`.
     """
 
     def __init__(
@@ -252,9 +272,11 @@ class CIFARCNN(ImageClassifier):
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9),
         scheduler: LRSchedulerCallable | None = None,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
+        **kwargs: Any,
     ) -> None:
         networks = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifar": resnet18_cifar}
-        super().__init__(networks[network](num_classes), num_classes, loss, optimizer, scheduler, scheduler_interval)
+        made = networks[network](num_classes)
+        super().__init__(made, num_classes, loss, optimizer, scheduler, scheduler_interval, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
 
@@ -269,10 +291,13 @@ class FashionMLP(ImageClassifier):
         optimizer: Optimizer class with its arguments.
         scheduler: Learning-rate scheduler class with its arguments.
         scheduler_interval: Whether the scheduler advances after each epoch or each step.
+        **kwargs: As for `ImageClassifier`.
 
     Raises:
         UserError: When `repeats` or a width is below 1, or there is no memory for the weights.
     """
+
+    convolutional = False
 
     def __init__(
         self,
@@ -283,6 +308,7 @@ class FashionMLP(ImageClassifier):
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=1e-3),
         scheduler: LRSchedulerCallable | None = None,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
+        **kwargs: Any,
     ) -> None:
         if repeats < 1:
             raise UserError(f"--model.repeats {repeats}: an image is repeated at least once")
@@ -296,5 +322,5 @@ class FashionMLP(ImageClassifier):
             raise UserError(
                 f"--model.repeats {repeats}, --model.hidden {list(hidden)}: no memory for so many weights: give less"
             ) from error
-        super().__init__(network, num_classes, loss, optimizer, scheduler, scheduler_interval)
+        super().__init__(network, num_classes, loss, optimizer, scheduler, scheduler_interval, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

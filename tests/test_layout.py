@@ -12,7 +12,7 @@ from harness import ROOT
 LEVELS = (
     {"errors"},
     {"networks", "system"},
-    {"data"},
+    {"data", "execution"},
     {"modules"},
     {"parallel"},
     {"launch"},

@@ -45,7 +45,8 @@ class ImageData(LightningDataModule):
         val_size: Images of the training set kept for validation, a count or a fraction, where the source
             has no validation set of its own.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
-            same tensor on the accelerator. `auto`: `memory` where it fits, else `disk`.
+            same tensor on the accelerator. `auto`: `device` where the images take less than a tenth of a GPU's free
+            memory; else `memory` where they fit, else `disk`.
         cache: Folder for decoded images, which the ranks of a node map from there. `auto`: in the user's cache
             directory. `off`: each rank decodes for itself, at every start.
         num_workers: Worker processes of this rank for reading and decoding; `auto`: the cores that it has.
@@ -210,9 +211,16 @@ class ImageData(LightningDataModule):
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
         assert self.trainer is not None
-        needed = len(split) * math.prod(self.image_shape) * (1 if split.mapped else self._local_ranks)
+        strategy, size = self.trainer.strategy, len(split) * math.prod(self.image_shape)
+        needed = size * (1 if split.mapped else self._local_ranks)
         fits = needed < psutil.virtual_memory().available / 2
-        return "memory" if self.trainer.strategy.reduce_boolean_decision(fits, all=True) else "disk"
+        if not strategy.reduce_boolean_decision(fits, all=True):
+            return "disk"
+        if strategy.root_device.type != "cuda":
+            return "memory"
+        # of ranks on one GPU each sees what the others leave
+        fits = size < torch.cuda.mem_get_info(strategy.root_device)[0] / 10
+        return "device" if strategy.reduce_boolean_decision(fits, all=True) else "memory"
 
     @property
     def _local_ranks(self) -> int:

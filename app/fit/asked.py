@@ -19,6 +19,7 @@ from app.fit.devices import (
     strategy_options,
 )
 from app.launch.cluster_environment import Launched, other_launcher
+from app.modules import ImageClassifier
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,21 @@ class Asked:
     def options(self) -> dict[str, Any]:
         """The options of the strategy, as far as they are known before it is made."""
         return strategy_options(self.trainer)
+
+    @cached_property
+    def model(self) -> type | None:
+        """The model's class, if it is of this application."""
+        cls = class_of(self.config.model)
+        return cls if cls is not None and issubclass(cls, ImageClassifier) else None
+
+    def given(self, flag: str) -> Any:
+        """The value of a flag of our models; None where the model has none of this name."""
+        return self.config.model.get(f"init_args.{flag}") if self.model else None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the network is to be compiled."""
+        return self.given("compile") not in (None, False, "off")
 
     @property
     def hook(self) -> Callable | None:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.errors import UserError
+from app.execution import IMPLEMENTATION
 from app.modules import ImageClassifier
 from app.system.lightning_patches import may_stop_early, save_checkpoint_now, steps_between_checkpoints
 
@@ -208,10 +209,11 @@ def _check_unfinished(path: str, checkpoint: dict[str, Any], trainer: Trainer) -
 
 def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
     here = model.make_optimizer(model.parameters()).param_groups[0]
-    if not here.keys() <= saved.keys():  # a scheduler adds keys of its own
+    if not here.keys() - IMPLEMENTATION <= saved.keys():  # a scheduler adds keys of its own
         raise UserError(f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with")
     scheduled = "initial_lr" in saved  # then lr, and for some momentum, are the scheduler's
-    for key in here.keys() - ({"params", "lr", "momentum", "betas"} if scheduled else {"params"}):
+    own = {"params", *IMPLEMENTATION}
+    for key in here.keys() - ({*own, "lr", "momentum", "betas"} if scheduled else own):
         if saved[key] != here[key]:
             raise UserError(
                 f"--model.optimizer.{key} {here[key]}: a resumed run goes on with the checkpoint's optimizer, where "

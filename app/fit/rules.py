@@ -5,9 +5,11 @@
 """
 
 import errno
+import importlib.util
 import inspect
 import math
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -34,6 +36,7 @@ from app.fit.devices import (
 )
 from app.launch.cluster_environment import OWN_AGENT, Launched, launched
 from app.launch.process import RANKS, is_task_of_srun
+from app.parallel import SplitForward
 
 Found = Mapping[str, Any] | bool | None
 
@@ -50,6 +53,9 @@ class Rule(NamedTuple):
     broken: Callable[[Any], Found]
     message: str
     remedy: str
+
+
+COMPILES = (SingleDeviceStrategy, DDPStrategy)
 
 
 def _unknown_strategy(s: Asked) -> Found:
@@ -145,6 +151,29 @@ FLAGS = (
         lambda s: s.options.get("static_graph") and s.trainer.accumulate_grad_batches > 1,
         "--trainer.strategy.static_graph true: torch fails where gradients are accumulated",
         "leave it out, or --trainer.accumulate_grad_batches {s.trainer.accumulate_grad_batches}",
+    ),
+    Rule(
+        lambda s: s.given("channels_last") is True and not s.model.convolutional,
+        "--model.channels_last true: {s.model.__name__} has no convolutions, to which alone it matters",
+        "leave it out",
+    ),
+    Rule(
+        lambda s: s.compiled and (issubclass(s.strategy, SplitForward) or not issubclass(s.strategy, COMPILES)),
+        "--model.compile does not work with --trainer.strategy {s.name}, which takes the network apart",
+        "leave it out, or use --trainer.strategy ddp",
+    ),
+    Rule(
+        lambda s: s.given("compile") == "reduce-overhead" and s.trainer.accumulate_grad_batches > 1,
+        "--model.compile reduce-overhead: the next batch overwrites the gradients that are accumulated",
+        "use default, or leave --trainer.accumulate_grad_batches out",
+    ),
+    Rule(
+        lambda s: (
+            s.given("optimizer.init_args.fused") and s.trainer.precision == "16-mixed" and s.trainer.gradient_clip_val
+        ),
+        "--model.optimizer.fused true with --trainer.gradient_clip_val: under 16-mixed there is no moment between "
+        "unscaling and update in which to clip",
+        "leave one of them out, or use --trainer.precision bf16-mixed",
     ),
 )
 
@@ -293,6 +322,29 @@ def _unshared_batch(s: Asked) -> Found:
     return {"size": size, "near": ImageData.nearest_shares(size, s.world_size)}
 
 
+ON_GPUS = (
+    ("trainer.benchmark", lambda s: s.trainer.benchmark),
+    ("model.compile reduce-overhead", lambda s: s.given("compile") == "reduce-overhead"),
+    ("model.matmul_precision", lambda s: s.given("matmul_precision") not in (None, "highest")),
+)
+
+
+def _not_on_this_device(s: Asked) -> Found:
+    given = (flag for flag, is_given in ON_GPUS if is_given(s))
+    return s.device != "cuda" and next(({"flag": flag} for flag in given), None)
+
+
+def _no_compiler(s: Asked) -> Found:
+    """torch.compile writes C++ for a CPU; for a GPU Triton, whose kernels are started from C."""
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
+    if s.device == "cuda":
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
+        if s.compiled and importlib.util.find_spec("triton") is None:
+            return {"missing": "the package triton"}
+    found = any(map(shutil.which, compilers))
+    return s.compiled and not found and {"missing": f"a compiler ({' or '.join(compilers)})"}
+
+
 LAUNCHER = (
     Rule(
         _uneven,
@@ -325,6 +377,8 @@ HERE = (
         "--trainer.devices {s.trainer.devices!r}: the {s.device} accelerator cannot give that{there}",
         "give a count from 1 on",
     ),
+    Rule(_not_on_this_device, "--{flag} has no effect on the {s.device} accelerator", "leave it out"),
+    Rule(_no_compiler, "--model.compile: torch needs {missing} for it", "install it, or leave the flag out"),
     Rule(
         lambda s: s.launcher and s.launcher.by != OWN_AGENT and s.config.cluster.init_method is not None,
         "--cluster.init_method: {s.launcher.by} has seen to how the nodes meet",

@@ -21,7 +21,7 @@ from app.errors import ExitStatus, RankError
 from app.launch.agree import gather_objects
 from app.launch.process import AGENT
 from app.launch.signals import cause
-from app.modules import log_window
+from app.modules import ImageClassifier, log_window
 from app.monitor.loggers import Tracker
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import epoch_line, finished
@@ -29,6 +29,8 @@ from app.parallel import SplitForward
 from app.system.files import write_json
 from app.system.lightning_patches import strategy_name
 from app.system.machine import hardware, peak_memory, versions
+
+EXECUTED = ("channels_last", "compile", "matmul_precision", "benchmark", "fused")  # for fit, by a model of ours
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:
@@ -89,6 +91,7 @@ class RunRecord(Callback):
             "steps": 0,
             **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "tested", "setup_s", "train_s", "throughput")),
             "time_per_step": None,
+            **dict.fromkeys(EXECUTED),
         }
         self._warmup_epochs = warmup_epochs
         self._first_step: float | None = None
@@ -160,7 +163,10 @@ class RunRecord(Callback):
     # -- training -------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the accelerator's peak memory from here."""
+        """Note how the model is executed, and count the accelerator's peak memory from here."""
+        if isinstance(pl_module, ImageClassifier):
+            self.record.update(pl_module.executed)
+        self.record["fused"] = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
             if device.type == "cuda":  # not where a GPU is there, and the run is on the CPU
                 torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,221 @@
+"""Flags that change how a model is executed, and nothing of what it learns beyond rounding."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import QUIET, error_of, largest_difference, losses, weights
+from torch import nn
+
+from app.compare.experiment import Experiment, expand
+from app.data import Synthetic
+from app.errors import UserError
+from app.execution import Execution, fastest
+from app.fit import rules
+from app.networks import MLP, LeNet
+
+App = Callable[..., tuple[int, str]]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", *QUIET]
+STEPS = ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
+CNN, MLP_FLAGS = (
+    ["--model", "CIFARCNN"],
+    ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"],
+)
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    record = json.loads((run / "run.json").read_text())
+    return {name: record[name] for name in ("channels_last", "compile", "matmul_precision", "benchmark", "fused")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "other", "says"),
+    [
+        (CNN, ["--model.channels_last", "false"], ("channels_last", True, False)),
+        pytest.param(
+            [*CNN, "--model.network", "resnet18_cifar", "--data.size", "60", "--data.drop_last", "true"],
+            ["--model.channels_last", "false"],
+            ("channels_last", True, False),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            CNN, ["--model.compile", "default"], ("compile", "off", "default"), marks=pytest.mark.slow,
+        ),
+        (MLP_FLAGS, ["--model.optimizer", "Adam", "--model.optimizer.fused", "true"], ("fused", False, True)),
+    ],
+    ids=["channels-last", "channels-last-resnet", "compile", "fused"],
+)  # fmt: skip
+def test_the_same_training(
+    flags: list[str], other: list[str], says: tuple[str, Any, Any], app: App, tmp_path: Path
+) -> None:
+    if "default" in other and not shutil.which("g++"):
+        pytest.skip("needs g++")
+    for name, more in (("plain", []), ("other", other)):
+        code, out = app("fit", *SMALL, *flags, *STEPS, *more, "--run.name", name)
+        assert code == 0, out
+    plain, changed = (tmp_path / "runs" / name / "version_0" for name in ("plain", "other"))
+    np.testing.assert_allclose(losses(changed), losses(plain), rtol=0, atol=1e-5)
+    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (plain, changed))) < 1e-5
+    name, before, after = says
+    assert (recorded(plain)[name], recorded(changed)[name]) == (before, after)
+    assert recorded(plain)["matmul_precision"] is None, "it does not act on a CPU"
+
+
+@pytest.mark.parametrize("before", ["true", "false"])
+def test_a_checkpoint_of_another_layout(before: str, app: App, tmp_path: Path) -> None:
+    """Its momentum takes the layout of the weights that it goes on with."""
+    flags = ["fit", *SMALL, *CNN, *STEPS, "--run.name", "x"]
+    code, out = app(*flags, "--trainer.max_epochs", "1", "--model.channels_last", before)
+    assert code == 0, out
+    after = "false" if before == "true" else "true"
+    code, out = app(*flags, "--model.channels_last", after, "--ckpt_path", "last")
+    assert code == 0, out
+    last = torch.load(tmp_path / "runs" / "x" / "version_1" / "checkpoints" / "last.ckpt", weights_only=True)
+    momenta = [state["momentum_buffer"] for state in last["optimizer_states"][0]["state"].values()]
+    convolution = next(momentum for momentum in momenta if momentum.shape == (16, 6, 5, 5))
+    assert convolution.is_contiguous(memory_format=torch.channels_last) == (after == "true")
+
+
+def test_the_layout_by_default() -> None:
+    for network, device, precision, channels_last in (
+        (LeNet(), CPU, "32-true", True),
+        (LeNet(), torch.device("mps"), "32-true", False),
+        (MLP(1, [8], 10), CPU, "32-true", False),
+    ):
+        execution = Execution("auto", "off", "highest")
+        for _ in range(2):  # fit ends with a test
+            assert execution.prepare(network, device, precision)["channels_last"] is channels_last
+        assert len(network._forward_pre_hooks) == channels_last
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU, and what is set of torch for it."""
+    found = SimpleNamespace(capability=(8, 0), precision=None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda name: setattr(found, "precision", name))
+    monkeypatch.setattr(torch.backends, "cudnn", found)
+    found.benchmark = False
+    return found
+
+
+def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
+    for name, tf32 in (("highest", False), ("high", True), ("medium", True)):
+        settled = Execution("auto", "off", name).prepare(LeNet(), CUDA, "32-true")  # type: ignore[arg-type]
+        assert (settled["matmul_precision"], settled["channels_last"], settled["benchmark"]) == (name, False, False)
+        assert (ampere.precision, ampere.allow_tf32) == (name, tf32), "convolutions follow"
+    assert Execution("auto", "off", "highest").prepare(LeNet(), CUDA, "bf16-mixed")["channels_last"] is True
+    ampere.capability = (7, 5)
+    Execution("auto", "off", "highest").prepare(LeNet(), CUDA, "32-true")
+    with pytest.raises(UserError, match="an old GPU has no TF32: leave it out"):
+        Execution("auto", "off", "high").prepare(LeNet(), CUDA, "32-true")
+
+
+@pytest.mark.parametrize("cls", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_by_default_on_a_gpu(cls: str) -> None:
+    """With the same settings; not on a CPU, and not where something else was asked for."""
+    model = nn.Linear(2, 2)
+
+    def make(**options: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, cls)(model.parameters(), lr=0.25, weight_decay=0.5, **options)
+
+    (plain,), (fused,) = make().param_groups, fastest(make(), CUDA, False).param_groups
+    assert (plain["fused"], fused["fused"]) == (None, True)
+    others = plain.keys() - {"fused", "foreach"}
+    assert {name: fused[name] for name in others} == {name: plain[name] for name in others}
+    for made in (
+        fastest(make(), CPU, False),
+        fastest(make(), CUDA, True),
+        fastest(make(fused=False), CUDA, False),
+        fastest(make(foreach=True), CUDA, False),
+    ):
+        assert not made.param_groups[0]["fused"]
+    assert not hasattr(fastest(torch.optim.RMSprop(model.parameters()), CUDA, False).param_groups[0], "fused")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
+    """As from a GPU to a CPU and back: the step goes on, computed as this run does it."""
+    model = nn.Linear(2, 2)
+    saved = torch.optim.Adam(model.parameters(), lr=0.25, fused=not fused)
+    model(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    resumed = fastest(torch.optim.Adam(model.parameters(), fused=fused), CPU, False)
+    resumed.load_state_dict(saved.state_dict())
+    (group,) = resumed.param_groups
+    assert (group["fused"], group["lr"]) == (fused, 0.25)
+    resumed.step()
+    assert all(state["step"] == 2 for state in resumed.state.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model FashionMLP --model.channels_last true", "FashionMLP has no convolutions"),
+        ("--trainer.benchmark true", "--trainer.benchmark has no effect on the cpu accelerator: leave it out"),
+        ("--model.matmul_precision high", "--model.matmul_precision has no effect on the cpu accelerator"),
+        ("--model.compile reduce-overhead", "--model.compile reduce-overhead has no effect on the cpu accelerator"),
+        ("--model.compile default --trainer.strategy dp", "--model.compile does not work with --trainer.strategy dp"),
+        ("--model.compile reduce-overhead --trainer.accumulate_grad_batches 2", "overwrites the gradients"),
+        (
+            "--model.optimizer SGD --model.optimizer.lr 1 --model.optimizer.fused true --trainer.precision 16-mixed "
+            "--trainer.gradient_clip_val 1",
+            "--model.optimizer.fused true with --trainer.gradient_clip_val",
+        ),
+        (
+            "--model.optimizer SGD --model.optimizer.fused true --model.optimizer.foreach true",
+            "--model.optimizer or --model.scheduler: `fused` and `foreach` cannot be `True` together.",
+        ),
+        ("--model.compile fast", "--model.compile fast"),
+    ],
+)
+def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
+    assert said in error_of(*app("fit", *SMALL, "--trainer.accelerator", "cpu", *flags.split()))
+
+
+def test_a_compiler_that_is_not_there(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules.shutil, "which", lambda name: None)
+    said = error_of(*app("fit", *SMALL, "--model.compile", "default"))
+    assert "--model.compile: torch needs a compiler (" in said
+    assert said.endswith("install it, or leave the flag out")
+
+
+def test_compare_varies_every_flag() -> None:
+    grid = {
+        "model.channels_last": [True, False],
+        "model.compile": [False, "default"],  # YAML reads `off` as false
+        "trainer.benchmark": [True, False],
+        "model.matmul_precision": ["highest", "high"],
+        "model.optimizer.fused": [True, False],
+    }
+    flags = {"model": "CIFARCNN", "model.optimizer": "SGD", "model.optimizer.lr": 0.1, "data": "Synthetic"}
+    variants = expand(Experiment(name="x", flags=flags, grid=grid))
+    assert len(variants) == 32
+    assert {variant.settings.model.init_args.channels_last for variant in variants} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "images", "placement"),
+    [
+        ("cuda", 10 * 3072 * 1000 + 1, 1000, "device"),
+        ("cuda", 10 * 3072 * 1000 - 1, 1000, "memory"),
+        ("cpu", 0, 1000, "memory"),
+    ],
+)
+def test_where_images_are_kept_by_default(
+    device: str, free: int, images: int, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    strategy = SimpleNamespace(root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits)
+    data = Synthetic(size=images, val_size=0)
+    data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)  # type: ignore[assignment]
+    data._load_training()
+    assert data._place() == placement
