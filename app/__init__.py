@@ -21,6 +21,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     data                sources (where images come from), cache (decoded once, mapped), batches (a rank's share),
                         transforms (pixels), module (the data sets that --data names)
     execution           how a network is executed: layout, precision, compilation, fused updates
+    step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
     system              machine, interconnect, files; and patches: lightning_patches, torch_patches, wandb_patches and
                         deferred_compiler alone touch private names of these libraries

@@ -270,8 +270,7 @@ def _one_step(strategy: str, devices: str, folder: str, losses: dict[str, float]
         return Check(name, "red", lines[-1].removeprefix("error: "), "APP_DEBUG=1 python -m app fit … shows more")
     written = pd.read_csv(Path(folder, strategy, "version_0", "metrics.csv"))["train_loss_step"].dropna()
     losses[strategy] = float(written.iloc[0])
-    tolerance = 1e-2 if torch.cuda.is_available() else 1e-4  # convolutions in TF32
-    if abs(losses[strategy] - losses.get("auto", losses[strategy])) > tolerance:
+    if abs(losses[strategy] - losses.get("auto", losses[strategy])) > 1e-4:
         return Check(name, "red", f"its loss is {losses[strategy]:.6f}, not {losses['auto']:.6f} as on one device")
     return Check(name, "green", f"trains; loss {losses[strategy]:.6f}")
 

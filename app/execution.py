@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from app.errors import UserError
 
@@ -83,7 +83,7 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
     )
 
 
-def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> Optimizer:
+def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, captured: bool = False) -> Optimizer:
     """The same optimizer, which updates all weights in one kernel where it can and nothing else was asked for.
 
     With float16's loss scaler, that saves the one read of the device on each step, too.
@@ -92,14 +92,25 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> O
         optimizer: One that has not made a step.
         device: Where the weights will be.
         clips_scaled: Whether gradients are clipped under float16's loss scaler: a fused update leaves no place for it.
+        captured: Whether its update is to be captured in a CUDA graph.
+
+    Raises:
+        UserError: When it cannot be captured.
     """
     cls, options = type(optimizer), inspect.signature(type(optimizer)).parameters
     chosen = any(group.get(name) for group in optimizer.param_groups for name in {*IMPLEMENTATION, "differentiable"})
     refused = any(group.get("fused") is False for group in optimizer.param_groups)
-    if device.type == "cuda" and "fused" in options and not (chosen or refused or clips_scaled):
+    changes: dict[str, Any] = {}
+    if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
+        changes = {"foreach": None, "fused": True}  # Adagrad's is for CPUs only
+    if captured and "capturable" not in options and cls is not SGD:
+        raise UserError(f"--model.cuda_graph true: {cls.__name__} cannot be captured: use SGD, Adam or AdamW")
+    if captured and device.type == "cuda" and "capturable" in options:
+        changes["capturable"] = True
+    if changes:
         groups = [{k: v for k, v in group.items() if k not in IMPLEMENTATION} for group in optimizer.param_groups]
         defaults = {name: value for name, value in optimizer.defaults.items() if name in options}
-        optimizer = cls(groups, **{**defaults, "foreach": None, "fused": True})
+        optimizer = cls(groups, **{**defaults, **changes})
     optimizer.register_load_state_dict_pre_hook(_implemented_as_here)
     optimizer.register_load_state_dict_post_hook(_laid_out_as_here)
     return optimizer

@@ -17,6 +17,7 @@ from app.data.batches import GlobalBatches
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, LeNet, resnet18, resnet18_cifar
+from app.step_graph import StepGraph
 from app.system.lightning_patches import is_attached
 
 Loss = Literal["cross_entropy", "smooth_l1"]
@@ -61,6 +62,7 @@ class ImageClassifier(LightningModule):
         channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory; `auto`: where there are
             convolutions, on the CPU, and on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
+        cuda_graph: Launch a training step, update included, as one CUDA graph; on one GPU.
         matmul_precision: Of float32 on a GPU, in products and convolutions: `highest`, or TF32 (`high`), or `medium`.
 
     Attributes:
@@ -82,11 +84,14 @@ class ImageClassifier(LightningModule):
         scheduler_interval: Literal["epoch", "step"],
         channels_last: bool | Literal["auto"] = "auto",
         compile: Compile | bool = "off",
+        cuda_graph: bool = False,
         matmul_precision: MatmulPrecision = "highest",
     ) -> None:
         super().__init__()
         self.network = network
         self.execution = Execution(channels_last, compile, matmul_precision)
+        self.cuda_graph = cuda_graph
+        self.step_graph: StepGraph | None = None
         self.executed: dict[str, Any] = {}
         self.criterion = LOSSES[loss]
         self.make_optimizer = optimizer
@@ -112,6 +117,7 @@ class ImageClassifier(LightningModule):
         """
         device = self.trainer.strategy.root_device
         self.executed = self.execution.prepare(self.network, device, str(self.trainer.precision))
+        self.executed["cuda_graph"] = self.cuda_graph
         for metric in self.modules():
             if isinstance(metric, MeanMetric) and self.trainer.strategy.root_device.type != "mps":  # it has none
                 metric.set_dtype(torch.float64)
@@ -134,11 +140,16 @@ class ImageClassifier(LightningModule):
         """Score images: (B, C, H, W) -> logits (B, classes)."""
         return self.network(images)
 
+    def _score(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Score images (B, C, H, W): losses of the samples (B,) and logits (B, classes)."""
+        logits = self(images)
+        return self.criterion(logits, labels), logits
+
     def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> tuple[Tensor, Tensor]:
         """Score a batch and count it: losses of the samples (B,) and logits (B, classes)."""
         images, labels = batch
-        logits = self(images)
-        losses = self.criterion(logits, labels)
+        score = self.step_graph if self.step_graph is not None and self.training else self._score
+        losses, logits = score(images, labels)
         if len(labels):  # a rank may have none of the last batch
             metrics.update(value=losses.detach(), preds=logits.detach(), target=labels)
         return losses, logits
@@ -203,7 +214,10 @@ class ImageClassifier(LightningModule):
         try:
             clips_scaled = self.trainer.precision == "16-mixed" and bool(self.trainer.gradient_clip_val)
             device = self.trainer.strategy.root_device
-            optimizer = fastest(self.make_optimizer(self.parameters()), device, clips_scaled)
+            optimizer = fastest(self.make_optimizer(self.parameters()), device, clips_scaled, self.cuda_graph)
+            if self.cuda_graph and self.trainer.state.fn == "fit":
+                self.step_graph = StepGraph(self._score, optimizer)
+                self.backward = self.step_graph.backward  # type: ignore[method-assign]
             if self.make_scheduler is None:
                 return optimizer
             scheduler = self.make_scheduler(optimizer)

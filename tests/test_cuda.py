@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from harness import QUIET, error_of
+from harness import QUIET, error_of, largest_difference, losses, start_app, weights
 from torch import nn
 
 from app.cli import main
@@ -187,3 +188,72 @@ def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     strategy.replica = Replica(model)
     scores = strategy._forward(torch.zeros(2, 3, 32, 32))  # nothing is copied to a device that is not there
     assert scores.shape == (2, 10)
+
+
+needs_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+ON_GPU = ["--trainer.accelerator", "cuda", "--trainer.devices", "1"]
+STEPS = ["--data", "Synthetic", "--data.size", "503", "--data.batch_size", "32", "--data.flip", "true", *QUIET]
+STEPS += ["--run.test", "false", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
+EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
+EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path) -> None:
+    used = machine._nvidia_smi("memory.used")
+    code, out = start_app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.root", tmp_path)
+    assert code == 0, out
+    record = json.loads((tmp_path / "cifar_cnn" / "version_0" / "run.json").read_text())
+    assert len(record["hardware"]["gpus"]) == len(used)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
+def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> None:
+    """By default, with TF32 off in convolutions, too: what lets every way of running take the same steps."""
+    like = ["--data.like", "FashionMNIST" if model == "FashionMLP" else "CIFAR10"]
+    for name, device in (("cpu", CPU), ("gpu", ON_GPU)):
+        code, out = app("fit", "--model", model, *STEPS, *like, *device, "--run.name", name)
+        assert code == 0, out
+    pair = (losses(tmp_path / "runs" / name / "version_0") for name in ("gpu", "cpu"))
+    np.testing.assert_allclose(*pair, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_exact_resume_with_deterministic_algorithms(precision: str, app: App, tmp_path: Path) -> None:
+    flags = ["fit", *STEPS, *EVERY, *ON_GPU, "--trainer.precision", precision, "--trainer.deterministic", "true"]
+    try:
+        code, out = app(*flags, "--run.name", "whole")
+        assert code == 0, out
+        whole = tmp_path / "runs" / "whole" / "version_0" / "checkpoints"
+        code, out = app(*flags, "--run.name", "resumed", "--ckpt_path", whole / "step=21.ckpt")
+        assert code == 0, out
+    finally:
+        torch.use_deterministic_algorithms(False)
+    resumed = tmp_path / "runs" / "resumed" / "version_0" / "checkpoints"
+    assert largest_difference(*(weights(folder / "step=28.ckpt") for folder in (whole, resumed))) == 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
+    flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy", "fsdp", "--run.root", tmp_path]
+    for epochs, resume in (("1", []), ("2", ["--ckpt_path", "last"])):
+        code, out = start_app(*flags, "--trainer.max_epochs", epochs, *resume)
+        assert code == 0, out
+    record = json.loads((tmp_path / "cifar_cnn" / "version_1" / "run.json").read_text())
+    assert record["test"] is not None
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_deterministic_algorithms_serve_our_models(precision: str, app: App) -> None:
+    flags = [*SMALL, *CPU, "--data.flip", "true", "--trainer.max_epochs", "1", "--trainer.precision", precision]
+    try:
+        code, out = app("fit", *flags, "--trainer.deterministic", "true")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert code == 0, out

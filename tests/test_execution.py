@@ -13,11 +13,13 @@ import torch
 from harness import QUIET, error_of, largest_difference, losses, weights
 from torch import nn
 
+from app import step_graph
 from app.compare.experiment import Experiment, expand
 from app.data import Synthetic
 from app.errors import UserError
 from app.execution import Execution, fastest
 from app.fit import rules
+from app.monitor.run_record import EXECUTED
 from app.networks import MLP, LeNet
 
 App = Callable[..., tuple[int, str]]
@@ -32,7 +34,7 @@ CNN, MLP_FLAGS = (
 
 def recorded(run: Path) -> dict[str, Any]:
     record = json.loads((run / "run.json").read_text())
-    return {name: record[name] for name in ("channels_last", "compile", "matmul_precision", "benchmark", "fused")}
+    return {name: record[name] for name in EXECUTED}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
         Execution("auto", "off", "high").prepare(LeNet(), CUDA, "32-true")
 
 
-@pytest.mark.parametrize("cls", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("cls", ["SGD", "Adam", "AdamW"])
 def test_fused_by_default_on_a_gpu(cls: str) -> None:
     """With the same settings; not on a CPU, and not where something else was asked for."""
     model = nn.Linear(2, 2)
@@ -138,7 +140,8 @@ def test_fused_by_default_on_a_gpu(cls: str) -> None:
         fastest(make(foreach=True), CUDA, False),
     ):
         assert not made.param_groups[0]["fused"]
-    assert not hasattr(fastest(torch.optim.RMSprop(model.parameters()), CUDA, False).param_groups[0], "fused")
+    for other in (torch.optim.RMSprop, torch.optim.Adagrad):  # which have none for GPUs
+        assert not fastest(other(model.parameters()), CUDA, False).param_groups[0].get("fused")
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -175,6 +178,19 @@ def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
             "--model.optimizer or --model.scheduler: `fused` and `foreach` cannot be `True` together.",
         ),
         ("--model.compile fast", "--model.compile fast"),
+        ("--model.cuda_graph true", "--model.cuda_graph has no effect on the cpu accelerator: leave it out"),
+        (
+            "--model.cuda_graph true --trainer.strategy ddp --trainer.devices 2",
+            "--model.cuda_graph true is for one GPU, not for --trainer.strategy ddp: leave it out",
+        ),
+        ("--model.cuda_graph true --trainer.gradient_clip_val 1", "with --trainer.gradient_clip_val: the gradients"),
+        ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: each"),
+        ("--model.cuda_graph true --trainer.precision 16-mixed", "with --trainer.precision 16-mixed: the scale of the"),
+        (
+            "--model.cuda_graph true --model.scheduler ExponentialLR --model.scheduler.gamma 0.9 "
+            "--model.scheduler_interval step",
+            "with --model.scheduler_interval step: the captured step has its learning rate: leave one of them out",
+        ),
     ],
 )
 def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
@@ -192,13 +208,14 @@ def test_compare_varies_every_flag() -> None:
     grid = {
         "model.channels_last": [True, False],
         "model.compile": [False, "default"],  # YAML reads `off` as false
+        "model.cuda_graph": [True, False],
         "trainer.benchmark": [True, False],
         "model.matmul_precision": ["highest", "high"],
         "model.optimizer.fused": [True, False],
     }
     flags = {"model": "CIFARCNN", "model.optimizer": "SGD", "model.optimizer.lr": 0.1, "data": "Synthetic"}
     variants = expand(Experiment(name="x", flags=flags, grid=grid))
-    assert len(variants) == 32
+    assert len(variants) == 64
     assert {variant.settings.model.init_args.channels_last for variant in variants} == {True, False}
 
 
@@ -219,3 +236,103 @@ def test_where_images_are_kept_by_default(
     data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)  # type: ignore[assignment]
     data._load_training()
     assert data._place() == placement
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Graphs on the CPU, which do nothing when they are made, and all of it on each replay: the replays of each."""
+    replays: list[int] = []
+
+    class Recorded:
+        def __init__(self, work: Callable[[], Any]) -> None:
+            self.work, self.number = work, len(replays)
+            replays.append(0)
+
+        def replay(self) -> Any:
+            replays[self.number] += 1
+            return self.work()
+
+    monkeypatch.setattr(step_graph, "Graph", Recorded)
+    monkeypatch.setattr(rules, "ON_GPUS", ())
+    return replays
+
+
+GRAPH = ["--model.cuda_graph", "true"]
+# 203 images less 20 for validation: 9 whole batches to an epoch, and one of 3
+EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
+EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "replayed"),
+    [
+        ([], [24]),
+        (["--model.optimizer", "Adam"], [24]),
+        (["--trainer.precision", "bf16-mixed"], [24]),
+        (["--data.drop_last", "true"], [24]),
+        (["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"], [6, 9, 9]),
+    ],
+    ids=["sgd", "adam", "bf16", "drop-last", "scheduler"],
+)
+def test_a_step_as_one_graph(
+    flags: list[str], replayed: list[int], graphs: list[int], app: App, tmp_path: Path
+) -> None:
+    """To the last bit: the first three steps and the last batch of each epoch are as ever, the others replayed."""
+    for name, more in (("plain", []), ("graph", GRAPH)):
+        code, out = app("fit", *SMALL, *STEPS, *EVERY, *flags, *more, "--run.name", name)
+        assert code == 0, out
+    plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
+    assert graphs == replayed
+    np.testing.assert_array_equal(losses(graph), losses(plain))
+    files = [sorted((run / "checkpoints").glob("step=*.ckpt")) for run in (plain, graph)]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]]
+    for pair in zip(*files, strict=True):
+        assert largest_difference(*map(weights, pair)) == 0
+    rows = [json.loads((run / "run.json").read_text())["epochs"] for run in (plain, graph)]
+    for row in (*rows[0], *rows[1]):
+        del row["seconds"]
+    assert rows[0] == rows[1]
+    assert recorded(graph)["cuda_graph"] is True
+
+
+def test_a_graph_goes_on_from_a_step_without_one(graphs: list[int], app: App, tmp_path: Path) -> None:
+    flags = ["fit", *SMALL, *STEPS, *EVERY]
+    code, out = app(*flags, "--run.name", "plain")
+    assert code == 0, out
+    saved = tmp_path / "runs" / "plain" / "version_0" / "checkpoints"
+    code, out = app(*flags, *GRAPH, "--run.name", "graph", "--ckpt_path", saved / "step=14.ckpt")
+    assert code == 0, out
+    resumed = tmp_path / "runs" / "graph" / "version_0" / "checkpoints"
+    assert graphs == [11]
+    assert largest_difference(*(weights(folder / "step=28.ckpt") for folder in (saved, resumed))) == 0
+
+
+def test_an_optimizer_that_cannot_be_captured(graphs: list[int], app: App) -> None:
+    said = error_of(*app("fit", *SMALL, *GRAPH, "--model.optimizer", "LBFGS"))
+    assert said == "error: --model.cuda_graph true: LBFGS cannot be captured: use SGD, Adam or AdamW"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", [[], ["--model.optimizer", "AdamW"]], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("scheduler", [[], ["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"]])
+def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[str], app: App, tmp_path: Path) -> None:
+    flags = ["fit", *SMALL, *STEPS, *optimizer, *scheduler, "--trainer.precision", precision]
+    for name, more in (("plain", []), ("graph", GRAPH)):
+        code, out = app(*flags, *more, "--trainer.accelerator", "cuda", "--run.name", name)
+        assert code == 0, out
+    plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
+    np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "32-true" else 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", ["default", "reduce-overhead"])
+def test_compiled_on_cuda(compiled: str, app: App, tmp_path: Path) -> None:
+    for name in ("off", compiled):
+        flags = ["--trainer.accelerator", "cuda", "--model.compile", name, "--run.name", name]
+        code, out = app("fit", *SMALL, *STEPS, *flags)
+        assert code == 0, out
+    pair = (losses(tmp_path / "runs" / name / "version_0") for name in ("off", compiled))
+    np.testing.assert_allclose(*pair, rtol=0, atol=1e-4)

@@ -12,7 +12,7 @@ from harness import ROOT
 LEVELS = (
     {"errors"},
     {"networks", "system"},
-    {"data", "execution"},
+    {"data", "execution", "step_graph"},
     {"modules"},
     {"parallel"},
     {"launch"},

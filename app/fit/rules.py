@@ -110,6 +110,21 @@ def _without_hook(s: Asked) -> Found:
     return next(({"name": name} for name in names if s.options.get(name) is not None), None)
 
 
+def _not_in_a_graph(s: Asked) -> Found:
+    """What happens between the parts of a step, or to another step than the captured one."""
+    by_step = s.given("scheduler") and s.given("scheduler_interval") == "step"
+    conflicts = (
+        ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the gradients are not seen before the update"),
+        ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "each batch is an update"),
+        ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
+        ("model.scheduler_interval step", by_step, "the captured step has its learning rate"),
+        ("model.compile reduce-overhead", s.given("compile") == "reduce-overhead", "that has graphs of its own"),
+        ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient"),
+    )
+    found = ({"flag": flag, "why": why} for flag, is_so, why in conflicts if is_so)
+    return bool(s.given("cuda_graph")) and next(found, None)
+
+
 FLAGS = (
     Rule(_unknown_strategy, "--trainer.strategy {s.config.trainer.strategy}: unknown{near}", ""),
     Rule(
@@ -152,6 +167,12 @@ FLAGS = (
         "--trainer.strategy.static_graph true: torch fails where gradients are accumulated",
         "leave it out, or --trainer.accumulate_grad_batches {s.trainer.accumulate_grad_batches}",
     ),
+    Rule(
+        lambda s: s.given("cuda_graph") and (s.world_size > 1 or s.strategy is not SingleDeviceStrategy),
+        "--model.cuda_graph true is for one GPU, not for --trainer.strategy {s.name}",
+        "leave it out",
+    ),
+    Rule(_not_in_a_graph, "--model.cuda_graph true with --{flag}: {why}", "leave one of them out"),
     Rule(
         lambda s: s.given("channels_last") is True and not s.model.convolutional,
         "--model.channels_last true: {s.model.__name__} has no convolutions, to which alone it matters",
@@ -324,6 +345,7 @@ def _unshared_batch(s: Asked) -> Found:
 
 ON_GPUS = (
     ("trainer.benchmark", lambda s: s.trainer.benchmark),
+    ("model.cuda_graph", lambda s: s.given("cuda_graph")),
     ("model.compile reduce-overhead", lambda s: s.given("compile") == "reduce-overhead"),
     ("model.matmul_precision", lambda s: s.given("matmul_precision") not in (None, "highest")),
 )

@@ -30,7 +30,8 @@ from app.system.files import write_json
 from app.system.lightning_patches import strategy_name
 from app.system.machine import hardware, peak_memory, versions
 
-EXECUTED = ("channels_last", "compile", "matmul_precision", "benchmark", "fused")  # for fit, by a model of ours
+# of a fit with a model of ours
+EXECUTED = ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:

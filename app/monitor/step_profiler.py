@@ -195,7 +195,8 @@ class _Stopwatch(Profiler):
             self._ready.record()
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if "optimizer" in self._begun:
+        captured = self.cuda and torch.cuda.is_current_stream_capturing()  # in a graph, where nothing may wait
+        if "optimizer" in self._begun and not captured:
             self._add("optimizer", self.now() - self._begun.pop("optimizer"))
 
     def _on_scatter(self, *_: Any) -> None:

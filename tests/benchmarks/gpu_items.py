@@ -56,10 +56,13 @@ def note(name: str, value: Any) -> None:
 def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 100) -> tuple[int, str]:
     """Run `python -m app …` in a process of its own, which ends with this one: exit code, and what it printed."""
     command = [sys.executable, "-m", "app", *map(str, args)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **(env or {})}, timeout=timeout, check=False, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **(env or {})}, timeout=timeout, check=False, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return 124, f"{(error.stdout or b'').decode(errors='replace')}\nnot done after {timeout:.0f} s"
     return done.returncode, done.stdout
 
 
