@@ -54,7 +54,7 @@ def leave_nccl() -> None:
     So would all that then waits for the device: moving the model back to the host, or the exit of the process.
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "nccl":
+    if distributed.is_initialized() and distributed.get_backend() == "nccl":
         abort_process_group()
 
 
