@@ -136,7 +136,7 @@ def own_addresses() -> list[str]:
     """Internet addresses of this machine; those that other machines may reach come first."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family in families}
-    return sorted(found, key=lambda address: (address.startswith("127."), ":" in address, address))
+    return sorted(found, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
 
 
 def use_interface_to(address: str) -> None:
