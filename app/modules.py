@@ -1,6 +1,6 @@
 """The LightningModules: loss, metrics, optimizer and predictions around a network of `app.networks`."""
 
-import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -45,12 +45,65 @@ def log_window(trainer: Trainer) -> int:
     return max(getattr(trainer, "log_every_n_steps", 50), 1)
 
 
+class Sums:
+    """Sums of the losses and number of correct answers in training, on the device until a logging window ends.
+
+    In float64, so that no order of ranks shows.
+
+    Args:
+        device: Where the losses are.
+
+    Attributes:
+        epoch: Losses, correct answers and samples of the epoch's windows that have ended, over all ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.window = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self.losses, self.correct, self.samples = self.window.unbind()
+        self.count = 0
+        self.epoch = [0.0] * 3
+
+    def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Count a batch: losses of its samples (B,), logits (B, classes), labels (B,)."""
+        self.losses.add_(losses.sum(dtype=self.window.dtype))
+        self.correct.add_(torch.eq(logits.argmax(1), labels).sum())
+        self.count += labels.shape[0]
+
+    def _of_window(self, trainer: Trainer) -> list[float]:
+        """Read losses, correct answers and samples of the window so far. Collective."""
+        self.samples.fill_(self.count)
+        return trainer.strategy.reduce(self.window.clone(), reduce_op="sum").tolist()
+
+    def of_epoch(self, trainer: Trainer) -> list[float]:
+        """Read losses, correct answers and samples of the epoch so far. Collective."""
+        return [before + now for before, now in zip(self.epoch, self._of_window(trainer), strict=True)]
+
+    def end_window(self, trainer: Trainer) -> Tensor:
+        """Mean loss of the window, on the host; begin another one. Collective."""
+        window = self._of_window(trainer)
+        self.epoch = [before + now for before, now in zip(self.epoch, window, strict=True)]
+        self.window.zero_()
+        self.count = 0
+        return _mean(window[0], window[2])
+
+    def end_epoch(self, trainer: Trainer) -> tuple[Tensor, Tensor]:
+        """Mean loss and accuracy of the epoch, on the host; begin another one. Collective."""
+        self.end_window(trainer)
+        losses, correct, samples = self.epoch
+        self.epoch = [0.0] * 3
+        return _mean(losses, samples), _mean(correct, samples)
+
+
+def _mean(total: float, samples: float) -> Tensor:
+    return torch.tensor(total / samples if samples else math.nan)
+
+
 class ImageClassifier(LightningModule):
     """What both models share: one step, its metrics, the optimizer, predictions.
 
-    A batch is a pair of images (B, C, H, W) and labels (B,). Metrics are accumulated on the device and read
-    once per epoch; the training loss also once per logging window, as `train_loss_step`. All of them are
-    means over the samples of every rank.
+    A batch is a pair of images (B, C, H, W) and labels (B,). Metrics are accumulated on the device. Those of training
+    are read once per logging window, of which the loss is logged as `train_loss_step`; the others once per epoch. All
+    of them are means over the samples of every rank.
 
     Args:
         network: Maps images to logits; its `image_shape` says which images it takes.
@@ -73,6 +126,7 @@ class ImageClassifier(LightningModule):
     """
 
     convolutional = True
+    _sums: Sums  # from setup on
 
     def __init__(
         self,
@@ -104,10 +158,8 @@ class ImageClassifier(LightningModule):
             },
             compute_groups=False,
         )
-        self.train_metrics = metrics.clone(prefix="train_")
         self.val_metrics = metrics.clone(prefix="val_")
         self.test_metrics = metrics.clone(prefix="test_")
-        self.window_loss = MeanMetric(nan_strategy="disable")
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
 
     def setup(self, stage: str) -> None:
@@ -123,6 +175,8 @@ class ImageClassifier(LightningModule):
                 metric.set_dtype(torch.float64)
             if isinstance(metric, Metric):
                 metric.reset()
+        if stage == "fit":
+            self._sums = Sums(self.trainer.strategy.root_device)
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Refuse images (C, H, W) that the network does not take: the command asks, before it starts a process."""
@@ -145,19 +199,19 @@ class ImageClassifier(LightningModule):
         logits = self(images)
         return self.criterion(logits, labels), logits
 
-    def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> tuple[Tensor, Tensor]:
-        """Score a batch and count it: losses of the samples (B,) and logits (B, classes)."""
+    def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> Tensor:
+        """Score a batch and count it: logits (B, classes)."""
         images, labels = batch
-        score = self.step_graph if self.step_graph is not None and self.training else self._score
-        losses, logits = score(images, labels)
+        losses, logits = self._score(images, labels)
         if len(labels):  # a rank may have none of the last batch
-            metrics.update(value=losses.detach(), preds=logits.detach(), target=labels)
-        return losses, logits
+            metrics.update(value=losses, preds=logits, target=labels)
+        return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Loss whose gradient, averaged over ranks, is the mean over the global batch."""
+        images, labels = batch
         try:
-            losses, _ = self._step(batch, self.train_metrics)
+            losses, logits = (self.step_graph or self._score)(images, labels)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -165,22 +219,24 @@ class ImageClassifier(LightningModule):
                 f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm: "
                 "use --data.drop_last true or another --data.batch_size"
             ) from error
-        self.window_loss.update(losses.detach())
-        loader = self.trainer.train_dataloader
+        self._sums.add(losses.detach(), logits, labels)
+        trainer = self.trainer
+        loader = trainer.train_dataloader
         if not isinstance(loader, GlobalBatches):  # somebody's own loader: the usual mean of equal shares
             return losses.mean()
-        return losses.sum() * (self.trainer.world_size / loader.global_count(batch_idx))
+        return losses.sum() * (trainer.world_size / loader.global_count(batch_idx))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the loss of the window that this step ends."""
-        if (self.trainer.global_step + 1) % log_window(self.trainer) == 0:
-            loss = self.window_loss.compute()
-            self.log("train_loss_step", loss.float(), on_step=True, on_epoch=False, prog_bar=True)
-            self.window_loss.reset()
+        trainer = self.trainer
+        if (trainer.global_step + 1) % log_window(trainer) == 0:
+            loss = self._sums.end_window(trainer)
+            self.log("train_loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's means."""
-        self._log(self.train_metrics)
+        loss, accuracy = self._sums.end_epoch(self.trainer)
+        self.log_dict({"train_loss": loss, "train_acc": accuracy})
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Count a validation batch."""
@@ -192,7 +248,7 @@ class ImageClassifier(LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Count a test batch; class probabilities (B, classes)."""
-        _, logits = self._step(batch, self.test_metrics)
+        logits = self._step(batch, self.test_metrics)
         if len(logits):
             self.confusion.update(logits, batch[1])
         return logits.float().softmax(1)
@@ -248,20 +304,12 @@ class ImageClassifier(LightningModule):
 
         Collective, as `Trainer.save_checkpoint` is.
         """
-        sums = {}
-        for name, metric in self.train_metrics.items(keep_base=True):
-            with metric.sync_context():
-                sums[name] = copy.deepcopy(metric.metric_state)
-        checkpoint["train_metrics"] = sums
+        checkpoint["epoch_sums"] = self._sums.of_epoch(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Give the sums of the unfinished epoch to rank zero; the others start from nothing."""
-        if not is_attached(self) or not self.trainer.is_global_zero:
-            return
-        for name, sums in checkpoint.get("train_metrics", {}).items():
-            for key, value in sums.items():
-                # under fsdp the module has moved to its device before a checkpoint is loaded
-                setattr(self.train_metrics[name], key, value.to(self.train_metrics[name].device))
+        """Go on with the sums of the unfinished epoch."""
+        if is_attached(self) and self.trainer.state.fn == "fit":
+            self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
 
 
 class CIFARCNN(ImageClassifier):

@@ -14,7 +14,7 @@ from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.data.sources import SyntheticSource
-from app.data.transforms import Transform
+from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
 from app.launch.cluster_environment import Slurm
 
@@ -45,14 +45,15 @@ def test_normalisation() -> None:
 
 def test_flip_crop_and_cutout_do_what_they_say() -> None:
     images = torch.randint(256, (64, 3, 8, 6), dtype=torch.uint8)
-    draws = torch.rand(64, 5)
+    drawn = torch.randint(DRAW_RANGE, (64, 5), dtype=torch.int32)
+    draws = drawn / DRAW_RANGE
     plain = Transform((0.0,) * 3, (1.0,) * 3)(images)
-    flipped = Transform((0.0,) * 3, (1.0,) * 3, flip=True)(images, draws)
+    flipped = Transform((0.0,) * 3, (1.0,) * 3, flip=True)(images, drawn)
     mirrored = draws[:, 2] < 0.5
     assert torch.equal(flipped[mirrored], plain[mirrored].flip(3))
     assert torch.equal(flipped[~mirrored], plain[~mirrored])
 
-    cropped = Transform((0.0,) * 3, (1.0,) * 3, crop_padding=2)(images, draws)
+    cropped = Transform((0.0,) * 3, (1.0,) * 3, crop_padding=2)(images, drawn)
     padded = torch.nn.functional.pad(plain, (2, 2, 2, 2))
     for i in range(64):
         top, left = (int(draw * 5) for draw in draws[i, :2])
@@ -60,7 +61,7 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
     assert {int(draw * 5) for draw in draws[:, 0]} == set(range(5)), "every offset occurs"
 
     bright = torch.full((64, 3, 8, 6), 255, dtype=torch.uint8)
-    holes = Transform((0.0,) * 3, (1.0,) * 3, cutout=3)(bright, draws)[:, 0] == 0
+    holes = Transform((0.0,) * 3, (1.0,) * 3, cutout=3)(bright, drawn)[:, 0] == 0
     assert holes.any((1, 2)).all()
     assert holes.sum((1, 2)).max() == 9
     without_draws = Transform((0.5,) * 3, (0.5,) * 3, flip=True, cutout=3)(images)

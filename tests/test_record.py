@@ -179,8 +179,8 @@ def test_the_summary_shows_the_layers(app: App) -> None:
     code, out = app(*flags)
     assert code == 0, out
     assert "features.0" in out
-    assert "train_metrics" not in out
-    assert "train_metrics" in app(*flags, "--trainer.callbacks", "ModelSummary")[1]
+    assert "val_metrics" not in out
+    assert "val_metrics" in app(*flags, "--trainer.callbacks", "ModelSummary")[1]
     code, out = app(*flags, "--model", "user_code.ReadsPixels")
     assert code == 0, out
     assert "train_metrics" in out, "what cannot run without numbers is left to Lightning"

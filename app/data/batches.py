@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from app.data.sources import Split, Workers
+from app.data.transforms import DRAW_RANGE
 from app.errors import UserError
 
 Placement = Literal["disk", "memory", "device"]
@@ -25,10 +26,6 @@ def stream(*key: int) -> torch.Generator:
     """A random generator of its own for each key, such as (seed, purpose, epoch, step)."""
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
-
-
-# Draws are integers because Lightning turns floats into the precision of the run, where 0.999 may become 1.
-DRAW_RANGE = 2**16
 
 
 class RawBatch(NamedTuple):
@@ -43,6 +40,12 @@ class RawBatch(NamedTuple):
     images: Tensor
     labels: Tensor
     draws: Tensor | None
+
+    def to(self, device: torch.device) -> "RawBatch":
+        """The batch on a device; what is pinned is on its way when this returns."""
+        later = device.type == "cuda"
+        draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
+        return RawBatch(self.images.to(device, non_blocking=later), self.labels.to(device, non_blocking=later), draws)
 
 
 class Reader:
@@ -137,6 +140,7 @@ class GlobalBatches:
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
         self._pin = device.type == "cuda" and placement != "device"
         self._labels = split.labels[rows]
+        self._samples = len(rows)  # asked for on each step
         self._workers: Workers | None = None
         self._augmented = augment is not None
         if placement == "disk":
@@ -174,7 +178,7 @@ class GlobalBatches:
 
     def global_count(self, step: int) -> int:
         """Number of samples of all ranks at a step."""
-        return min(self.batch_size, len(self.rows) - step * self.batch_size)
+        return min(self.batch_size, self._samples - step * self.batch_size)
 
     def samples(self, step: int) -> Tensor:
         """Rows of the split that this rank has at a step of an unshuffled epoch, int64 (n,)."""
@@ -183,7 +187,7 @@ class GlobalBatches:
 
     def _share(self, per_sample: Tensor, step: int) -> Tensor:
         batch = per_sample[step * self.batch_size : (step + 1) * self.batch_size]
-        return batch.tensor_split(self.world_size)[self.rank]
+        return batch.tensor_split(self.world_size)[self.rank] if self.world_size > 1 else batch
 
     def __iter__(self) -> Iterator[RawBatch]:
         epoch, steps = self.epoch, range(self.position(), len(self))
@@ -192,22 +196,25 @@ class GlobalBatches:
             order = torch.randperm(len(self.rows), generator=stream(self.seed, 1, epoch))
         if self._workers is not None:
             self._shares[:] = [self._items(order, epoch, step) for step in steps]
+            labels = self._take(self._labels, order)
             for step, images in zip(steps, self._workers, strict=True):
-                yield RawBatch(images, self._take(self._labels, self._share(order, step)), self._draw(epoch, step))
+                yield RawBatch(images, self._share(labels, step), self._draw(epoch, step))
             return
         order = order.to(self._where.device)
-        batches = (self._batch(order, epoch, step) for step in steps)
+        labels, where = self._take(self._labels, order), self._where[order]
+        batches = (
+            RawBatch(
+                self._take(self._images, self._share(where, step)), self._share(labels, step), self._draw(epoch, step)
+            )
+            for step in steps
+        )
         yield from one_ahead(batches) if self._pin else batches
-
-    def _batch(self, order: Tensor, epoch: int, step: int) -> RawBatch:
-        share = self._share(order, step)
-        images = self._take(self._images, self._where[share])
-        return RawBatch(images, self._take(self._labels, share), self._draw(epoch, step))
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
         """Copy rows once, into page-locked memory where they go to an accelerator: its copies then overlap with us."""
-        shape = (len(rows), *values.shape[1:])
-        out = torch.empty(shape, dtype=values.dtype, device=values.device, pin_memory=self._pin)
+        if not self._pin:
+            return values.index_select(0, rows)
+        out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
         return torch.index_select(values, 0, rows, out=out)
 
     def _items(self, order: Tensor, epoch: int, step: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from app.data.batches import DRAW_RANGE, GlobalBatches, Placement, RawBatch, stream
+from app.data.batches import GlobalBatches, Placement, RawBatch, stream
 from app.data.cache import ImageCache
 from app.data.sources import (
     CIFAR10Source,
@@ -281,8 +281,7 @@ class ImageData(LightningDataModule):
         """Augment and normalise, on the device: images (n, C, H, W) in the precision of the run, labels (n,)."""
         assert isinstance(batch, RawBatch)
         assert self.trainer is not None
-        draws = None if batch.draws is None else batch.draws / DRAW_RANGE
-        images = self.transform(batch.images, draws)
+        images = self.transform(batch.images, batch.draws)
         return self.trainer.precision_plugin.convert_input(images), batch.labels
 
 

@@ -1,12 +1,34 @@
 """What happens to pixels, per batch, on the device: augmentation and normalisation."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 DRAWS = 5  # random numbers per sample: crop y and x, flip, cutout y and x
+# Draws are integers because Lightning turns floats into the precision of the run, where 0.999 may become 1.
+DRAW_BITS = 16
+DRAW_RANGE = 2**DRAW_BITS
+
+
+class Choices(NamedTuple):
+    """What the draws choose from, for images of one size on one device: each choice is a row to look up.
+
+    Attributes:
+        counts: Number of choices for each draw, int32 (5,).
+        rows: Place in the padded image where each row of a crop begins, (crops, H).
+        columns: Place of each column within its row, first those of mirrored images, (2, crops, W).
+        hole_rows: Which rows a hole covers, (H, H).
+        hole_columns: Which columns it covers, (W, W).
+    """
+
+    counts: Tensor
+    rows: Tensor
+    columns: Tensor
+    hole_rows: Tensor
+    hole_columns: Tensor
 
 
 class Transform:
@@ -34,6 +56,7 @@ class Transform:
         self.mean = torch.tensor([255 * m for m in mean]).view(-1, 1, 1)
         self.std = torch.tensor([255 * s for s in std]).view(-1, 1, 1)
         self.crop_padding, self.flip, self.cutout = crop_padding, flip, cutout
+        self._choices: dict[tuple[int, int, torch.device], Choices] = {}
 
     @property
     def draws(self) -> int:
@@ -45,39 +68,51 @@ class Transform:
 
         Args:
             images: uint8 (B, C, H, W).
-            draws: Uniform in 0…1, (B, 5), or None for no augmentation.
+            draws: Integers below `DRAW_RANGE`, int32 (B, 5), or None for no augmentation.
 
         Returns:
             float32 (B, C, H, W).
         """
-        if draws is not None and (self.crop_padding or self.flip):
-            images = self._crop_and_flip(images, draws)
         if self.mean.device != images.device:
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
+        if draws is None:
+            return images.float().sub_(self.mean).div_(self.std)
+        choices = self._choices_for(images)
+        chosen = (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)  # five of (B,)
+        if self.crop_padding or self.flip:
+            images = self._crop_and_flip(images, choices, *chosen[:3])
         normalised = images.float().sub_(self.mean).div_(self.std)
-        if draws is not None and self.cutout:
-            normalised.masked_fill_(self._hole(images.shape, draws), 0.0)
+        if self.cutout:
+            rows, columns = choices.hole_rows[chosen[3]], choices.hole_columns[chosen[4]]  # (B, H), (B, W)
+            normalised.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
         return normalised
 
-    def _crop_and_flip(self, images: Tensor, draws: Tensor) -> Tensor:
-        batch, channels, height, width = images.shape
-        padding = self.crop_padding
-        top, left = (draws[:, :2] * (2 * padding + 1)).long().unbind(1)  # (B,), (B,)
-        y = top[:, None] + torch.arange(height, device=images.device)  # (B, H)
-        x = torch.arange(width, device=images.device).expand(batch, width)
-        if self.flip:
-            x = torch.where(draws[:, 2:3] < 0.5, width - 1 - x, x)
-        x = left[:, None] + x  # (B, W)
-        sample = torch.arange(batch, device=images.device)[:, None, None, None]
-        channel = torch.arange(channels, device=images.device)[:, None, None]
-        return F.pad(images, (padding,) * 4)[sample, channel, y[:, None, :, None], x[:, None, None, :]]
+    def _choices_for(self, images: Tensor) -> Choices:
+        height, width = images.shape[2:]
+        key = height, width, images.device
+        if key not in self._choices:
+            padding, x = self.crop_padding, torch.arange(width)
+            crops = torch.arange(2 * padding + 1)
+            mirrored = x.flip(0) if self.flip else x
+            made = (
+                torch.tensor([len(crops), len(crops), 2, height, width], dtype=torch.int32),
+                (crops[:, None] + torch.arange(height)) * (width + 2 * padding),
+                torch.stack((mirrored, x))[:, None] + crops[:, None],
+                self._hole(height),
+                self._hole(width),
+            )
+            self._choices[key] = Choices(*(table.to(images.device) for table in made))
+        return self._choices[key]
 
-    def _hole(self, shape: torch.Size, draws: Tensor) -> Tensor:
-        """Mask of the square, (B, 1, H, W); its centre lies anywhere, so it may be cut off by the edge."""
-        inside = []
-        for size, draw in zip(shape[2:], draws[:, 3:5].unbind(1), strict=True):
-            start = (draw * size).long() - self.cutout // 2  # (B,)
-            distance = torch.arange(size, device=draws.device) - start[:, None]  # (B, size)
-            inside.append((distance >= 0) & (distance < self.cutout))
-        rows, columns = inside
-        return (rows[:, :, None] & columns[:, None, :])[:, None]
+    def _hole(self, size: int) -> Tensor:
+        """What a hole covers of a side whose pixels are its centre in turn, (size, size): the edge may cut it off."""
+        start = torch.arange(size) - self.cutout // 2
+        distance = torch.arange(size) - start[:, None]
+        return (distance >= 0) & (distance < self.cutout)
+
+    def _crop_and_flip(self, images: Tensor, choices: Choices, top: Tensor, left: Tensor, side: Tensor) -> Tensor:
+        batch, channels, height, width = images.shape
+        places = choices.rows[top][:, :, None] + choices.columns[side, left][:, None, :]  # (B, H, W)
+        padded = F.pad(images, (self.crop_padding,) * 4) if self.crop_padding else images
+        wanted = places.view(batch, 1, height * width).expand(-1, channels, -1)
+        return padded.flatten(2).gather(2, wanted).view(images.shape)
