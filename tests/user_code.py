@@ -15,6 +15,7 @@ import torch
 from cluster.hosts import awaited
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import GradBucket
@@ -88,6 +89,13 @@ class ReadsPixels(CIFARCNN):
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes=num_classes)
         self.network = Brightened(num_classes)
+
+
+class Float16(MixedPrecision):
+    """Float16 with a scaler, which Lightning has on a GPU only."""
+
+    def __init__(self) -> None:
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 class OneCycle(CIFARCNN):

@@ -14,7 +14,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from app.errors import UserError
 from app.execution import IMPLEMENTATION
 from app.modules import ImageClassifier
-from app.system.lightning_patches import may_stop_early, save_checkpoint_now, steps_between_checkpoints
+from app.system.lightning_patches import (
+    may_stop_early,
+    save_checkpoint_now,
+    saves_within_epochs,
+    steps_between_checkpoints,
+)
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -50,7 +55,8 @@ class RunCheckpoint(ModelCheckpoint):
         Not after its last step, but when it has ended: Lightning resumes from between the two without the validation.
         """
         if not trainer.is_last_batch:
-            super().on_train_batch_end(trainer, *args, **kwargs)
+            if saves_within_epochs(self):
+                super().on_train_batch_end(trainer, *args, **kwargs)
             self._save_if_stopped(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -63,7 +69,7 @@ class RunCheckpoint(ModelCheckpoint):
         """Keep the place where training ends, whenever checkpoints were asked for."""
         told = trainer.should_stop and may_stop_early(trainer)
         every = steps_between_checkpoints(self)
-        due = trainer.is_last_batch and every > 0 and trainer.global_step % every == 0
+        due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
         if not told and not due and not 0 <= trainer.max_steps <= trainer.global_step:
             return
         if self.monitor is None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -28,6 +29,7 @@ from app.fit.configuration import Flags
 from app.fit.devices import agent_processes, devices_per_node, follow
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
+from app.fit.straight_step import StraightLoop
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
 from app.launch.elastic import RUN_DIR, STOPPED, launch, note
@@ -38,7 +40,7 @@ from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
 from app.monitor.loggers import Tracker, make_loggers
-from app.monitor.progress_bar import SeldomProgressBar
+from app.monitor.progress_bar import ProgressBar
 from app.monitor.run_record import RunRecord, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import NetworkSummary, report
@@ -238,8 +240,8 @@ class CLI(Flags):
         if trainer.enable_model_summary is not False and not any(isinstance(c, ModelSummary) for c in callbacks):
             kwargs["enable_model_summary"] = False  # Lightning's own
             callbacks = [*callbacks, NetworkSummary()]
-        if trainer.enable_progress_bar is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
-            callbacks = [*callbacks, SeldomProgressBar()]  # in place of Lightning's own
+        if trainer.enable_progress_bar is not False and not any(isinstance(c, LightningBar) for c in callbacks):
+            callbacks = [*callbacks, ProgressBar()]  # in place of Lightning's own
         kwargs["callbacks"] = [
             *callbacks,
             StepProfile(),
@@ -251,6 +253,7 @@ class CLI(Flags):
         trainer = super().instantiate_trainer(**kwargs)
         lightning_patches.replace_signal_connector(trainer, Signals(trainer))
         lightning_patches.count_epochs(trainer)
+        StraightLoop.put_into(trainer)
         return trainer
 
     @property

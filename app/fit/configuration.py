@@ -5,7 +5,6 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser
 
 import app.data
@@ -16,7 +15,7 @@ from app.fit.parser import Parser, chosen_classes, find_class, refuse_unusable, 
 from app.fit.rules import check_flags
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
-from app.monitor.loggers import SaveConfig
+from app.monitor.loggers import RateMonitor, SaveConfig
 from app.system.lightning_patches import CommandLine
 
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # its other flags have a dot
@@ -73,7 +72,7 @@ class Flags(CommandLine):
         parser.add_class_arguments(Cluster, "cluster")
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
-        parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
+        parser.add_lightning_class_args(RateMonitor, "lr_monitor")
         parser.set_defaults(
             {
                 "best_checkpoint.monitor": "val_acc",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experiment
@@ -200,6 +201,15 @@ class MetricsFile(CSVLogger):
                 path.write_text(written)
                 writer.metrics_keys = written.partition("\n")[0].strip().split(",")
         return open_experiment(self)
+
+
+class RateMonitor(LearningRateMonitor):
+    """Lightning's monitor of the learning rate, which asks on each step whether to log only where it may."""
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Log the learning rate of a step."""
+        if self.logging_interval != "epoch":
+            super().on_train_batch_start(*args, **kwargs)
 
 
 class SaveConfig(SaveConfigCallback):

@@ -3,68 +3,42 @@
 import time
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
 PER_SECOND = 4
 
 
-class SeldomProgressBar(RichProgressBar):
+class ProgressBar(RichProgressBar):
     """Lightning's bar, brought up to date 4 times a second: on every step it costs time, and redraws a notebook."""
 
     def __init__(self) -> None:
         super().__init__(refresh_rate=PER_SECOND)
-        self._shown = 0.0
+        self._due = 0.0
 
     def _is_due(self, last: bool) -> bool:
         now = time.perf_counter()
-        if not last and now - self._shown < 1 / PER_SECOND:
+        if now < self._due and not last:
             return False
-        self._shown = now
+        self._due = now + 1 / PER_SECOND
         return True
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Show a step, unless one was shown just now; the last one of an epoch in any case."""
         if self._is_due(trainer.is_last_batch):
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            super().on_train_batch_end(trainer, *args)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *args: Any) -> None:
         """Show a batch, unless one was shown just now; the last one in any case."""
-        if self._is_due(batch_idx + 1 == self.total_val_batches_current_dataloader):
-            super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        if self._is_due(args[4] + 1 == self.total_val_batches_current_dataloader):
+            super().on_validation_batch_end(*args)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_test_batch_end(self, *args: Any) -> None:
         """Show a batch, unless one was shown just now; the last one in any case."""
-        if self._is_due(batch_idx + 1 == self.total_test_batches_current_dataloader):
-            super().on_test_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        if self._is_due(args[4] + 1 == self.total_test_batches_current_dataloader):
+            super().on_test_batch_end(*args)
 
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_predict_batch_end(self, *args: Any) -> None:
         """Show a batch, unless one was shown just now; the last one in any case."""
-        if self._is_due(batch_idx + 1 == self.total_predict_batches_current_dataloader):
-            super().on_predict_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        if self._is_due(args[4] + 1 == self.total_predict_batches_current_dataloader):
+            super().on_predict_batch_end(*args)

@@ -27,7 +27,7 @@ from app.monitor.step_profiler import StepProfile
 from app.monitor.summary import epoch_line, finished
 from app.parallel import SplitForward
 from app.system.files import write_json
-from app.system.lightning_patches import strategy_name
+from app.system.lightning_patches import EpochLoop, strategy_name
 from app.system.machine import hardware, peak_memory, versions
 
 # of a fit with a model of ours
@@ -66,7 +66,8 @@ class RunRecord(Callback):
     Throughput is measured over windows of `log_every_n_steps` steps (of an epoch, where that is shorter):
     global samples over seconds, from the end of one window to the end of the next, with the device
     synchronised; the first window of the run is left out, and all those of the first `warmup_epochs`.
-    Validation does not count, nor do windows in which the phases of a step were timed, where there are others.
+    Nothing else on a step waits for it. Validation does not count, nor do windows in which the phases of a step were
+    timed, where there are others.
 
     Args:
         command: What was typed.
@@ -93,7 +94,10 @@ class RunRecord(Callback):
             **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "tested", "setup_s", "train_s", "throughput")),
             "time_per_step": None,
             **dict.fromkeys(EXECUTED),
+            "loop": None,
+            "loop_reason": None,
         }
+        self._profile: StepProfile | None = None
         self._warmup_epochs = warmup_epochs
         self._first_step: float | None = None
         self._last_step = 0.0
@@ -165,6 +169,8 @@ class RunRecord(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how the model is executed, and count the accelerator's peak memory from here."""
+        profiles = (callback for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
+        self._profile = next(profiles, None)
         if isinstance(pl_module, ImageClassifier):
             self.record.update(pl_module.executed)
         self.record["fused"] = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
@@ -196,13 +202,11 @@ class RunRecord(Callback):
         else:
             self._window_samples += _count(batch) * trainer.world_size
         self._window_steps += 1
-        self._window_profiled |= any(isinstance(c, StepProfile) and c.timing for c in trainer.callbacks)  # type: ignore[attr-defined]
+        self._window_profiled |= self._profile is not None and self._profile.timing
         self._last_step = time.perf_counter()
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
-        now = time.perf_counter()
+        now = _time_when_done(trainer)
         first = not self._windows and not self._warmup_epochs
         self._windows += 1
         if not first and trainer.current_epoch >= self._warmup_epochs:
@@ -215,7 +219,7 @@ class RunRecord(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep validation out of the window that it interrupts."""
         self._validated = not trainer.sanity_checking
-        self._window_start = time.perf_counter()
+        self._window_start = _time_when_done(trainer)
         self._window_samples = self._window_steps = 0
 
         if trainer.state.fn == "validate":
@@ -225,10 +229,10 @@ class RunRecord(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row: its metrics are logged after this."""
-        seconds = round(time.perf_counter() - self._epoch_start, 3)
+        self._last_step = _time_when_done(trainer)
         self._open_epoch = {
             "epoch": trainer.current_epoch,
-            "seconds": seconds,
+            "seconds": round(self._last_step - self._epoch_start, 3),
             "whole": trainer.is_last_batch,
             "validated": self._validated,
         }
@@ -260,7 +264,10 @@ class RunRecord(Callback):
             self._write()
 
     def _measured(self, trainer: Trainer) -> None:
-        """Bring times, throughput, losses and checkpoints up to date."""
+        """Bring loop, times, throughput, losses and checkpoints up to date."""
+        loop = trainer.fit_loop.epoch_loop
+        self.record["loop_reason"] = loop.reason if isinstance(loop, EpochLoop) else "not asked for"
+        self.record["loop"] = "straight" if self.record["loop_reason"] is None else "lightning"
         self.record["steps"] = trainer.global_step
         self.record["steps_per_epoch"] = trainer.num_training_batches
         if self._first_step is not None:
@@ -286,8 +293,7 @@ class RunRecord(Callback):
         memory = [row for rows in gather_objects(peak_memory(trainer.global_rank, devices_of(trainer))) for row in rows]
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
-        profiles = (callback.time_per_step for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
-        self.record["time_per_step"] = next(profiles, None)
+        self.record["time_per_step"] = self._profile and self._profile.time_per_step
         self._measured(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -312,6 +318,13 @@ class RunRecord(Callback):
         names = {"loss": "test_loss", "acc": "test_acc"}
         self.record["test"] = {key: metrics[name].item() for key, name in names.items() if name in metrics} or None
         self.record["tested"] = trainer.ckpt_path and str(trainer.ckpt_path)
+
+
+def _time_when_done(trainer: Trainer) -> float:
+    """The time when the device has done what it was given so far."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize(trainer.strategy.root_device)
+    return time.perf_counter()
 
 
 def _count(batch: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch.optim import Optimizer
 
 from app.parallel import SplitForward
@@ -98,7 +98,7 @@ class StepProfile(Callback):
             self._watch = None
 
 
-class _Stopwatch(Profiler):
+class _Stopwatch(PassThroughProfiler):
     """Stands in for the trainer's profiler, which Lightning tells when each part of a step begins and ends."""
 
     def __init__(self, trainer: Trainer) -> None:

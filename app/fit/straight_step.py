@@ -1,0 +1,358 @@
+"""A training step that calls what there is to be called, and nothing else.
+
+For each of ten hooks Lightning asks all callbacks, the module, the strategy and the precision plugin in every step,
+with a profiler, a logger and checks around each call. Here it is settled at the beginning of an epoch who has written
+which hook; a step calls these, in Lightning's order, with its arguments, counters and results. What this leaves out is
+in `StraightLoop.why_not`: where it is asked for, Lightning's own step is taken.
+
+`tests/test_straight_step.py` compares the two, `tests/test_cost.py` counts what a step costs.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from app.errors import UserError
+from app.system.lightning_patches import EpochLoop, averages_weights, in_hook, owner_of_batch_hook, unpack_outputs
+
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def written(thing: Any, base: type, *names: str) -> bool:
+    """Whether one of the hooks is somebody's own, in a class or set on the object, and not what `base` has."""
+    return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
+
+
+class StraightLoop(EpochLoop):
+    """Lightning's loop over the batches of an epoch, with a step that is settled at its beginning.
+
+    Attributes:
+        reason: Why the step is Lightning's own; None for the straight one.
+    """
+
+    _step: "Step | None" = None
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """Settle what the steps of this epoch call."""
+        super().on_run_start(data_fetcher)
+        self.reason = self.why_not(data_fetcher)
+        self._step = None if self.reason else Step(self)
+        if not self.restarting:
+            self.val_loop.restarting = False
+
+    def teardown(self) -> None:
+        """Forget what was settled."""
+        self._step = None
+        super().teardown()
+
+    def why_not(self, data_fetcher: Any) -> str | None:
+        """What is asked for that the straight step leaves out, if anything."""
+        trainer: Any = self.trainer  # whose attributes Lightning does not declare
+        module, strategy = trainer.lightning_module, trainer.strategy
+        if not isinstance(trainer.profiler, PassThroughProfiler):
+            return "a profiler"
+        if not module.automatic_optimization:
+            return "manual optimization"
+        if self.skips_backward:
+            return "a callback that trains without a backward pass"
+        if self.hands_over(data_fetcher):
+            return "training_step takes the iterator of the data"
+        if strategy.handles_gradient_accumulation or written(strategy, Strategy, "post_training_step"):
+            return f"{type(strategy).__name__} has a step of its own"
+        return None
+
+    def advance(self, data_fetcher: Any) -> None:
+        """Take a step; the first one after a resume is Lightning's."""
+        step = self._step
+        trainer: Any = self.trainer
+        if step is None or self.restarting:
+            super().advance(data_fetcher)
+            return
+        if trainer.profiler is not step.profiler or trainer.callbacks != step.callbacks:
+            step = self._step = Step(self)
+        step(data_fetcher)
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Count the step, and leave to Lightning what comes after some steps only."""
+        trainer, progress, every = self.trainer, self.batch_progress, self.trainer.val_check_batch
+        batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
+        if (
+            self._step is None
+            or self._step.schedules
+            or progress.is_last_batch
+            or trainer.should_stop
+            or every is None  # by time
+            or every == float("inf")
+            or batches.ready % every == 0
+        ):
+            super().on_advance_end(data_fetcher)
+        elif progress.current.ready % trainer.accumulate_grad_batches == 0:
+            self.count_step()
+
+    @property
+    def done(self) -> bool:
+        """Whether to leave the epoch."""
+        step, progress = self._step, self.batch_progress
+        if (
+            step is None
+            or self.trainer.should_stop
+            or progress.is_last_batch
+            or progress.current.ready == step.batches
+            or (self.max_steps != -1 and step.steps.total.completed >= self.max_steps)
+        ):
+            return super().done
+        return False
+
+
+class Step:
+    """What a step calls, settled from callbacks, module, data module, strategy and precision plugin.
+
+    Args:
+        loop: The loop that it is a step of.
+
+    Attributes:
+        callbacks: For which it was settled.
+        profiler: For which it was settled; a stopwatch is told of each part.
+        batches: Of an epoch.
+        steps: Count of the optimizer's steps.
+        schedules: Whether a scheduler advances by steps.
+    """
+
+    def __init__(self, loop: EpochLoop) -> None:
+        trainer: Any = loop.trainer
+        module, strategy = trainer.lightning_module, trainer.strategy
+        self.loop, self.trainer, self.module, self.strategy = loop, trainer, module, strategy
+        self.callbacks, self.profiler = list(trainer.callbacks), trainer.profiler
+        self.batches = trainer.num_training_batches
+        progress = loop.automatic_optimization.optim_progress.optimizer
+        self.steps, self.zero_grads = progress.step, progress.zero_grad
+        self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+        self.batch, self.index = None, 0
+        self.outputs: dict[str, Any] | None = None  # of the training step, once it is taken
+
+        self.on_train_batch_start = self._hook("on_train_batch_start")
+        self.on_before_zero_grad = self._hook("on_before_zero_grad")
+        self.on_before_backward = self._hook("on_before_backward")
+        self.on_after_backward = self._hook("on_after_backward")
+        self.on_before_optimizer_step = self._hook("on_before_optimizer_step")
+        self.on_train_batch_end = self._hook("on_train_batch_end")
+
+        self.strategy_starts = (
+            strategy.on_train_batch_start if written(strategy, Strategy, "on_train_batch_start") else _nothing
+        )
+        self._settle_batch()
+        self._settle_training()
+        self._settle_optimizer()
+
+    # -- settled ------------------------------------------------------------------------------------------------
+
+    def _part(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of the step, as `self.log` and a profiler know it."""
+        call = in_hook(self.module, name, call)
+        if type(self.profiler) is PassThroughProfiler:
+            return call
+
+        def profiled(*args: Any, **kwargs: Any) -> Any:
+            with self.profiler.profile(f"[StraightLoop].{name}"):
+                return call(*args, **kwargs)
+
+        return profiled
+
+    def _hook(self, name: str) -> Callable[..., Any]:
+        """All that callbacks have written for a hook, then what the module has; its answer counts."""
+        trainer, module = self.trainer, self.module
+        callbacks = [hook for c in self.callbacks if written(c, Callback, name) and callable(hook := getattr(c, name))]
+        own = getattr(module, name) if written(module, LightningModule, name) else None
+        if not callbacks and own is None and type(self.profiler) is PassThroughProfiler:
+            return _nothing
+
+        def call(*args: Any) -> Any:
+            for callback in callbacks:
+                callback(trainer, module, *args)
+            return own(*args) if own is not None else None
+
+        return self._part(name, call)
+
+    def _settle_batch(self) -> None:
+        """What is done to a batch before it is trained on: by data module or module, as Lightning chooses."""
+        strategy, device = self.strategy, self.strategy.root_device
+
+        def hook(name: str) -> Callable[..., Any] | None:
+            owner = owner_of_batch_hook(self.trainer, name)
+            if name != "transfer_batch_to_device" and not written(owner, LightningModule, name):
+                return None
+            return self._part(name, getattr(owner, name)) if owner is self.module else getattr(owner, name)
+
+        before, transfer, after = map(hook, BATCH_HOOKS)
+        assert transfer is not None
+
+        def move(batch: Any) -> Any:
+            batch = transfer(batch, device, 0)
+            return batch if after is None else after(batch, 0)
+
+        if written(strategy, Strategy, "batch_to_device"):
+            move = partial(strategy.batch_to_device, dataloader_idx=0)
+        self.preparation: list[Callable[[Any], Any]] = [self._part("batch_to_device", move)]
+        if before is not None:
+            self.preparation.insert(0, lambda batch: before(batch, 0))
+        if written(strategy.precision_plugin, Precision, "convert_input"):
+            self.preparation.insert(0, strategy.precision_plugin.convert_input)
+
+    def _settle_training(self) -> None:
+        """How loss and gradients are computed: without strategy and precision plugin where they do nothing."""
+        module, strategy, precision = self.module, self.strategy, self.strategy.precision_plugin
+        alone = strategy.model is module and not written(strategy, Strategy, "training_step")
+        alone = alone and not written(precision, Precision, "train_step_context", "forward_context")
+        step = module.training_step if alone else strategy.training_step
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self.training_step = self._part("training_step", step if takes_index else lambda batch, index: step(batch))
+
+        def backward(loss: Tensor) -> None:
+            self.on_before_backward(loss)
+            module.backward(loss)
+            self.on_after_backward()
+
+        if self._leave("pre_backward", "backward", "post_backward"):
+            self.backward = self._part("backward", backward)
+        else:
+            self.backward = self._part("backward", lambda loss: strategy.backward(loss, self.optimizer))
+
+    def _settle_optimizer(self) -> None:
+        """How the optimizer steps."""
+        trainer, module, strategy = self.trainer, self.module, self.strategy
+        self.optimizer = optimizer = strategy.optimizers[0]
+        self.zero_grad: Callable[[], Any] = optimizer.zero_grad
+        if written(module, LightningModule, "optimizer_zero_grad"):
+            own_zero_grad = self._part("optimizer_zero_grad", module.optimizer_zero_grad)
+            self.zero_grad = lambda: own_zero_grad(trainer.current_epoch, self.index, optimizer)
+        self.clips = written(module, LightningModule, "configure_gradient_clipping", "clip_gradients")
+        self.clip = self._part("configure_gradient_clipping", module.configure_gradient_clipping)
+        if written(module, LightningModule, "optimizer_step"):
+            wrapped, own_step = module.optimizers(), self._part("optimizer_step", module.optimizer_step)
+            self.update = lambda: own_step(trainer.current_epoch, self.index, wrapped, self.compute)
+        elif self._leave("optimizer_step") and not averages_weights(strategy):
+            self.update = lambda: optimizer.step(closure=self.compute_and_clip)
+        else:
+            self.update = self._part("optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute))
+
+    def _leave(self, *names: str) -> bool:
+        """Whether strategy and precision plugin leave to the module what they may do themselves."""
+        strategy, precision = self.strategy, self.strategy.precision_plugin
+        # what these have of their own does nothing in automatic optimization, and without a scaler
+        ddp = isinstance(strategy, DDPStrategy)
+        unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
+        return not written(strategy, DDPStrategy if ddp else Strategy, *names) and not written(
+            precision, MixedPrecision if unscaled else Precision, *names
+        )
+
+    # -- taken --------------------------------------------------------------------------------------------------
+
+    def __call__(self, data_fetcher: Any) -> None:
+        """Take a step.
+
+        Raises:
+            StopIteration: When `on_train_batch_start` of the module ends the epoch.
+        """
+        loop, progress = self.loop, self.loop.batch_progress
+        batch, _, _ = next(data_fetcher)
+        index = progress.current.ready
+        progress.is_last_batch = data_fetcher.done
+        for prepare in self.preparation:
+            batch = prepare(batch)
+        progress.increment_ready()
+        loop.on_batch_start(batch)
+        last = progress.is_last_batch or progress.current.ready == self.batches
+        accumulating = not last and progress.current.ready % self.trainer.accumulate_grad_batches != 0
+        ends, outputs = False, None
+        if batch is None:
+            rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            ends = self.on_train_batch_start(batch, index) == -1
+            self.strategy_starts(batch, index)
+            if ends:
+                progress.increment_by(0, is_last_batch=True)
+                last = True
+            else:
+                progress.increment_started()
+                outputs = self._train(batch, index, accumulating)
+        progress.increment_processed()
+        if self.schedules:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if last:
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if ends:
+            raise StopIteration
+        self.on_train_batch_end(outputs, batch, index)
+        loop.on_batch_end(accumulating)
+
+    def _train(self, batch: Any, index: int, accumulating: bool) -> dict[str, Any]:
+        self.batch, self.index, self.outputs = batch, index, None
+        if accumulating:
+            strategy = self.strategy
+            with strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext():
+                self.compute()
+        else:
+            self.steps.increment_ready()
+            self.update()
+            self.steps.increment_completed()
+        if self.outputs is None:
+            raise UserError(f"{type(self.module).__name__}.optimizer_step or its optimizer never calls the closure")
+        outputs, self.outputs, self.batch = self.outputs, None, None
+        return outputs
+
+    def compute(self) -> Tensor | None:
+        """Compute loss and gradients; the optimizer's closure."""
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.compute()
+        micro_batches = self.trainer.accumulate_grad_batches
+        output = self.training_step(self.batch, self.index)
+        if isinstance(output, Tensor):
+            loss: Tensor | None = (output := output if micro_batches == 1 else output / micro_batches)
+            self.outputs = {"loss": output.detach()}
+        else:
+            loss, self.outputs = self._unpack(output, micro_batches)
+        if self.index % micro_batches == 0:
+            self.zero_grads.increment_ready()
+            self.on_before_zero_grad(self.optimizer)
+            self.zero_grads.increment_started()
+            self.zero_grad()
+            self.zero_grads.increment_completed()
+        if loss is not None:
+            self.backward(loss)
+        return self.outputs.get("loss")
+
+    def compute_and_clip(self) -> Any:
+        """Compute loss and gradients, and clip them; the optimizer's closure where nobody else clips."""
+        loss = self.compute()
+        self.on_before_optimizer_step(self.optimizer)
+        trainer = self.trainer
+        if self.clips or trainer.gradient_clip_val is not None:
+            self.clip(
+                self.optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
+        return loss
+
+    def _unpack(self, output: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
+        """Loss, and what `on_train_batch_end` is given, of a training step that returns no tensor."""
+        if output is None:
+            if self.trainer.world_size > 1:
+                raise UserError("training_step returned None, to skip a step: several processes cannot skip one")
+            rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+        return unpack_outputs(self.loop, output, micro_batches)

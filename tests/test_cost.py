@@ -1,0 +1,164 @@
+"""What a step costs, in counts that are the same on every machine: Python calls, operations, reads of the device.
+
+Times belong to `tests/benchmarks`. Every count is of the second epoch, from the first step to the last.
+"""
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from statistics import mean, median
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.data.batches import GlobalBatches
+from app.modules import ImageClassifier
+from app.networks import LeNet
+
+App = Callable[..., tuple[int, str]]
+# 1,800 training images: 113 steps, two logging windows
+MLP = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
+MLP += ["--data.like", "FashionMNIST", "--data.size", "2000", "--data.batch_size", "16"]
+LENET = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "1280", "--data.batch_size", "16"]
+AUGMENTED = ["--data.crop_padding", "4", "--data.flip", "true", "--data.cutout", "8"]
+TWO_EPOCHS = ["--trainer.max_epochs", "2", "--trainer.accelerator", "cpu", "--run.test", "false"]
+STEP = ImageClassifier.training_step.__code__
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations by name; views and what only makes an empty tensor are left out: they launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func._schema.name.startswith("aten::empty"):
+            self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None:
+    """Call something when the second epoch is about to begin: the loader is told its number."""
+    set_epoch = GlobalBatches.set_epoch
+
+    def told(self: GlobalBatches, epoch: int) -> None:
+        set_epoch(self, epoch)
+        if epoch == 1 and self.shuffle:
+            begin()
+
+    patch.setattr(GlobalBatches, "set_epoch", told)
+
+
+def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[int]:
+    """Python calls of each step of the second epoch: from one training_step to the next."""
+    count, marks = 0, []
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal count
+        if event in ("call", "c_call"):
+            if event == "call" and frame.f_code is STEP:
+                marks.append(count)
+            count += 1
+
+    in_second_epoch(patch, lambda: sys.setprofile(profile))
+    try:
+        code, out = app("fit", *TWO_EPOCHS, *flags)
+    finally:
+        sys.setprofile(None)
+    assert code == 0, out
+    return [after - before for before, after in itertools.pairwise(marks)]
+
+
+def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[Counter[str]]:
+    """Tensor operations of each step of the second epoch: from one training_step to the next."""
+    mode, marks = Counting(), []
+    training_step = ImageClassifier.training_step
+
+    def step(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        marks.append(mode.counts.copy())
+        return training_step(self, batch, batch_idx)
+
+    def counting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            mode.counts["_local_scalar_dense"] += 1
+            return read(self, *args, **kwargs)
+
+        return counted
+
+    for name in ("tolist", "cpu", "numpy"):  # which dispatch nothing on a CPU
+        patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+    patch.setattr(ImageClassifier, "training_step", step)
+    in_second_epoch(patch, lambda: (marks.clear(), mode.__enter__()))
+    try:
+        code, out = app("fit", *TWO_EPOCHS, *flags)
+    finally:
+        mode.__exit__(None, None, None)
+    assert code == 0, out
+    return [after - before for before, after in itertools.pairwise(marks)]
+
+
+def raw_operations() -> int:
+    """Operations of the same step of LeNet, written by hand: data as uint8, the mean of the losses, SGD."""
+    images, labels = torch.zeros(64, 3, 32, 32, dtype=torch.uint8), torch.zeros(64, dtype=torch.long)
+    order, mean, std = torch.arange(64), torch.full((3, 1, 1), 127.5), torch.full((3, 1, 1), 127.5)
+    network = LeNet()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
+
+    def step() -> None:
+        share = order[:16]
+        batch = images[share].float().sub_(mean).div_(std)
+        loss = F.cross_entropy(network(batch), labels[share])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step()  # after which there is momentum
+    with Counting() as mode:
+        step()
+    return mode.counts.total()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the progress bar's clock stand still: it is drawn by time, and then reads what was logged."""
+    monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
+
+
+# the stock Trainer, on the same machine: 3,750 without bar, CSV and checkpoints, 4,169 with them; a raw loop: 209
+@pytest.mark.parametrize(("flags", "limit"), [([], 1000), (["--config", ROOT / "configs" / "fast.yaml"], 800)])
+def test_python_calls(flags: list[str | Path], limit: int, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mean(calls_per_step(app, monkeypatch, *MLP, *flags)) <= limit
+
+
+def test_a_callback_that_overrides_nothing_costs_nothing(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = "--trainer.callbacks+=lightning.pytorch.Callback"
+    assert calls_per_step(app, monkeypatch, *MLP, idle, idle) == calls_per_step(app, monkeypatch, *MLP)
+
+
+def test_operations(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of LeNet; then of the augmentation by crop, flip and cutout."""
+    plain = [step.total() for step in operations_per_step(app, monkeypatch, *LENET)]
+    augmented = [step.total() for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED)]
+    assert median(plain) - raw_operations() <= 8
+    assert median(augmented) - median(plain) <= 14
+
+
+FUSED = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.001", "--model.optimizer.fused", "true"]
+FLOAT16 = ["--trainer.plugins", "user_code.Float16"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--trainer.strategy", "dp", "--trainer.devices", "2"], [*FLOAT16, *FUSED]])
+def test_reads_of_the_device(flags: list[str], app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None between two logging windows, nor between the last one and the end of the epoch."""
+    steps = operations_per_step(app, monkeypatch, *LENET, *flags)
+    reading = [index for index, step in enumerate(steps) if step["_local_scalar_dense"]]
+    assert reading == [100 - 72 - 1], "72 steps of the first epoch; a window is 50"

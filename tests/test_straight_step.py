@@ -1,0 +1,419 @@
+"""The straight step and Lightning's own: the same calls in the same order, the same losses and checkpoints."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from harness import QUIET, ROOT, largest_difference, losses, start_app
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from user_code import TheirData
+
+from app.fit.straight_step import StraightLoop
+
+App = Callable[..., tuple[int, str]]
+CALLBACK_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+BATCH_HOOKS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+MODULE_HOOKS = [
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end", "optimizer_zero_grad", "optimizer_step", "backward"),
+    *("configure_gradient_clipping", "clip_gradients", "lr_scheduler_step", "on_validation_model_zero_grad"),
+    *("on_train_epoch_start", "on_train_epoch_end", "training_step", *BATCH_HOOKS),
+]
+
+
+class Calls(list[tuple[Any, ...]]):
+    """What was called, each with the hook that `self.log` would have logged for, and the numbers it was given."""
+
+    def note(self, hook: str, module: Any, *args: Any) -> None:
+        fx = module._current_fx_name if module is not None else None
+        step = module.trainer.global_step if module is not None else None
+        self.append((hook, fx, step, *map(_told, args)))
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.tolist() if value.numel() < 100 else float(value.double().sum())
+    if isinstance(value, dict):
+        return {key: _told(content) for key, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [_told(content) for content in value]
+    if isinstance(value, int | float | str | None):
+        return value
+    return "callable" if callable(value) else type(value).__name__
+
+
+def recorder(calls: Calls, hooks: list[str]) -> Callback:
+    """A callback that overrides these hooks, and notes their calls."""
+
+    def overriding(name: str) -> Callable[..., None]:
+        def hook(self: Callback, trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
+            calls.note(f"callback.{name}", module, *args, kwargs)
+
+        return hook
+
+    return type("Recorder", (Callback,), {name: overriding(name) for name in hooks})()
+
+
+def recording(calls: Calls, base: type, hooks: list[str], whose: str) -> type:
+    """A class of modules or data modules that overrides these hooks, and notes their calls."""
+
+    def overriding(name: str) -> Callable[..., Any]:
+        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+            module = self if isinstance(self, pl.LightningModule) else self.trainer.lightning_module
+            calls.note(f"{whose}.{name}", module, *args, kwargs)
+            return getattr(super(made, self), name)(*args, **kwargs)
+
+        return hook
+
+    made = type(f"Recording{base.__name__}", (base,), {name: overriding(name) for name in hooks})
+    return made
+
+
+class Plain(pl.LightningModule):
+    """Logs in its steps, as most do."""
+
+    scheduler: Callable[[Any], Any] | None = None
+    monitor: str | None = None
+    optimizer: Any = staticmethod(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self.net(images.to(self.net[1].weight.dtype)), labels)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        if batch_idx % 3 == 0:
+            self.log("now_and_then", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0].to(self.net[1].weight.dtype)), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = type(self).optimizer(self.parameters())
+        if self.scheduler is None:
+            return optimizer
+        settings = {"scheduler": type(self).scheduler(optimizer), "interval": "step", "monitor": self.monitor}
+        return {"optimizer": optimizer, "lr_scheduler": settings}
+
+
+class Dict(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
+
+
+class Skips(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
+class EndsEpoch(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 3 else None
+
+
+class TakesNoIndex(Plain):
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return super().training_step(batch, 1)
+
+
+class LBFGS(Plain):
+    optimizer = staticmethod(lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3))
+
+
+class ByStep(Plain):
+    scheduler = staticmethod(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9))
+
+
+class Plateau(Plain):
+    scheduler = staticmethod(lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+    monitor = "loss"
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 7
+
+
+class ReplacesCallbacks(Callback):
+    """In the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and trainer.current_epoch == 1:
+            trainer.callbacks.append(recorder(CALLS, ["on_after_backward"]))
+
+
+class Stream(IterableDataset[Any]):
+    """Does not know its length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(TensorDataset(*TheirData().dataset.tensors))
+
+
+class StreamedData(TheirData):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Stream(), batch_size=8)
+
+
+CALLS = Calls()
+
+
+def trained(
+    straight: bool,
+    folder: Path,
+    model: type = Plain,
+    data: type = TheirData,
+    hooks: list[str] | None = None,
+    **flags: Any,
+) -> tuple[Calls, dict[str, Any], str | None]:
+    """Train two epochs of five batches: what was called, the checkpoint, and why the step was not straight."""
+    CALLS.clear()
+    shutil.rmtree(folder, ignore_errors=True)
+    hooks = CALLBACK_HOOKS if hooks is None else hooks
+    callbacks = flags.pop("callbacks", [])
+    plugins = flags.pop("plugins", [])
+    flags = {"max_epochs": 2, "log_every_n_steps": 2, "accelerator": "cpu", "num_sanity_val_steps": 0} | flags
+    torch.manual_seed(1)
+    trainer = pl.Trainer(
+        **flags,
+        callbacks=[recorder(CALLS, hooks), *(make() for make in callbacks)],
+        plugins=[make() for make in plugins],
+        logger=pl.loggers.CSVLogger(folder),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    if straight:
+        StraightLoop.put_into(trainer)
+    trainer.fit(model(), data())
+    trainer.save_checkpoint(folder / "end.ckpt")
+    calls = Calls(CALLS)
+    calls.append(("metrics", sorted((name, float(value)) for name, value in trainer.logged_metrics.items())))
+    calls.append(("csv", Path(trainer.log_dir, "metrics.csv").read_text()))
+    reason = getattr(trainer.fit_loop.epoch_loop, "reason", None)
+    return calls, torch.load(folder / "end.ckpt", weights_only=False), reason
+
+
+def same_checkpoint(saved: dict[str, Any], found: dict[str, Any]) -> None:
+    """Whether all that a training goes on from is the same."""
+    for key in ("global_step", "epoch", "loops", "lr_schedulers"):
+        assert found[key] == saved[key], key
+    assert largest_difference(found["state_dict"], saved["state_dict"]) == 0
+    assert repr(found["optimizer_states"]) == repr(saved["optimizer_states"])
+
+
+def last_checkpoint(run: Path) -> dict[str, Any]:
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def assert_alike(tmp_path: Path, reason: str | None = None, **settings: Any) -> None:
+    calls, saved, _ = trained(False, tmp_path / "run", **settings)
+    found, found_saved, found_reason = trained(True, tmp_path / "run", **settings)
+    assert found_reason == reason
+    for ours, theirs in zip(found, calls, strict=False):
+        assert ours == theirs
+    assert len(found) == len(calls)
+    same_checkpoint(saved, found_saved)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "accumulation that changes": {"callbacks": [lambda: GradientAccumulationScheduler({0: 1, 1: 2})]},
+    "clipping by norm": {"gradient_clip_val": 0.01},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "bf16-mixed": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+    "bf16-true": {"precision": "bf16-true"},
+    "64-true": {"precision": "64-true"},
+    "float16 with a scaler": {
+        "plugins": [lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**60))],
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.1,
+    },
+    "a scheduler by step": {"model": ByStep, "accumulate_grad_batches": 2},
+    "a scheduler by step that looks at a metric": {"model": Plateau},
+    "outputs in a dictionary": {"model": Dict, "accumulate_grad_batches": 2},
+    "a step that is skipped": {"model": Skips},
+    "an epoch that is ended": {"model": EndsEpoch},
+    "no batch_idx": {"model": TakesNoIndex},
+    "LBFGS": {"model": LBFGS},
+    "validation within an epoch": {"val_check_interval": 2},
+    "validation by steps": {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    "no validation": {"limit_val_batches": 0},
+    "fewer batches": {"limit_train_batches": 3},
+    "some steps": {"max_steps": 7, "max_epochs": -1},
+    "stopped": {"callbacks": [Stops], "max_epochs": 5},
+    "a stream": {"data": StreamedData},
+    "a callback that comes later": {"callbacks": [ReplacesCallbacks]},
+    "no window": {"log_every_n_steps": 0},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str, tmp_path: Path) -> None:
+    assert_alike(tmp_path, **SETTINGS[name])
+
+
+def test_weight_averaging_has_an_epoch_without_gradients(tmp_path: Path) -> None:
+    averaging = {"callbacks": [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)], "max_epochs": 3}
+    assert_alike(tmp_path, **averaging)
+
+
+@pytest.mark.parametrize("hook", MODULE_HOOKS)
+def test_a_hook_of_a_module(hook: str, tmp_path: Path) -> None:
+    model = recording(CALLS, ByStep, [hook], "module")
+    assert_alike(tmp_path, model=model, hooks=[], accumulate_grad_batches=2, gradient_clip_val=0.1)
+
+
+def test_all_hooks_of_a_module(tmp_path: Path) -> None:
+    model = recording(CALLS, ByStep, MODULE_HOOKS, "module")
+    assert_alike(tmp_path, model=model, accumulate_grad_batches=2, gradient_clip_val=0.1)
+
+
+@pytest.mark.parametrize("hook", BATCH_HOOKS)
+def test_a_hook_of_a_data_module(hook: str, tmp_path: Path) -> None:
+    """Which comes before the same hook of the module."""
+    model = recording(CALLS, Plain, [hook], "module")
+    assert_alike(tmp_path, model=model, data=recording(CALLS, TheirData, [hook], "data"), hooks=[])
+
+
+@pytest.mark.parametrize("hook", CALLBACK_HOOKS)
+def test_a_hook_of_a_callback(hook: str, tmp_path: Path) -> None:
+    assert_alike(tmp_path, hooks=[hook], accumulate_grad_batches=2)
+
+
+def test_a_hook_that_is_set_on_an_object(tmp_path: Path) -> None:
+    calls = [lambda: pl.callbacks.LambdaCallback(on_after_backward=lambda *_: CALLS.append(("lambda",)))]
+    assert_alike(tmp_path, hooks=[], callbacks=calls)
+    assert len(trained(True, tmp_path, hooks=[], callbacks=calls)[0]) == 10 + 2
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class TakesIterator(Plain):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings"),
+    [
+        ("a profiler", {"profiler": "simple"}),
+        ("manual optimization", {"model": Manual}),
+        ("training_step takes the iterator of the data", {"model": TakesIterator}),
+    ],
+)
+def test_what_is_left_to_lightning(reason: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    assert_alike(tmp_path, reason, **settings)
+
+
+# -- through the command ----------------------------------------------------------------------------------------
+
+RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))  # it has seconds
+RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config(
+    config: Path,
+    app: App,
+    tmp_path: Path,
+    cifar_root: Path,
+    fashion_root: Path,
+    image_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = yaml.safe_load(config.read_text()).get("data", {}).get("class_path")
+    root = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}.get(data)
+    flags = (
+        ["--data.root", str(root)]
+        if root
+        else ["--data.size", "80"]
+        if data
+        else ["--data", "Synthetic", "--data.size", "80"]
+    )
+    if "batch_size: 0.25" not in config.read_text():
+        flags += ["--data.batch_size", "8"]
+    flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2", "--run.name", "x"]
+    assert_alike_by_command(app, tmp_path / "runs" / "x", monkeypatch, "--config", str(config), *flags)
+
+
+def assert_alike_by_command(app: App, runs: Path, patch: pytest.MonkeyPatch, *flags: str) -> None:
+    CALLS.clear()
+    code, out = app("fit", *flags, *RECORDED)
+    assert code == 0, out
+    calls = Calls(CALLS)
+    CALLS.clear()
+    patch.setattr(StraightLoop, "why_not", lambda *_: "a test")
+    code, out = app("fit", *flags, *RECORDED)
+    assert code == 0, out
+    for ours, theirs in zip(calls, CALLS, strict=True):
+        assert ours == theirs
+    runs = [runs / name for name in ("version_0", "version_1")]
+    same_checkpoint(*map(last_checkpoint, runs))
+    records = [json.loads((run / "run.json").read_text()) for run in runs]
+    assert [(record["loop"], record["loop_reason"]) for record in records] == [
+        ("straight", None),
+        ("lightning", "a test"),
+    ]
+    assert records[0]["train_loss"] == records[1]["train_loss"]
+    assert losses(runs[0]).tolist() == losses(runs[1]).tolist()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--trainer.strategy", "dp", "--trainer.devices", "2"],
+        [
+            "--trainer.accumulate_grad_batches",
+            "3",
+            "--trainer.gradient_clip_val",
+            "0.1",
+            "--trainer.precision",
+            "bf16-mixed",
+        ],
+        ["--model", "user_code.OneCycle"],
+    ],
+    ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"],
+)
+def test_ways_of_running(more: list[str], app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "16", "--trainer.accelerator", "cpu"]
+    flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "3", "--run.name", "x", *QUIET, *more]
+    assert_alike_by_command(app, tmp_path / "runs" / "x", monkeypatch, *flags)
+
+
+@pytest.mark.parametrize("more", [[], ["--trainer.accumulate_grad_batches", "2"]], ids=["plain", "accumulation"])
+def test_two_processes(more: list[str], tmp_path: Path) -> None:
+    flags = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "16", "--trainer.log_every_n_steps", "3"]
+    flags += ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET, *more]
+    flags += ["--trainer.max_epochs", "2", "--run.test", "false", "--run.root", str(tmp_path), "--run.name", "x"]
+    for profiler in ("null", "simple"):
+        code, out = start_app("fit", *flags, "--trainer.profiler", profiler)
+        assert code == 0, out
+    runs = [tmp_path / "x" / name for name in ("version_0", "version_1")]
+    same_checkpoint(*map(last_checkpoint, runs))
+    assert [json.loads((run / "run.json").read_text())["loop"] for run in runs] == ["straight", "lightning"]
+    assert losses(runs[0]).tolist() == losses(runs[1]).tolist()
