@@ -8,9 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from statistics import mean, median
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,12 +109,12 @@ def raw_operations() -> int:
     """Operations of the same step of LeNet, written by hand: data as uint8, the mean of the losses, SGD."""
     images, labels = torch.zeros(64, 3, 32, 32, dtype=torch.uint8), torch.zeros(64, dtype=torch.long)
     order, mean, std = torch.arange(64), torch.full((3, 1, 1), 127.5), torch.full((3, 1, 1), 127.5)
-    network = LeNet()
+    network = LeNet().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
 
     def step() -> None:
         share = order[:16]
-        batch = images[share].float().sub_(mean).div_(std)
+        batch = images[share].float().sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
         loss = F.cross_entropy(network(batch), labels[share])
         optimizer.zero_grad()
         loss.backward()

@@ -73,19 +73,6 @@ def test_powersgd_on_the_cpu_of_a_machine_that_has_a_gpu(hook: list[str], gpu: N
     assert "CUDA_VISIBLE_DEVICES= before the command" in said
 
 
-def test_the_sums_of_an_epoch_go_to_where_the_metrics_are() -> None:
-    """Under fsdp, a checkpoint is loaded when the module has moved."""
-    saved: dict[str, Any] = {}
-    CIFARCNN().on_save_checkpoint(saved)
-    module = CIFARCNN()
-    trainer = type("Trainer", (), {"is_global_zero": True})()
-    module.trainer = trainer
-    module.train_metrics.to("meta")  # a device that no tensor comes from by itself
-    module.on_load_checkpoint(saved)
-    states = [state for metric in module.train_metrics.values() for state in metric.metric_state.values()]
-    assert {state.device.type for state in states} == {"meta"}
-
-
 def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("max_memory_allocated", 2**29),

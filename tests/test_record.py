@@ -183,7 +183,7 @@ def test_the_summary_shows_the_layers(app: App) -> None:
     assert "val_metrics" in app(*flags, "--trainer.callbacks", "ModelSummary")[1]
     code, out = app(*flags, "--model", "user_code.ReadsPixels")
     assert code == 0, out
-    assert "train_metrics" in out, "what cannot run without numbers is left to Lightning"
+    assert "val_metrics" in out, "what cannot run without numbers is left to Lightning"
 
 
 @pytest.mark.parametrize("count", [1, 2, 60])
