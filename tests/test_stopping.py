@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster.hosts import awaited
-from harness import QUIET, family, largest_difference, started, weights
+from harness import QUIET, family, largest_difference, start_app, started, weights
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
+DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
 SLOW = pytest.mark.slow
 
 
@@ -94,6 +95,22 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
     assert [row["epoch"] for row in found["epochs"]] == [0, 1]
 
 
+def test_several_ranks_end_one_step_later(tmp_path: Path) -> None:
+    """One is told in the fourth step, after which they ask each other; after the fifth all know. To the bit."""
+    flags = [*SMALL, *DDP, "--trainer.max_epochs", "2", "--run.test", "false", "--run.root", tmp_path]
+    code, out = start_app("fit", *flags, "--run.name", "x", "--model", "user_code.StopsOneRank")
+    assert code == 143, out
+    run = tmp_path / "x" / "version_0"
+    found = json.loads((run / "run.json").read_text())
+    assert (found["status"], found["error"], found["steps"]) == ("interrupted", "by SIGTERM", 5)
+    last = run / "checkpoints" / "last.ckpt"
+    for more in (["--run.name", "whole"], ["--run.name", "resumed", "--ckpt_path", last]):
+        code, out = start_app("fit", *flags, *more)
+        assert code == 0, out
+    whole, resumed = (tmp_path / name / "version_0" / "checkpoints" / "last.ckpt" for name in ("whole", "resumed"))
+    assert largest_difference(weights(whole), weights(resumed)) == 0
+
+
 ASKS = """\
 import os, signal
 from app.launch.process import begin
@@ -158,7 +175,6 @@ def test_a_rank_that_is_killed_is_named(strategy: str, tmp_path: Path) -> None:
     assert "rank 1" in run.record["error"]
 
 
-DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
 
 

@@ -118,6 +118,15 @@ class StopsItself(CIFARCNN):
         return super().training_step(batch, batch_idx)
 
 
+class StopsOneRank(CIFARCNN):
+    """Has rank 1 told to end in its fourth step, the first time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 3 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
 class CannotBePickled(CIFARCNN):
     """Keeps a function that has no name to find it by."""
 

@@ -245,7 +245,7 @@ class CLI(Flags):
         kwargs["callbacks"] = [
             *callbacks,
             StepProfile(),
-            StopTogether(),  # before what reads from the device when there is an error
+            StopTogether(config.cluster.timeout),  # before what reads from the device when there is an error
             RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
             TestFigures(),
             PredictionWriter(),

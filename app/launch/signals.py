@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and SLURM's warning: training ends after the step in hand, with a checkpoint to go on from.
 
-A signal handler only takes note. The ranks agree at the end of a step, so that none leaves the others waiting
-in a collective call.
+A signal handler only takes note. Several ranks agree, and end one step later, so that none leaves the others waiting in
+a collective call.
 """
 
 import multiprocessing
@@ -9,13 +9,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import distributed
 from torch.utils.data import DataLoader
 
 from app.data.sources import work_apart
@@ -71,11 +74,27 @@ class Signals(SignalConnector):
 
 
 class StopTogether(Callback):
-    """Ends training at the same step on every rank once any of them was told to stop."""
+    """Ends training at the same step on every rank once any of them was told to stop.
+
+    One process ends with the step in which it was told. Of several, each asks the others after every step and hears the
+    answer after the next one, so that none waits for it: all of them end one step later. They ask on the host, where no
+    device has to be read.
+
+    Args:
+        timeout: Seconds to wait for the answer of another rank.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timedelta(seconds=timeout)
+        self._group: Any = None  # None: that of the ranks, which is of the host's
+        self._asked: tuple[np.ndarray, Any] | None = None  # what was asked, and when it is answered
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out Lightning's own agreement, a broadcast on every step, which raises instead of saving."""
         leave_out_sigterm_broadcast(trainer)
+        self._asked = None
+        if trainer.world_size > 1 and distributed.get_backend() != "gloo":
+            self._group = distributed.new_group(backend="gloo", timeout=self.timeout)
         loader = trainer.train_dataloader
         if isinstance(loader, DataLoader):  # of the user: an agent signals the whole group of a rank
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
@@ -85,7 +104,7 @@ class StopTogether(Callback):
     ) -> None:
         """Stop here if that was asked for and no gradients are being accumulated."""
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if not whole or not _agree(trainer):
+        if not whole or not self._agree(trainer):
             return
         trainer.should_stop = True
         trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
@@ -100,28 +119,42 @@ class StopTogether(Callback):
         leave_nccl()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hear of what came during the last validation: no test shall follow."""
-        _agree(trainer)
+        """Hear of what came in the last step, or in the last validation: no test shall follow."""
+        self._agree(trainer, at_once=True)
+
+    def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
+        """The signal that any rank had noted a step ago, or has now, if at once or alone; or 0.
+
+        Of several signals the lowest, the same on every rank. Collective.
+        """
+        signals = signal_connector(trainer)
+        assert isinstance(signals, Signals)
+        if trainer.world_size == 1:
+            signals.stopped_by = signals.noted
+            return signals.stopped_by
+        with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
+            number = self._hear()
+            if not number:
+                noted = np.array([signals.noted or signal.NSIG])  # read once: a signal may come in the next line
+                least, shared = distributed.ReduceOp.MIN, torch.from_numpy(noted)
+                self._asked = noted, distributed.all_reduce(shared, least, self._group, async_op=True)
+                if at_once:
+                    number = self._hear()
+        signals.stopped_by = number
+        return number
+
+    def _hear(self) -> int:
+        if self._asked is None:
+            return 0
+        (least, answer), self._asked = self._asked, None
+        answer.wait()
+        return int(least[0]) % signal.NSIG
 
 
 def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
     work_apart(worker)
     if then is not None:
         then(worker)
-
-
-def _agree(trainer: Trainer) -> int:
-    """The signal that any rank has noted, or 0; of several the lowest, the same on every rank. Collective."""
-    signals = signal_connector(trainer)
-    assert isinstance(signals, Signals)
-    number = signals.noted  # read once: a signal may come in the next line
-    if trainer.world_size > 1:
-        with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
-            shared = torch.tensor(number or signal.NSIG, device=trainer.strategy.root_device)
-            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
-            number = int(shared) % signal.NSIG
-    signals.stopped_by = number
-    return number
 
 
 def cause(trainer: Trainer) -> str | None:
