@@ -30,15 +30,15 @@ class ProgressBar(RichProgressBar):
 
     def on_validation_batch_end(self, *args: Any) -> None:
         """Show a batch, unless one was shown just now; the last one in any case."""
-        if self._is_due(args[4] + 1 == self.total_val_batches_current_dataloader):
+        if self.is_enabled and self._is_due(args[4] + 1 == self.total_val_batches_current_dataloader):
             super().on_validation_batch_end(*args)
 
     def on_test_batch_end(self, *args: Any) -> None:
         """Show a batch, unless one was shown just now; the last one in any case."""
-        if self._is_due(args[4] + 1 == self.total_test_batches_current_dataloader):
+        if self.is_enabled and self._is_due(args[4] + 1 == self.total_test_batches_current_dataloader):
             super().on_test_batch_end(*args)
 
     def on_predict_batch_end(self, *args: Any) -> None:
         """Show a batch, unless one was shown just now; the last one in any case."""
-        if self._is_due(args[4] + 1 == self.total_predict_batches_current_dataloader):
+        if self.is_enabled and self._is_due(args[4] + 1 == self.total_predict_batches_current_dataloader):
             super().on_predict_batch_end(*args)
