@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from rich import get_console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import app.data
@@ -43,6 +44,7 @@ from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.run_record import RunRecord, mark_failed
 from app.monitor.step_profiler import StepProfile
+from app.monitor.step_trace import StepTrace, profile_lines, profile_table
 from app.monitor.summary import NetworkSummary, report
 from app.system import lightning_patches
 from app.system.files import finite
@@ -227,6 +229,7 @@ class CLI(Flags):
         cluster = self.config[self.subcommand].cluster
         cluster.init_method = cluster.node_rank = None  # the saved config is for any node, however it is started
         cluster.max_restarts, cluster.log_dir = 0, None
+        self.config[self.subcommand].run.profile = False
         if trainer.enable_checkpointing is False or trainer.fast_dev_run:
             parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
         if trainer.barebones:
@@ -245,6 +248,7 @@ class CLI(Flags):
         kwargs["callbacks"] = [
             *callbacks,
             StepProfile(),
+            *[StepTrace()] * run.profile,
             StopTogether(config.cluster.timeout),  # before what reads from the device when there is an error
             RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
             TestFigures(),
@@ -324,3 +328,6 @@ class CLI(Flags):
         outcome = self._outcome()
         if outcome.get("run_dir") and (outcome["status"] == "completed" or outcome["train_s"] is not None):
             print("\n".join(["", *report(outcome, self.trainer.loggers, fitted=self.subcommand == "fit")]))
+            if outcome.get("profile"):
+                get_console().print(profile_table(outcome["profile"]["ranks"]))
+                print(*profile_lines(outcome["profile"]), sep="\n")

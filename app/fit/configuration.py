@@ -102,7 +102,7 @@ def takes_classes_of_data(classes: dict[str, str]) -> bool:
 
 
 def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    arguments = list(argv)
+    arguments = ["--run.profile=true" if argument == "--profile" else argument for argument in argv]
     refuse_unusable(arguments)
     linked = any(argument.startswith("--model.num_classes") for argument in arguments)
     if linked and takes_classes_of_data(DEFAULTS | chosen_classes(arguments)):

@@ -155,6 +155,21 @@ FLAGS = (
         "--cluster.max_restarts {s.config.cluster.max_restarts}",
         "give 0 or more",
     ),
+    Rule(
+        lambda s: s.config.run.profile and s.command != "fit",
+        "--profile: {s.command} takes no step of training",
+        "give it to fit, or leave it out",
+    ),
+    Rule(
+        lambda s: s.config.run.profile and s.config.trainer.profiler is not None,
+        "--profile and --trainer.profiler: one of them can look at a step",
+        "leave the other out",
+    ),
+    Rule(
+        lambda s: s.config.run.profile and (s.config.trainer.fast_dev_run or s.config.trainer.barebones),
+        "--profile: a run that leaves no traces has no directory for its own",
+        "leave --trainer.fast_dev_run and --trainer.barebones out",
+    ),
     Rule(_too_low, "--trainer.strategy.{name} {value}", "give {least} or more"),
     Rule(_without_hook, "--trainer.strategy.{name} has no effect without a hook", "give ddp_comm_hook, too"),
     Rule(

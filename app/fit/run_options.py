@@ -23,6 +23,7 @@ class Run:
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
         warmup_epochs: Epochs left out of the throughput in run.json.
+        profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
     """
 
     name: str = "cifar_cnn"
@@ -33,6 +34,7 @@ class Run:
     group: str | None = None
     tags: list[str] | None = None
     warmup_epochs: int = 0
+    profile: bool = False
 
 
 def decide(

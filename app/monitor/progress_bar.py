@@ -3,8 +3,10 @@
 import time
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+
+from app.monitor.run_record import RunRecord, learning_rate
 
 PER_SECOND = 4
 
@@ -22,6 +24,16 @@ class ProgressBar(RichProgressBar):
             return False
         self._due = now + 1 / PER_SECOND
         return True
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """What was logged for the bar, the rate of the last logging window, and the learning rate."""
+        shown = super().get_metrics(trainer, pl_module)
+        rate = next((c.rate for c in trainer.callbacks if isinstance(c, RunRecord)), None)  # type: ignore[attr-defined]
+        if trainer.training and rate is not None:
+            shown["samples/s"] = f"{rate:,.0f}"
+        if trainer.training and (lr := learning_rate(trainer)) is not None:
+            shown["lr"] = f"{lr:.3g}"
+        return shown
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Show a step, unless one was shown just now; the last one of an epoch in any case."""

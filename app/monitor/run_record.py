@@ -24,6 +24,7 @@ from app.launch.signals import cause
 from app.modules import ImageClassifier, log_window
 from app.monitor.loggers import Tracker
 from app.monitor.step_profiler import StepProfile
+from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line, finished
 from app.parallel import SplitForward
 from app.system.files import write_json
@@ -73,7 +74,12 @@ class RunRecord(Callback):
         command: What was typed.
         warmup_epochs: Epochs left out of the throughput.
         checkpoints: What keeps the best and the last checkpoint; by default the trainer's checkpoint callbacks.
+
+    Attributes:
+        rate: Samples/s of the last window, or None before it.
     """
+
+    rate: float | None = None
 
     def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
         self._checkpoints = checkpoints
@@ -93,6 +99,7 @@ class RunRecord(Callback):
             "steps": 0,
             **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "tested", "setup_s", "train_s", "throughput")),
             "time_per_step": None,
+            "profile": None,
             **dict.fromkeys(EXECUTED),
             "loop": None,
             "loop_reason": None,
@@ -106,6 +113,8 @@ class RunRecord(Callback):
         self._validated = False
         self._rates: list[float] = []
         self._profiled_rates: list[float] = []
+        self._epoch_rates: list[float] = []
+        self._learning_rate: float | None = None
         self._windows, self._window_profiled = 0, False
         self._window_start = 0.0
         self._window_samples = self._window_steps = 0
@@ -183,6 +192,7 @@ class RunRecord(Callback):
         self._close_epoch(trainer)
         self._epoch_start = self._window_start = time.perf_counter()
         self._window_samples = self._window_steps = 0
+        self._epoch_rates, self._learning_rate = [], learning_rate(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note when the first step begins."""
@@ -191,6 +201,7 @@ class RunRecord(Callback):
             self.record["setup_s"] = round(time.time() - self._started, 3)
             if self._epoch_start == 0.0:  # resumed in the middle of an epoch
                 self._epoch_start = self._window_start = self._first_step
+                self._learning_rate = learning_rate(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -209,9 +220,10 @@ class RunRecord(Callback):
         now = _time_when_done(trainer)
         first = not self._windows and not self._warmup_epochs
         self._windows += 1
+        self.rate = self._window_samples / (now - self._window_start)
+        self._epoch_rates.append(self.rate)
         if not first and trainer.current_epoch >= self._warmup_epochs:
-            rates = self._profiled_rates if self._window_profiled else self._rates
-            rates.append(self._window_samples / (now - self._window_start))
+            (self._profiled_rates if self._window_profiled else self._rates).append(self.rate)
         self._window_profiled = False
         self._window_start = self._last_step = now
         self._window_samples = self._window_steps = 0
@@ -234,6 +246,8 @@ class RunRecord(Callback):
             "epoch": trainer.current_epoch,
             "seconds": round(self._last_step - self._epoch_start, 3),
             "whole": trainer.is_last_batch,
+            "samples_per_s": round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None,
+            "lr": self._learning_rate,
             "validated": self._validated,
         }
         self._validated = False
@@ -294,6 +308,10 @@ class RunRecord(Callback):
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
         self.record["time_per_step"] = self._profile and self._profile.time_per_step
+        traced = next((c.rows for c in trainer.callbacks if isinstance(c, StepTrace)), None)  # type: ignore[attr-defined]
+        if traced is not None:
+            cuda = trainer.strategy.root_device.type == "cuda"
+            self.record["profile"] = {"limit": limit(traced, cuda), "ranks": traced}
         self._measured(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -318,6 +336,11 @@ class RunRecord(Callback):
         names = {"loss": "test_loss", "acc": "test_acc"}
         self.record["test"] = {key: metrics[name].item() for key, name in names.items() if name in metrics} or None
         self.record["tested"] = trainer.ckpt_path and str(trainer.ckpt_path)
+
+
+def learning_rate(trainer: Trainer) -> float | None:
+    """The learning rate of the first group of parameters."""
+    return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
 
 
 def _time_when_done(trainer: Trainer) -> float:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from app.parallel import SplitForward
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "launch")
 
 
 class StepProfile(Callback):
@@ -20,8 +21,8 @@ class StepProfile(Callback):
     Phases of rank zero's step, which add up to the whole of it:
 
     * data: waiting for the batch, moving it to the device, augmenting and normalising it
-    * forward_backward: the model's step and its backward pass; launch is the part of it in which the host was still
-      handing out work, all of it on a CPU: on a GPU that is nearly idle, both are nearly the same
+    * forward_backward: the model's step (forward) and its backward pass; launch is the part of both in which the host
+      was still handing out work, all of it on a CPU: on a GPU that is nearly idle, both are nearly the same
     * communication: what the step waits for other ranks after its last gradient is ready; what overlaps with
       the backward pass costs nothing and is not seen. Under dp: scattering the batch, copying the model and
       gathering the outputs; the gradients that dp adds up during the backward pass are not told apart from it.
@@ -51,7 +52,7 @@ class StepProfile(Callback):
         """Median milliseconds of each phase and their number; None where training was too short."""
         if not self._steps:
             return None
-        names = (*PHASES, "launch")
+        names = (*PHASES, "forward", "backward", "launch")
         phases = {name: round(1000 * statistics.median(step[name] for step in self._steps), 4) for name in names}
         return {**phases, "n": len(self._steps), "unit": "ms"}
 
@@ -121,9 +122,9 @@ class _Stopwatch(PassThroughProfiler):
 
     def take(self) -> dict[str, float]:
         """Return the seconds of the phases in the step that ends here, and begin anew."""
-        spent = {name: self._spent.get(name, 0.0) for name in (*PHASES, "launch") if name != "rest"}
+        spent = {name: self._spent.get(name, 0.0) for name in PARTS}
         self._spent = {}
-        return spent
+        return {**spent, "forward_backward": spent["forward"] + spent["backward"]}
 
     def _add(self, phase: str, seconds: float) -> None:
         self._spent[phase] = self._spent.get(phase, 0.0) + seconds
@@ -173,7 +174,7 @@ class _Stopwatch(PassThroughProfiler):
         began = self._begun.pop(name)
         self._add(_ACTIONS[name], self.now() - began - waited)
         self._add("communication", waited)
-        if _ACTIONS[name] == "forward_backward":
+        if _ACTIONS[name] in ("forward", "backward"):
             self._add("launch", max(launched - began - (0.0 if self.cuda else waited), 0.0))
 
     def _waited(self) -> float:
@@ -214,14 +215,14 @@ class _Stopwatch(PassThroughProfiler):
             return
         overhead = self.now() - self._begun.pop("dp") - (max(self._replicas) - min(self._replicas))
         self._add("communication", overhead)
-        for phase in ("forward_backward", "launch"):  # it is inside of the step
+        for phase in ("forward", "launch"):  # it is inside of the step
             self._add(phase, -overhead)
 
 
 _ACTIONS = {
     "train_dataloader_next": "data",
     "batch_to_device": "data",
-    "training_step": "forward_backward",
-    "backward": "forward_backward",
+    "training_step": "forward",
+    "backward": "backward",
     "agree": "communication",
 }

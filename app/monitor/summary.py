@@ -161,7 +161,7 @@ def finished(record: dict[str, Any]) -> bool:
 
 
 def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], validated: bool) -> str:
-    """Write a line of less than 80 columns on an epoch: its metrics, with those of validation if any, and its time.
+    """Write a line of less than 100 columns on an epoch: its metrics, with those of validation if any, rate and time.
 
     Args:
         row: The epoch's row of the run record.
@@ -171,6 +171,8 @@ def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], 
     """
     left_out = re.compile(r".*_step|lr-.*|train_acc" + ("" if validated else "|val.*"))
     figures = [f"{name} {float(value):.4f}" for name, value in metrics.items() if not left_out.fullmatch(name)]
+    figures += [f"lr {row['lr']:.3g}"] if row["lr"] is not None else []
+    figures += [f"{row['samples_per_s']:,.0f} samples/s"] if row["samples_per_s"] else []
     total = f"/{of}" if of and of > 0 else ""
     part = "" if row["whole"] else ", in part"
     return f"epoch {row['epoch'] + 1}{total}{part}: {', '.join(figures)}, {row['seconds']:.1f} s"

@@ -1,14 +1,15 @@
 """What uses private names of torch, one function each. At an upgrade, `tests/test_patches.py` says which are gone."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import distributed, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from app.system.patches import EXPECTED, expects
 
-__all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
+__all__ = ["abort_process_group", "all_threads", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
 
 # nested arguments as a list of leaves, and back: torch.nn.parallel.scatter does it for CUDA only
 EXPECTED[f"{__name__}.tree_map"] = tuple(
@@ -51,3 +52,12 @@ def abort_process_group() -> None:
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown. At an upgrade: is there a public one?
     """
     distributed.distributed_c10d._abort_process_group()
+
+
+@expects("torch.profiler:_ExperimentalConfig")
+def all_threads() -> Any:
+    """Have torch's profiler record what other threads do, too: dp computes in some.
+
+    At an upgrade: does `torch.profiler.profile` do that without it?
+    """
+    return torch.profiler._ExperimentalConfig(profile_all_threads=True)

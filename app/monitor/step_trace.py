@@ -1,0 +1,177 @@
+"""What `--profile` shows: a trace of some steps for each rank, and where their time goes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
+from rich.table import Column, Table
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from app.launch.agree import gather_objects
+from app.monitor.step_profiler import StepProfile
+from app.system.torch_patches import all_threads
+
+OPERATIONS = ("aten::", "autograd::", "c10d::", "gloo:", "record_param_comms")  # on a CPU; all else is Python
+SHARES = ("data", "forward", "backward", "communication", "optimizer", "rest")
+# the largest share first; each with what to try, on a GPU and on a CPU
+REMEDIES = {
+    "host": ("--model.cuda_graph true, or a larger --data.batch_size", "a larger --data.batch_size"),
+    "data": ("--data.placement device", "--data.placement memory, or more --data.num_workers"),
+    "communication": (
+        "--trainer.strategy ddp_bf16, or a larger --data.batch_size",
+        "--trainer.strategy dp, fewer --trainer.devices, or a larger --data.batch_size",
+    ),
+    "device": (
+        "--trainer.precision bf16-mixed, --model.channels_last true or --model.compile default",
+        "--model.compile default, or more cores (OMP_NUM_THREADS)",
+    ),
+}
+
+
+class StepTrace(Callback):
+    """Traces 8 steps of every rank with torch's profiler, when `StepProfile` has timed its own.
+
+    The trace is `trace_rankN.json.gz` in the directory of the run, for https://ui.perfetto.dev; the parts of a step are
+    marked in it.
+
+    Attributes:
+        rows: What was found of each rank, once training has ended: milliseconds of each part of a step, the share of it
+            in which no operation ran (`host`, 0 to 1), and the file of the trace.
+    """
+
+    steps = 8
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._seen = 0
+        self._profile: profile | None = None
+        self._idle: float | None = None
+        self._file: str | None = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin after the steps that are timed, and end 8 steps later."""
+        self._seen += 1
+        first = StepProfile.skipped + StepProfile.window + 1
+        if self._seen == first:
+            cuda = trainer.strategy.root_device.type == "cuda"
+            activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]
+            self._profile = profile(activities=activities, acc_events=True, experimental_config=all_threads())
+            self._before, trainer.profiler = trainer.profiler, _Marks()  # type: ignore[attr-defined]
+            self._profile.start()
+        elif self._seen == first + self.steps:
+            self._end(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End before a validation, which is no step."""
+        self._end(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collect what was found. Collective."""
+        self._end(trainer)
+        timed = next((c.time_per_step for c in trainer.callbacks if isinstance(c, StepProfile)), None)  # type: ignore[attr-defined]
+        own = {"rank": trainer.global_rank, **(timed or {}), "host": self._idle, "trace": self._file}
+        self.rows = gather_objects(own)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._profile is None:
+            return
+        trace, self._profile = self._profile, None
+        trainer.profiler = self._before  # type: ignore[attr-defined]
+        trace.stop()
+        directory = trainer.strategy.broadcast(trainer.log_dir)
+        assert directory is not None
+        Path(directory).mkdir(parents=True, exist_ok=True)  # of another node, where it is not shared
+        self._file = str(Path(directory, f"trace_rank{trainer.global_rank}.json.gz"))
+        trace.export_chrome_trace(self._file)
+        events = trace.events() or []
+        kind = DeviceType.CUDA if any(event.device_type == DeviceType.CUDA for event in events) else DeviceType.CPU
+        marks = [event.time_range for event in events if event.name == _Marks.STEP]
+        if marks:
+            begins, ends = marks[0].start, max(mark.end for mark in marks)
+            work = (
+                (event.time_range.start, event.time_range.end)
+                for event in events
+                if event.device_type == kind and (kind == DeviceType.CUDA or event.name.startswith(OPERATIONS))
+            )
+            self._idle = round(1 - _covered(work, begins, ends) / (ends - begins), 4)
+
+
+class _Marks(PassThroughProfiler):
+    """Marks the parts of a step in the trace, each with the name that Lightning's profilers know it by."""
+
+    STEP = "step: training_step"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[str, record_function] = {}
+
+    def start(self, action_name: str) -> None:
+        self._open[action_name] = mark = record_function(f"step: {action_name.rsplit('.', 1)[-1]}")
+        mark.__enter__()
+
+    def stop(self, action_name: str) -> None:
+        self._open.pop(action_name).__exit__(None, None, None)
+
+
+def _covered(intervals: Iterable[tuple[float, float]], begins: float, ends: float) -> float:
+    """Length of what the intervals cover together between two times."""
+    total, until = 0.0, begins
+    for start, end in sorted(intervals):
+        start, end = max(start, until), min(end, ends)
+        if end > start:
+            total, until = total + end - start, end
+    return total
+
+
+def profile_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line for each rank: milliseconds of each part of a step, and the share of it that the host took alone."""
+    names = [*("comm." if name == "communication" else name for name in SHARES), "host"]
+    title = "milliseconds of a step; host: share without any operation"
+    table = Table("rank", *(Column(name, justify="right") for name in names), title=title)
+    for row in rows:
+        idle = "" if row["host"] is None else f"{row['host']:.0%}"
+        table.add_row(str(row["rank"]), *(f"{row[name]:.2f}" if name in row else "" for name in SHARES), idle)
+    return table
+
+
+def limit(rows: Sequence[dict[str, Any]], cuda: bool) -> str:
+    """Say in one sentence what limits a run, and what to try.
+
+    Args:
+        rows: Of each rank, as `StepTrace.rows`.
+        cuda: Whether it was on a GPU.
+    """
+    known = [row for row in rows if "data" in row]
+    if not known:
+        return "training was too short for --profile: it looks at the steps 6 to 34"
+    slowest = max(known, key=lambda row: sum(row[name] for name in SHARES) - row["communication"])
+    whole = sum(slowest[name] for name in SHARES)
+    shares = {name: slowest[name] / whole for name in ("data", "communication")}
+    shares["host"] = slowest["host"] or 0.0
+    name = max(shares, key=lambda key: shares[key])
+    said = {
+        "host": "Python: no operation runs meanwhile",
+        "data": "the data: reading, moving and augmenting a batch",
+        "communication": "waiting for the other ranks",
+    }
+    of = f" of rank {slowest['rank']}" if len(rows) > 1 else ""
+    if shares[name] < 1 / 3:
+        return f"the device limits the run: it computes for most of a step{of}; try {REMEDIES['device'][not cuda]}"
+    return f"{shares[name]:.0%} of a step{of} is {said[name]}; try {REMEDIES[name][not cuda]}"
+
+
+def profile_lines(profiled: dict[str, Any]) -> Iterator[str]:
+    """What is said of a profiled run, line by line, below its table.
+
+    Args:
+        profiled: `profile` of the run record.
+    """
+    yield f"limited by      {profiled['limit']}"
+    files = [row["trace"] for row in profiled["ranks"] if row["trace"]]
+    if files:
+        yield f"traces          {', '.join(files)}: open them at https://ui.perfetto.dev"
