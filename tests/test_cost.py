@@ -4,6 +4,7 @@ Times belong to `tests/benchmarks`. Every count is of the second epoch, from the
 """
 
 import itertools
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import ROOT
+from harness import QUIET, ROOT, start_app
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
-from app.modules import ImageClassifier
+from app.modules import CIFARCNN, ImageClassifier
 from app.networks import LeNet
 
 App = Callable[..., tuple[int, str]]
@@ -161,3 +162,34 @@ def test_reads_of_the_device(flags: list[str], app: App, monkeypatch: pytest.Mon
     steps = operations_per_step(app, monkeypatch, *LENET, *flags)
     reading = [index for index, step in enumerate(steps) if step["_local_scalar_dense"]]
     assert reading == [100 - 72 - 1], "72 steps of the first epoch; a window is 50"
+
+
+class CountsReads(CIFARCNN):
+    """Writes how often each step of the second epoch reads a tensor, into a file for each rank."""
+
+    def on_train_epoch_start(self) -> None:
+        self.reads, self.mode = [], Counting()
+        if self.current_epoch == 1:
+            self.mode.__enter__()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.reads.append(self.mode.counts["_local_scalar_dense"])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.mode.__exit__(None, None, None)
+            Path(self.trainer.log_dir or "", f"reads{self.global_rank}.json").write_text(json.dumps(self.reads))
+        super().on_train_epoch_end()
+
+
+def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
+    """Where they agree on whether to stop, too."""
+    ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]
+    code, out = start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path)
+    assert code == 0, out
+    for rank in range(2):
+        reads = json.loads((tmp_path / "cifar_cnn" / "version_0" / f"reads{rank}.json").read_text())
+        assert len(reads) == 72
+        assert reads[27] == 0, "until the window ends with the hundredth step"
+        assert reads[28] == reads[-1], "and after it"

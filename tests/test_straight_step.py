@@ -358,6 +358,7 @@ def test_every_config(
     if "batch_size: 0.25" not in config.read_text():
         flags += ["--data.batch_size", "8"]
     flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2", "--run.name", "x"]
+    flags += ["--trainer.limit_train_batches", "4", "--trainer.limit_val_batches", "1"]
     assert_alike_by_command(app, tmp_path / "runs" / "x", monkeypatch, "--config", str(config), *flags)
 
 
@@ -405,7 +406,15 @@ def test_ways_of_running(more: list[str], app: App, tmp_path: Path, monkeypatch:
     assert_alike_by_command(app, tmp_path / "runs" / "x", monkeypatch, *flags)
 
 
-@pytest.mark.parametrize("more", [[], ["--trainer.accumulate_grad_batches", "2"]], ids=["plain", "accumulation"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--trainer.accumulate_grad_batches", "2"],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["--trainer.strategy", "ddp_spawn"], marks=pytest.mark.slow),
+    ],
+    ids=["accumulation", "plain", "spawned"],
+)
 def test_two_processes(more: list[str], tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "16", "--trainer.log_every_n_steps", "3"]
     flags += ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET, *more]
