@@ -116,7 +116,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def fail(error: BaseException) -> None:
     """As Lightning does: it tells the callbacks, moves the model to the host, and raises again."""
-    StopTogether().on_exception(None, None, error)  # type: ignore[arg-type]
+    StopTogether(60.0).on_exception(None, None, error)  # type: ignore[arg-type]
     assert failures.distributed.is_initialized() is False, "nothing waits for the device"
     raise error
 
