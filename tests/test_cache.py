@@ -299,8 +299,7 @@ def test_ranks_map_what_one_process_has_read(cifar_root: Path, cache: Path, tmp_
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-@pytest.mark.parametrize("name", ["FashionMNIST", "ImageFolder"])
+@pytest.mark.parametrize(("name", "strategy"), [("FashionMNIST", "ddp_fork"), ("ImageFolder", "ddp_spawn")])
 def test_however_ranks_start(
     name: str, strategy: str, fashion_root: Path, image_root: Path, cache: Path, tmp_path: Path
 ) -> None:

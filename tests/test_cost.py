@@ -183,6 +183,7 @@ class CountsReads(CIFARCNN):
         super().on_train_epoch_end()
 
 
+@pytest.mark.slow
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
     """Where they agree on whether to stop, too."""
     ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]

@@ -42,7 +42,8 @@ def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp
     assert (run / "config.yaml").read_text().count("user_code.") == 2
 
 
-@pytest.mark.parametrize("flag", ["fast_dev_run", pytest.param("barebones", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
 def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
     flags = [*SMALL[:-4], *way("ddp", 2), f"--trainer.{flag}", "true", "--run.root", tmp_path]
     code, out = start_app("fit", *flags, "--trainer.max_epochs", "1")

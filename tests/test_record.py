@@ -83,7 +83,7 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert (run.parent / "version_1").is_dir()
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+@pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
     """The phases make up the whole, and what ranks or replicas exchange is seen."""
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
@@ -270,9 +270,7 @@ def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
     return file, json.loads(read.stdout)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "ddp_spawn"))]
-)
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
     devices = "1" if strategy == "auto" else "2"
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]

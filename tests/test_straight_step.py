@@ -406,13 +406,10 @@ def test_ways_of_running(more: list[str], app: App, tmp_path: Path, monkeypatch:
     assert_alike_by_command(app, tmp_path / "runs" / "x", monkeypatch, *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [
-        ["--trainer.accumulate_grad_batches", "2"],
-        pytest.param([], marks=pytest.mark.slow),
-        pytest.param(["--trainer.strategy", "ddp_spawn"], marks=pytest.mark.slow),
-    ],
+    [["--trainer.accumulate_grad_batches", "2"], [], ["--trainer.strategy", "ddp_spawn"]],
     ids=["accumulation", "plain", "spawned"],
 )
 def test_two_processes(more: list[str], tmp_path: Path) -> None:
