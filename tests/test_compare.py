@@ -200,6 +200,7 @@ def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> Non
     assert compare(path, "--fresh", "--dry_run")[1].count("version_1") == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "hangs": {"model": "user_code.HangingModel"}})
     process = subprocess.Popen(

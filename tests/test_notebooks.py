@@ -22,6 +22,7 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
 def test_runs(notebook: Path, tmp_path: Path) -> None:
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]

@@ -291,6 +291,7 @@ def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None
     assert "batch_size" in text
 
 
+@pytest.mark.slow
 def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None}
     flags = [*SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path]
