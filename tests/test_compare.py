@@ -125,6 +125,7 @@ def test_the_report(experiment: Callable[..., Path]) -> None:
     assert table[needed].notna().all().all()
     text = (folder / "report.md").read_text()
     head = results(path)
+    assert "Published, and here" in text
     assert f"    {head['command']}\n" in text
     for said in ("576.94", "a V100", "python -m app fit", head["hardware"]["cpu"], head["versions"]["torch"]):
         assert said in text
@@ -249,10 +250,9 @@ def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["this_machine", "fashion_scale"])
-def test_shipped_experiments_run_in_their_small_form(name: str, tmp_path: Path) -> None:
-    """The one with every way of running, and one beside published figures; all are read in test_experiment."""
-    path = ROOT / "configs" / "compare" / f"{name}.yaml"
+def test_every_way_of_running_on_this_machine(tmp_path: Path) -> None:
+    """In the small form of the shipped experiment; all of them are read in test_experiment."""
+    path = ROOT / "configs" / "compare" / "this_machine.yaml"
     code, out = start_app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path, timeout=280)
     assert code == 0, out
     folder = tmp_path / "compare" / path.stem / "version_0"
@@ -261,5 +261,4 @@ def test_shipped_experiments_run_in_their_small_form(name: str, tmp_path: Path) 
     assert len(measured) >= 2, rows
     assert all(row["samples_per_s"] > 0 for row in measured)
     assert not [row for row in rows if row["status"] not in ("measured", "skipped")]
-    published = "published" in yaml.safe_load(path.read_text())
-    assert ("Published, and here" in (folder / "report.md").read_text()) == published
+    assert "Published, and here" not in (folder / "report.md").read_text()

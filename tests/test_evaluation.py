@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 WAYS = [
     ("dp", 2),
     ("dp", 4),
-    pytest.param("ddp", 4, marks=SLOW),
+    pytest.param("ddp", 2, marks=SLOW),
     pytest.param("ddp_spawn", 2, marks=SLOW),
 ]
 

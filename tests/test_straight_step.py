@@ -409,8 +409,8 @@ def test_ways_of_running(more: list[str], app: App, tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [["--trainer.accumulate_grad_batches", "2"], [], ["--trainer.strategy", "ddp_spawn"]],
-    ids=["accumulation", "plain", "spawned"],
+    [["--trainer.accumulate_grad_batches", "2"], ["--trainer.strategy", "ddp_spawn"]],
+    ids=["accumulation", "spawned"],
 )
 def test_two_processes(more: list[str], tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "16", "--trainer.log_every_n_steps", "3"]
