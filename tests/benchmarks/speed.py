@@ -371,11 +371,11 @@ def feed_torchvision() -> dict[str, float]:
 
 def feed_ours() -> dict[str, float]:
     """The same for the batch."""
-    from app.data.transforms import Transform
+    from app.data.transforms import DRAW_RANGE, Transform
 
     images, _ = synthetic("CIFAR10", 512)
     transform = Transform((0.5,) * 3, (0.5,) * 3, crop_padding=4, flip=True, cutout=8)
-    return _fed(lambda: transform(images, torch.rand(512, transform.draws)))
+    return _fed(lambda: transform(images, torch.randint(DRAW_RANGE, (512, transform.draws), dtype=torch.int32)))
 
 
 # -- items: contenders, the first of which the others are compared with --------------------------------------------
