@@ -119,6 +119,14 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     assert len((tmp_path / "runs" / "cifar_cnn" / "version_2" / "predictions.csv").read_text().splitlines()) == 5
 
 
+def test_without_test_images_the_next_step_is_no_test(image_root: Path, app: App) -> None:
+    (image_root / "test").rename(image_root / "val")
+    code, out = app("fit", "--data", "ImageFolder", "--data.root", image_root, "--trainer.max_epochs", "1", *QUIET)
+    assert code == 0, out
+    assert "python -m app validate --config " in out
+    assert "python -m app test " not in out
+
+
 def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Path) -> None:
     (image_root / "test").rename(image_root / "val")
     data = attach(ImageFolder(str(image_root), size=(10, 12), channels=1))

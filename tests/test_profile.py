@@ -53,6 +53,17 @@ def test_one_process(app: App, tmp_path: Path) -> None:
     assert found["loop"] == "straight"
 
 
+def test_throughput_is_that_of_other_windows(app: App, tmp_path: Path) -> None:
+    flags = ["--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "3", "--trainer.limit_val_batches", "0"]
+    counts = []
+    for more in ([], ["--profile"]):
+        code, out = app("fit", *SMALL, *flags, *more, "--run.name", f"x{len(more)}")
+        assert code == 0, out
+        found = json.loads((tmp_path / "runs" / f"x{len(more)}" / "version_0" / "run.json").read_text())
+        counts.append(found["throughput"]["n"])
+    assert counts[1] == counts[0] - 4, "steps 26 to 34 lie in four windows of three"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "dp"])
 def test_several(strategy: str, tmp_path: Path) -> None:

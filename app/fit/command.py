@@ -327,7 +327,10 @@ class CLI(Flags):
                 logger.finish()
         outcome = self._outcome()
         if outcome.get("run_dir") and (outcome["status"] == "completed" or outcome["train_s"] is not None):
-            print("\n".join(["", *report(outcome, self.trainer.loggers, fitted=self.subcommand == "fit")]))
+            data = self.datamodule
+            testable = not isinstance(data, app.data.ImageData) or "test" in data.source.splits
+            said = report(outcome, self.trainer.loggers, self.subcommand == "fit", testable)
+            print("\n".join(["", *said]))
             if outcome.get("profile"):
                 get_console().print(profile_table(outcome["profile"]["ranks"]))
                 print(*profile_lines(outcome["profile"]), sep="\n")

@@ -105,6 +105,7 @@ class RunRecord(Callback):
             "loop_reason": None,
         }
         self._profile: StepProfile | None = None
+        self._trace: StepTrace | None = None
         self._warmup_epochs = warmup_epochs
         self._first_step: float | None = None
         self._last_step = 0.0
@@ -180,6 +181,7 @@ class RunRecord(Callback):
         """Note how the model is executed, and count the accelerator's peak memory from here."""
         profiles = (callback for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
         self._profile = next(profiles, None)
+        self._trace = next((c for c in trainer.callbacks if isinstance(c, StepTrace)), None)  # type: ignore[attr-defined]
         if isinstance(pl_module, ImageClassifier):
             self.record.update(pl_module.executed)
         self.record["fused"] = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
@@ -214,6 +216,7 @@ class RunRecord(Callback):
             self._window_samples += _count(batch) * trainer.world_size
         self._window_steps += 1
         self._window_profiled |= self._profile is not None and self._profile.timing
+        self._window_profiled |= self._trace is not None and self._trace.timing
         self._last_step = time.perf_counter()
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
@@ -308,10 +311,9 @@ class RunRecord(Callback):
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
         self.record["time_per_step"] = self._profile and self._profile.time_per_step
-        traced = next((c.rows for c in trainer.callbacks if isinstance(c, StepTrace)), None)  # type: ignore[attr-defined]
-        if traced is not None:
+        if self._trace is not None:
             cuda = trainer.strategy.root_device.type == "cuda"
-            self.record["profile"] = {"limit": limit(traced, cuda), "ranks": traced}
+            self.record["profile"] = {"limit": limit(self._trace.rows, cuda), "ranks": self._trace.rows}
         self._measured(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -50,12 +50,19 @@ class StepTrace(Callback):
         self._profile: profile | None = None
         self._idle: float | None = None
         self._file: str | None = None
+        self._ended_now = False
+
+    @property
+    def timing(self) -> bool:
+        """Whether tracing has disturbed the step that ends now."""
+        return self._profile is not None or self._ended_now
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Begin after the steps that are timed, and end 8 steps later."""
         self._seen += 1
+        self._ended_now = False
         first = StepProfile.skipped + StepProfile.window + 1
         if self._seen == first:
             cuda = trainer.strategy.root_device.type == "cuda"
@@ -80,7 +87,7 @@ class StepTrace(Callback):
     def _end(self, trainer: Trainer) -> None:
         if self._profile is None:
             return
-        trace, self._profile = self._profile, None
+        trace, self._profile, self._ended_now = self._profile, None, True
         trainer.profiler = self._before  # type: ignore[attr-defined]
         trace.stop()
         directory = trainer.strategy.broadcast(trainer.log_dir)

@@ -99,13 +99,14 @@ def _text(shape: Any) -> str:
     return " × ".join(map(str, shape[1:])) if isinstance(shape, list) else str(shape)
 
 
-def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> Iterator[str]:
+def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, testable: bool = True) -> Iterator[str]:
     """Tell how a run went, where its files are and what to try next, line by line.
 
     Args:
         record: The run record.
         loggers: The run's loggers.
         fitted: Whether it was a training.
+        testable: Whether there are images to test on.
     """
     directory = record["run_dir"]
     losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]
@@ -142,7 +143,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool) -> I
             yield f"go on           {resume}"
             return
         if checkpoints["best"]:
-            command = "predict" if test else "test"
+            command = "predict" if test else "test" if testable else "validate"
             here = "" if alone else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"
             yield f"use it          python -m app {command} {again}{here} --ckpt_path {checkpoints['best']}"
         by_steps = 0 <= record["max_steps"] <= record["steps"]
