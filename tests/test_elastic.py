@@ -1,5 +1,6 @@
 """torch elastic's agent in the process of the command: who is started, what is seen of it, how it is started again."""
 
+import json
 import os
 import pty
 import random
@@ -74,6 +75,16 @@ def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
     assert ("closing signal SIGTERM" in out) == verbose
     assert not list(tmp_path.glob("*data-parallel-lab*"))
     assert not list(tmp_path.glob("*torchelastic*"))
+
+
+def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
+    flags = [*SMALL, *SHORT, "--trainer.callbacks+=user_code.FailsOnce", "--cluster.max_restarts", "1"]
+    with started(tmp_path, *flags) as run:
+        out = run.end(120)
+    assert run.process.returncode == 0, out
+    assert "rank 1 has failed: RuntimeError: only once: all are started again" in out
+    first = json.loads((tmp_path / "cifar_cnn" / "version_0" / "run.json").read_text())
+    assert first["error"] == "rank 1 has failed: RuntimeError: only once, and all were started again"
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:

@@ -336,3 +336,11 @@ class Talks(CIFARCNN):
         if self.stops and self.global_step == 0:
             breakpoint()
         return super().training_step(batch, batch_idx)
+
+
+class FailsOnce(Callback):
+    """Fails on rank 1, until an agent has started the ranks again."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise RuntimeError("only once")

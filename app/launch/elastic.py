@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from app.errors import EXIT_CODES, RankError, RankLostError, UserError
-from app.launch.failures import explain, root_cause, said
+from app.launch.failures import explain, lost, root_cause, said
 from app.launch.process import AGENT
 from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.machine import usable_cores
@@ -76,13 +76,17 @@ def launch(
 
         def refuse_restart() -> None:
             """Do not start again what a signal has ended in order, or a user's error."""
+            reason = "a rank has failed"
             for file in files("*/error.json"):
-                kind, _, text = said(json.loads(file.read_text())).partition(": ")
+                kind, _, text = (cause := said(json.loads(file.read_text()))).partition(": ")
                 if kind == UserError.__name__:
                     raise UserError(text)
+                if not kind.startswith("Rank") and lost(text) is None:  # no consequence of another's failure
+                    reason = f"rank {rendezvous.rank * processes + int(file.parent.name)} has failed: {cause}"
             for file in files(f"*/{STOPPED}"):
                 raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
-            mark("a rank has failed, and all were started again")
+            print(f"{reason}: all are started again", file=sys.stderr, flush=True)
+            mark(f"{reason}, and all were started again")
 
         rendezvous.before_restart = refuse_restart
         # one that is ignored, as by nohup, stays so
@@ -110,8 +114,8 @@ def launch(
             return 0
         except SignalException as ended:
             return 128 + ended.sigval
-        except distributed.DistError as lost:
-            error = RankLostError(f"lost the connection to another node: {str(lost).splitlines()[0]}")
+        except distributed.DistError as gone:
+            error = RankLostError(f"lost the connection to another node: {str(gone).splitlines()[0]}")
         except ChildFailedError as failed:
             rank, failure = root_cause(failed.failures)
             if failure.exitcode in EXIT_CODES.values():
