@@ -1,9 +1,9 @@
-"""What was asked for, and what started the process: all that a rule looks at."""
+"""What was asked for, and what started the process: all that a rule looks at; and what a rule is."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonargparse import Namespace
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -20,6 +20,22 @@ from app.fit.devices import (
 )
 from app.launch.cluster_environment import Launched, other_launcher
 from app.modules import ImageClassifier
+
+Found = Mapping[str, Any] | bool | None
+
+
+class Rule(NamedTuple):
+    """One way in which a run cannot work.
+
+    Attributes:
+        broken: Whether it is so: true, or fields of the texts beside `s`, which is what the rule was asked about.
+        message: What is wrong, with the flag and its value.
+        remedy: What to do instead.
+    """
+
+    broken: Callable[[Any], Found]
+    message: str
+    remedy: str
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,176 @@
+"""What cannot work on any machine, however the run is started."""
+
+import inspect
+import math
+import os
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+
+from app.errors import UserError, nearest
+from app.fit.asked import Asked, Found, Rule
+from app.fit.devices import (
+    devices_per_node,
+)
+from app.parallel import SplitForward
+
+COMPILES = (SingleDeviceStrategy, DDPStrategy)
+
+
+def _unknown_strategy(s: Asked) -> Found:
+    name, known = s.config.trainer.strategy, ["auto", *StrategyRegistry.available_strategies()]
+    return isinstance(name, str) and name not in known and {"near": nearest(name, known)}
+
+
+def _no_devices(s: Asked) -> Found:
+    try:
+        return devices_per_node(s.config.trainer) < 1
+    except UserError:
+        return True
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """All numbers of a section, each with its flag."""
+    if isinstance(value, Namespace | dict):
+        for key, inner in (vars(value) if isinstance(value, Namespace) else value).items():
+            yield from _numbers(inner, path if key == "init_args" else f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, path)
+    elif isinstance(value, float):
+        yield path, value
+
+
+def _not_finite(s: Asked) -> Found:
+    sections = (_numbers(s.config.get(name), name) for name in ("trainer", "model", "data", "cluster"))
+    found = ((flag, value) for numbers in sections for flag, value in numbers if not math.isfinite(value))
+    return next(({"flag": flag, "value": value} for flag, value in found), None)
+
+
+def _no_folder(s: Asked) -> Found:
+    """A name that no folder below the root can have. Source of the limit: NAME_MAX of linux/limits.h."""
+    name, path = s.config.run.name, PurePath(s.config.run.name)
+    if "\0" in name:
+        return {"why": "it holds a NUL character"}
+    if path.is_absolute() or ".." in path.parts:
+        return {"why": "it leads out of --run.root"}
+    return any(len(os.fsencode(part)) > 255 for part in path.parts) and {"why": "it is longer than 255 bytes"}
+
+
+def _too_low(s: Asked) -> Found:
+    minima = s.strategy.minima(s.options) if hasattr(s.strategy, "minima") else {}
+    given = ((name, s.options.get(name), least) for name, least in minima.items())
+    low = ({"name": name, "value": v, "least": least} for name, v, least in given if v is not None and v < least)
+    return next(low, None)
+
+
+def _without_hook(s: Asked) -> Found:
+    names = ("ddp_comm_state", "ddp_comm_wrapper") if s.hook is None else ()
+    return next(({"name": name} for name in names if s.options.get(name) is not None), None)
+
+
+def _not_in_a_graph(s: Asked) -> Found:
+    """What happens between the parts of a step, or to another step than the captured one."""
+    by_step = s.given("scheduler") and s.given("scheduler_interval") == "step"
+    conflicts = (
+        ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the gradients are not seen before the update"),
+        ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "each batch is an update"),
+        ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
+        ("model.scheduler_interval step", by_step, "the captured step has its learning rate"),
+        ("model.compile reduce-overhead", s.given("compile") == "reduce-overhead", "that has graphs of its own"),
+        ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient"),
+    )
+    found = ({"flag": flag, "why": why} for flag, is_so, why in conflicts if is_so)
+    return bool(s.given("cuda_graph")) and next(found, None)
+
+
+FLAGS = (
+    Rule(_unknown_strategy, "--trainer.strategy {s.config.trainer.strategy}: unknown{near}", ""),
+    Rule(
+        _no_devices,
+        "--trainer.devices {s.config.trainer.devices!r}: the {s.device} accelerator cannot give that",
+        "give a count from 1 on",
+    ),
+    Rule(lambda s: s.nodes < 1, "--trainer.num_nodes {s.nodes}", "give 1 or more"),
+    Rule(
+        lambda s: s.trainer.accumulate_grad_batches < 1,
+        "--trainer.accumulate_grad_batches {s.trainer.accumulate_grad_batches}",
+        "give 1 or more",
+    ),
+    Rule(
+        lambda s: not isinstance(s.config.seed_everything, bool) and not 0 <= s.config.seed_everything < 2**32,
+        "--seed_everything {s.config.seed_everything}",
+        "give a number from 0 to 4294967295",
+    ),
+    Rule(_not_finite, "--{flag} {value}", "give a finite number"),
+    Rule(_no_folder, "--run.name {s.config.run.name!r}: {why}", "give another name"),
+    Rule(
+        lambda s: s.config.cluster.timeout <= 0,
+        "--cluster.timeout {s.config.cluster.timeout:g}",
+        "give a number of seconds above 0",
+    ),
+    Rule(
+        lambda s: s.config.cluster.max_restarts < 0,
+        "--cluster.max_restarts {s.config.cluster.max_restarts}",
+        "give 0 or more",
+    ),
+    Rule(
+        lambda s: s.config.run.profile and s.command != "fit",
+        "--profile: {s.command} takes no step of training",
+        "give it to fit, or leave it out",
+    ),
+    Rule(
+        lambda s: s.config.run.profile and s.config.trainer.profiler is not None,
+        "--profile and --trainer.profiler: one of them can look at a step",
+        "leave the other out",
+    ),
+    Rule(
+        lambda s: s.config.run.profile and (s.config.trainer.fast_dev_run or s.config.trainer.barebones),
+        "--profile: a run that leaves no traces has no directory for its own",
+        "leave --trainer.fast_dev_run and --trainer.barebones out",
+    ),
+    Rule(_too_low, "--trainer.strategy.{name} {value}", "give {least} or more"),
+    Rule(_without_hook, "--trainer.strategy.{name} has no effect without a hook", "give ddp_comm_hook, too"),
+    Rule(
+        lambda s: s.hook is not None and "bucket" not in inspect.signature(s.hook).parameters,
+        "--trainer.strategy.ddp_comm_hook {s.hook.__qualname__}: not a hook",
+        "give a function of state and bucket",
+    ),
+    Rule(
+        lambda s: s.options.get("static_graph") and s.trainer.accumulate_grad_batches > 1,
+        "--trainer.strategy.static_graph true: torch fails where gradients are accumulated",
+        "leave it out, or --trainer.accumulate_grad_batches {s.trainer.accumulate_grad_batches}",
+    ),
+    Rule(
+        lambda s: s.given("cuda_graph") and (s.world_size > 1 or s.strategy is not SingleDeviceStrategy),
+        "--model.cuda_graph true is for one GPU, not for --trainer.strategy {s.name}",
+        "leave it out",
+    ),
+    Rule(_not_in_a_graph, "--model.cuda_graph true with --{flag}: {why}", "leave one of them out"),
+    Rule(
+        lambda s: s.given("channels_last") is True and not s.model.convolutional,
+        "--model.channels_last true: {s.model.__name__} has no convolutions, to which alone it matters",
+        "leave it out",
+    ),
+    Rule(
+        lambda s: s.compiled and (issubclass(s.strategy, SplitForward) or not issubclass(s.strategy, COMPILES)),
+        "--model.compile does not work with --trainer.strategy {s.name}, which takes the network apart",
+        "leave it out, or use --trainer.strategy ddp",
+    ),
+    Rule(
+        lambda s: s.given("compile") == "reduce-overhead" and s.trainer.accumulate_grad_batches > 1,
+        "--model.compile reduce-overhead: the next batch overwrites the gradients that are accumulated",
+        "use default, or leave --trainer.accumulate_grad_batches out",
+    ),
+    Rule(
+        lambda s: (
+            s.given("optimizer.init_args.fused") and s.trainer.precision == "16-mixed" and s.trainer.gradient_clip_val
+        ),
+        "--model.optimizer.fused true with --trainer.gradient_clip_val: under 16-mixed there is no moment between "
+        "unscaling and update in which to clip",
+        "leave one of them out, or use --trainer.precision bf16-mixed",
+    ),
+)
