@@ -18,7 +18,7 @@ from app.compare.experiment import Experiment, expand
 from app.data import Synthetic
 from app.errors import UserError
 from app.execution import Execution, fastest
-from app.fit import machine_rules, rules
+from app.fit import machine_rules
 from app.monitor.run_record import EXECUTED
 from app.networks import MLP, LeNet
 

@@ -235,3 +235,94 @@ def test_auto(app: App, tmp_path: Path) -> None:
     code, out = app("fit", *flags, "2")
     assert code == 0, out
     assert f"going on from {runs}/version_" in out
+
+
+FLAGS = [*CNN[:-2], *QUIET, "--run.name", "x", "--run.test", "false", "--trainer.max_epochs"]
+
+
+def bit_flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
+    """By name or path it is refused; `auto` puts it aside and takes the one before, and never begins anew unasked."""
+    folder = tmp_path / "runs" / "x" / "version_0" / "checkpoints"
+    code, out = app("fit", *FLAGS, "2")
+    assert code == 0, out
+    assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last-1.ckpt", "last.ckpt"]
+    last, config = folder / "last.ckpt", folder.with_name("config.yaml")
+    bit_flipped(last)
+    for command, given in (("fit", "last"), ("fit", last), ("test", "last"), ("predict", last)):
+        said = error_of(*app(command, *FLAGS, "3", "--ckpt_path", given))
+        assert said.startswith(f"error: --ckpt_path {last}: damaged: use {folder}/"), said
+    said = error_of(*app("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "3"))
+    assert said.startswith(f"error: --ckpt_path {last}: damaged: use {folder}/"), said
+    (folder / "best.ckpt").unlink()
+    code, out = app("fit", *FLAGS, "3", "--ckpt_path", "auto")
+    assert code == 0, out
+    assert f"{last} is damaged: it is kept as last.ckpt.damaged, and the run goes on from {folder}/last-1.ckpt" in out
+    second = json.loads((tmp_path / "runs" / "x" / "version_1" / "run.json").read_text())
+    assert (second["resumed_from"], len(second["epochs"])) == (str(folder / "last-1.ckpt"), 3)
+    assert (folder / "last.ckpt.damaged").exists()
+    for path in (tmp_path / "runs").rglob("*.ckpt"):
+        bit_flipped(path)
+    said = error_of(*app("fit", *FLAGS, "4", "--ckpt_path", "auto"))
+    assert "none of the 4 checkpoints under" in said
+    assert "give another --run.name to begin anew" in said
+
+
+def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
+    """Whole, but not to go on from: said in one line, with what is missing."""
+    code, out = app("fit", *FLAGS, "1")
+    assert code == 0, out
+    good = torch.load(tmp_path / "runs/x/version_0/checkpoints/last.ckpt", weights_only=True)
+    bad = tmp_path / "bad.ckpt"
+    torch.save(good, bad)
+    code, out = app("fit", *FLAGS, "2", "--ckpt_path", bad)
+    assert code == 0, out
+    for key in ("pytorch-lightning_version", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
+        torch.save({name: value for name, value in good.items() if name != key}, bad)
+        said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
+        assert said.startswith(f"error: --ckpt_path {bad}: it holds no {key}, without which no training goes on"), said
+        torch.save({**good, key: 3.5}, bad)
+        said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
+        assert said == f"error: --ckpt_path {bad}: its {key} is not what it should be: give another one"
+    for key, value in (
+        ("loops", {"fit_loop": {}}),
+        ("loops", {"fit_loop": {**good["loops"]["fit_loop"], "epoch_progress": {"current": {}}}}),
+        ("optimizer_states", [{"state": {}, "param_groups": []}]),
+        ("optimizer_states", ["x"]),
+        ("callbacks", {next(iter(good["callbacks"])): 7}),
+    ):
+        torch.save({**good, key: value}, bad)
+        assert f"--ckpt_path {bad}: " in error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
+    torch.save({key: good[key] for key in ("state_dict", "pytorch-lightning_version")}, bad)
+    code, out = app("test", *FLAGS, "2", "--ckpt_path", bad)
+    assert code == 0, f"weights are enough to test: {out}"
+    flags = ["--last_checkpoint.save_weights_only", "true", "--run.name", "y"]
+    code, out = app("fit", *FLAGS, "1", *flags)
+    assert code == 0, out
+    assert "it holds no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path", "last"))
+
+
+def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> None:
+    """Its record knows of no checkpoint yet; the file is there."""
+    code, out = app("fit", *FLAGS, "1")
+    assert code == 0, out
+    run = tmp_path / "runs" / "x" / "version_0"
+    record = json.loads((run / "run.json").read_text())
+    for content in (
+        json.dumps(record | {"checkpoint": None, "epochs": []}),
+        "",
+        "[]",
+        "null",
+        "{",
+        "\0\1",
+        '{"checkpoint": 7}',
+    ):
+        (run / "run.json").write_text(content)
+        code, out = app("validate", "--config", run / "config.yaml", "--ckpt_path", "last")
+        assert code == 0, out
+        assert f"{run}/run.json cannot be read" in out or content.startswith('{"')

@@ -27,7 +27,7 @@ from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import Tracker, make_loggers, next_version
 from app.monitor.step_profiler import PHASES
 from app.plan.measure import short_run
-from app.system.files import write_json
+from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
 
 DEFAULT = "configs/compare/this_machine.yaml"
@@ -151,7 +151,11 @@ def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> tuple[st
     number = int(version.removeprefix("version_"))
     newest = folder / f"version_{number - 1}" / "experiment.json"
     if not fresh and newest.exists():
-        found = read_yaml(str(newest), "the last report's")
+        try:
+            found = read_json(newest)
+        except ValueError as error:
+            print(f"{error}: a new report begins", file=sys.stderr)
+            return version, True
         if all(found.get(key) == value for key, value in fingerprint.items()):
             return newest.parent.name, False
     return version, True

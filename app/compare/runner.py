@@ -1,7 +1,6 @@
 """Runs every variant in processes of its own, repeats in turn, and records the outcome of each."""
 
 import datetime
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ import psutil
 
 from app.compare.experiment import Experiment, Process, Variant
 from app.launch.process import environment_of_a_run
+from app.monitor.run_record import load_record
 from app.system.files import write_json
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order
@@ -84,7 +84,13 @@ class Runner:
 
     def _read(self, variant: Variant, repeat: int) -> dict[str, Any]:
         path = self.run_dir(variant, repeat) / "run.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        if not path.exists():
+            return {}
+        try:
+            return load_record(path)
+        except ValueError as error:
+            print(f"{error}: it counts as not run", file=sys.stderr)
+            return {}
 
     def measured_at(self) -> str | None:
         """Say when the last of the runs was done."""

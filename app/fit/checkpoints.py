@@ -1,11 +1,9 @@
 """Checkpoints: finding one by name, telling what is wrong with one, and keeping the best."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -13,7 +11,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.errors import UserError
 from app.execution import IMPLEMENTATION
+from app.fit.checkpoint_file import read
 from app.modules import ImageClassifier
+from app.monitor.run_record import load_record
+from app.system.files import remove_parts
 from app.system.lightning_patches import (
     may_stop_early,
     save_checkpoint_now,
@@ -38,6 +39,8 @@ class RunCheckpoint(ModelCheckpoint):
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "-{epoch}-{step}"
         super().setup(trainer, pl_module, stage)
+        if trainer.is_global_zero and self.dirpath is not None and "://" not in str(self.dirpath):
+            remove_parts(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not wait for a metric of a validation that will not be."""
@@ -98,46 +101,89 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
         run: Name of the run; without such a config, its newest checkpoint is meant.
 
     Raises:
-        UserError: When there is none.
+        UserError: When there is none, or it is damaged.
     """
-    if name not in ("last", "best"):
-        return name
-    records = [path for config in configs if (path := Path(config).with_name("run.json")).is_file()]
-    if records:
-        kept = (json.loads(records[-1].read_text()).get("checkpoint") or {}).get(name)
-        if kept is None:
-            raise UserError(f"--ckpt_path {name}: the run in {records[-1].parent} has kept none: give a file's path")
-        moved = records[-1].with_name("checkpoints") / Path(kept).name
-        return str(moved) if moved.is_file() and not Path(kept).is_file() else str(kept)
-    folder = Path(root, run)
-    found = [path for path in folder.glob("version_*/checkpoints/*.ckpt") if path.stem.startswith(name)]
+    if name in ("last", "best"):
+        records = [path for config in configs if (path := Path(config).with_name("run.json")).is_file()]
+        path = _of_run(name, records[-1]) if records else _of_name(name, Path(root, run))
+    else:
+        path = Path(name)
+    if path.is_file() and (wrong := _wrong_with(path)):
+        others = (other for other in _newest_first([path.parent]) if other != path and not _wrong_with(other))
+        other = next(others, None)
+        raise UserError(f"{wrong}: {f'use {other}' if other else 'give another one'}")
+    return str(path) if name in ("last", "best") else name
+
+
+def _of_run(name: str, record: Path) -> Path:
+    """The checkpoint that a run calls its last or best one; where its record does not know, by the file's name."""
+    kept = (_read(record).get("checkpoint") or {}).get(name)
+    if kept is not None and Path(kept).is_file():
+        return Path(kept)
+    folder = record.with_name("checkpoints")  # the run may have been moved, or killed in its first epoch
+    found = [path for path in _newest_first([folder]) if path.name == Path(kept or "").name or path.stem == name]
+    if not found:
+        raise UserError(f"--ckpt_path {name}: the run in {record.parent} has kept none: give a file's path")
+    return found[0]
+
+
+def _of_name(name: str, folder: Path) -> Path:
+    found = [path for path in _newest_first(folder.glob("version_*/checkpoints")) if path.stem.startswith(name)]
     if not found:
         raise UserError(
             f"--ckpt_path {name}: no {name}.ckpt under {folder}: name the run with --run.name, or give a file's path"
         )
-    return str(max(found, key=lambda path: path.stat().st_mtime_ns))
+    return found[0]
+
+
+def _newest_first(folders: Iterable[Path]) -> list[Path]:
+    found = [path for folder in folders for path in folder.glob("*.ckpt")]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def _wrong_with(path: Path) -> str | None:
+    try:
+        read(path)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
-    """The newest checkpoint that can be read, or None.
+    """The newest checkpoint that can be read, or None where there is none; a damaged one is put aside.
 
     Args:
         root: Directory of all runs.
         run: Name of the run.
         of: Only those of runs with this command that one of these launchers has started.
+
+    Raises:
+        UserError: When there are some, and none can be read: to begin anew would be a surprise.
     """
-    found: list[Path] = []
-    for record in Path(root, run).glob("version_*/run.json"):
-        content = _read(record)
-        if of is None or (content.get("command") == of[0] and set(of[1]) & set(content.get("launchers", ()))):
-            found += record.parent.glob("checkpoints/*.ckpt")
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        try:
-            _load(path)
-        except UserError as error:
-            rank_zero_info(f"left out: {error}")
-        else:
+    folders = list(Path(root, run).glob("version_*/checkpoints"))
+    if of is not None:
+        records = {folder: _read(folder.with_name("run.json")) for folder in folders}
+        folders = [
+            folder
+            for folder, content in records.items()
+            if content.get("command") == of[0] and set(of[1]) & set(content.get("launchers") or ())
+        ]
+    damaged: list[Path] = []
+    for path in _newest_first(folders):
+        wrong = _wrong_with(path)
+        if wrong is None:
+            for each in damaged:
+                aside = each.with_name(f"{each.name}.damaged")
+                each.replace(aside)
+                rank_zero_info(f"{each} is damaged: it is kept as {aside.name}, and the run goes on from {path}")
             return str(path)
+        rank_zero_info(wrong)
+        damaged.append(path)
+    if damaged:
+        raise UserError(
+            f"--ckpt_path auto: none of the {len(damaged)} checkpoints under {Path(root, run)} can be read: give "
+            "another --run.name to begin anew, or the path of one elsewhere"
+        )
     return None
 
 
@@ -148,21 +194,14 @@ def tracked_as(checkpoint: str, command: str) -> str | None:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """What a run's record says, or nothing: a loss of power can leave an empty one."""
-    try:
-        return dict(json.loads(record.read_text()))
-    except (OSError, ValueError, TypeError):
+    """What a run's record says; nothing where it cannot be read, which is said."""
+    if not record.exists():
         return {}
-
-
-def _load(path: Path) -> dict[str, Any]:
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        checkpoint["state_dict"].keys()
-    except Exception as error:  # unpickling what is no pickle can raise anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:80]
-        raise UserError(f"--ckpt_path {path}: not a checkpoint, or truncated ({reason}): give another one") from error
-    return checkpoint
+        return load_record(record)
+    except ValueError as error:
+        rank_zero_info(f"{error}: going on without it")
+        return {}
 
 
 def check_checkpoint(
@@ -175,10 +214,7 @@ def check_checkpoint(
             optimizer was given other settings, which its state in the checkpoint would replace; or when it has
             already been trained for as long as was asked.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"--ckpt_path {path}: there is no such file")
-    checkpoint = _load(file)
+    checkpoint = read(Path(path))
     saved = checkpoint["state_dict"]
     weights = model.state_dict()
     for key in [*weights, *saved]:
@@ -191,20 +227,54 @@ def check_checkpoint(
             )
     if resumed_by is None:
         return
+    _check_resumable(path, checkpoint, resumed_by)
     if not may_be_finished:
         _check_unfinished(path, checkpoint, resumed_by)
     own = isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier)
-    if own and checkpoint.get("optimizer_states"):
+    if own:
         assert isinstance(model, ImageClassifier)
-        _check_optimizer(path, checkpoint["optimizer_states"][0]["param_groups"][0], model)
+        try:
+            saved = dict(checkpoint["optimizer_states"][0]["param_groups"][0])
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(f"--ckpt_path {path}: it holds no state of an optimizer: give another one") from error
+        _check_optimizer(path, saved, model)
+
+
+def _check_resumable(path: str, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    """Refuse a checkpoint without what Lightning reads of it to go on, or with something else in its place."""
+    expected = {
+        "pytorch-lightning_version": "",
+        "epoch": 0,
+        "global_step": 0,
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+    }
+
+    def differs(here: Any, there: Any, where: str) -> str | None:
+        if type(here) is not type(there):
+            return where
+        if isinstance(here, dict):
+            pairs = ((key, differs(value, there.get(key), f"{where}[{key}]")) for key, value in here.items())
+            return next((place for _, place in pairs if place), None)
+        return None
+
+    for key, form in expected.items():
+        if key not in checkpoint:
+            raise UserError(
+                f"--ckpt_path {path}: it holds no {key}, without which no training goes on: it has weights alone, or "
+                "is of another version: give another one"
+            )
+        if place := differs(form, checkpoint[key], key):
+            raise UserError(f"--ckpt_path {path}: its {place} is not what it should be: give another one")
 
 
 def _check_unfinished(path: str, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-    loops = checkpoint.get("loops", {}).get("fit_loop", {})
-    epochs = loops.get("epoch_progress", {}).get("current", {}).get("processed", 0)
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     for done, limit, name in (
         (epochs, trainer.max_epochs, "epochs"),
-        (checkpoint.get("global_step", 0), trainer.max_steps, "steps"),
+        (checkpoint["global_step"], trainer.max_steps, "steps"),
     ):
         if limit is not None and 0 <= limit <= done:
             raise UserError(

@@ -1,7 +1,6 @@
 """`fit`, `validate`, `test` and `predict`: Lightning's command line, with this application's defaults."""
 
 import contextlib
-import json
 import logging
 import os
 import shlex
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary
@@ -25,9 +25,10 @@ import app.data
 import app.modules
 from app.callbacks import PredictionWriter, TestFigures
 from app.errors import ExitStatus, UserError, one_line
+from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags
-from app.fit.devices import agent_processes, devices_per_node, follow
+from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
 from app.fit.straight_step import StraightLoop
@@ -42,7 +43,7 @@ from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
 from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.progress_bar import ProgressBar
-from app.monitor.run_record import RunRecord, mark_failed
+from app.monitor.run_record import RunRecord, load_record, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.step_trace import StepTrace, profile_lines, profile_table
 from app.monitor.summary import NetworkSummary, report
@@ -225,7 +226,9 @@ class CLI(Flags):
         if isinstance(environment, LightningEnvironment) and followed.num_nodes > 1:
             self.rendezvous = NodeRendezvous(config.cluster, followed.num_nodes, devices_per_node(asked))
             os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
-        kwargs["plugins"] = [*given, *filter(None, [environment])]
+        theirs = any(isinstance(plugin, CheckpointIO) for plugin in given)
+        theirs = theirs or strategy_options(asked).get("checkpoint_io") is not None
+        kwargs["plugins"] = [*given, *[CheckpointFiles()] * (not theirs), *filter(None, [environment])]
         cluster = self.config[self.subcommand].cluster
         cluster.init_method = cluster.node_rank = None  # the saved config is for any node, however it is started
         cluster.max_restarts, cluster.log_dir = 0, None
@@ -257,6 +260,7 @@ class CLI(Flags):
         trainer = super().instantiate_trainer(**kwargs)
         lightning_patches.replace_signal_connector(trainer, Signals(trainer))
         lightning_patches.count_epochs(trainer)
+        lightning_patches.Restoring.put_into(trainer)
         StraightLoop.put_into(trainer)
         return trainer
 
@@ -296,7 +300,10 @@ class CLI(Flags):
         if not isinstance(self.trainer.strategy.launcher, SpawnLauncher):
             return finite(self.record.record)
         path = Path(self.record.record["run_dir"] or str(self.trainer.loggers[0].log_dir), "run.json")
-        return json.loads(path.read_text()) if path.exists() else {}
+        try:
+            return load_record(path)
+        except ValueError:  # none has been written
+            return {}
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.processes:  # which have run it

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.fit.checkpoints import find_checkpoint, newest_checkpoint, tracked_as
 from app.monitor.loggers import claim_version
+from app.system.files import remove_parts
 
 
 @dataclass
@@ -61,6 +63,11 @@ def decide(
     Raises:
         UserError: When there is no such checkpoint, or no folder can be made for the run.
     """
+    for folder in (
+        *Path(run.root, run.name).glob("version_*"),
+        *Path(run.root, run.name).glob("version_*/checkpoints"),
+    ):
+        remove_parts(folder)
     own = newest_checkpoint(run.root, run.name, (command, launchers)) if may_resume else None
     if own is None and checkpoint == "auto":
         own = newest_checkpoint(run.root, run.name, None)

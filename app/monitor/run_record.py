@@ -1,11 +1,12 @@
 """Writes the run record, `run.json`: what a run was, how it went and on what."""
 
-import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,56 @@ from app.launch.process import AGENT
 from app.launch.signals import cause
 from app.modules import ImageClassifier, log_window
 from app.monitor.loggers import Tracker
-from app.monitor.step_profiler import StepProfile
+from app.monitor.step_profiler import PHASES, StepProfile
 from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line, finished
 from app.parallel import SplitForward
-from app.system.files import write_json
+from app.system.files import read_json, write_json
 from app.system.lightning_patches import EpochLoop, strategy_name
 from app.system.machine import hardware, peak_memory, versions
 
 # of a fit with a model of ours
 EXECUTED = ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
+
+
+NUMBER = (int, float)
+# what readers of a record count on; null may stand anywhere
+FORM: dict[str, Any] = {
+    **dict.fromkeys(("status", "error", "command", "run_dir", "config", "tracker", "resumed_from", "precision"), str),
+    **dict.fromkeys(("devices", "num_nodes", "world_size", "replicas", "steps", "threads", "global_batch_size"), int),
+    **dict.fromkeys(("setup_s", "train_s", "wall_s", "not_finite_since"), NUMBER),
+    "launchers": [str],
+    "epochs": [dict.fromkeys(("epoch", "train_loss", "val_loss", "val_acc", "seconds"), NUMBER)],
+    "peak_memory": [{"rank": int, "device": str, "allocated_gib": NUMBER, "host_rss_gib": NUMBER}],
+    "checkpoint": {"best": str, "last": str},
+    "throughput": dict.fromkeys(("median", "min", "max", "n"), NUMBER),
+    "train_loss": dict.fromkeys(("first", "middle", "last"), NUMBER),
+    "time_per_step": dict.fromkeys((*PHASES, "launch"), NUMBER),
+}
+
+
+def load_record(path: Path) -> dict[str, Any]:
+    """Read a run's record.
+
+    Raises:
+        ValueError: When it cannot be read, or a field is not what it should be; the message names the file.
+    """
+    record = read_json(path)
+
+    def wrong(value: Any, form: Any, place: str) -> str | None:
+        if value is None:
+            return None
+        if isinstance(form, dict) and isinstance(value, dict):
+            found = (wrong(value.get(key), inner, f"{place}.{key}") for key, inner in form.items())
+        elif isinstance(form, list) and isinstance(value, list):
+            found = (wrong(each, form[0], f"{place}[{index}]") for index, each in enumerate(value))
+        else:
+            return None if isinstance(form, type | tuple) and isinstance(value, form) else place
+        return next(filter(None, found), None)
+
+    if place := wrong(record, FORM, ""):
+        raise ValueError(f"{path} cannot be read ({place[1:]} is not what it should be)")
+    return record
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:
@@ -104,6 +145,7 @@ class RunRecord(Callback):
             "loop": None,
             "loop_reason": None,
         }
+        self._unwritten = False
         self._profile: StepProfile | None = None
         self._trace: StepTrace | None = None
         self._warmup_epochs = warmup_epochs
@@ -129,7 +171,8 @@ class RunRecord(Callback):
             return
         path = Path(directory, "run.json")
         if self.path is None and path.exists():  # spawned ranks go on with what those before them have written
-            self.record = json.loads(path.read_text())
+            with suppress(ValueError):
+                self.record = load_record(path)
         self.path = path
         self.record["status"] = "running"
         self.record.update(resolved_configuration(trainer), versions=versions(), hardware=hardware())
@@ -157,8 +200,8 @@ class RunRecord(Callback):
         if self.path is None:  # spawned processes had it, or nothing had begun yet
             self.path = Path(directory, "run.json")
             self.record["run_dir"] = directory
-            if self.path.exists():
-                self.record = json.loads(self.path.read_text())
+            with suppress(ValueError):
+                self.record = load_record(self.path)
         end = ExitStatus.of(exception)
         better = end.status == "interrupted" or isinstance(exception, RankError)
         if self.record["status"] == "interrupted" or (self.record["status"] == "failed" and not better):
@@ -173,7 +216,14 @@ class RunRecord(Callback):
         assert self.path is not None
         config = self.path.with_name("config.yaml")  # a notebook has none
         self.record["config"] = str(config) if config.exists() else None
-        write_json(self.path, self.record)
+        try:
+            write_json(self.path, self.record)
+        except OSError as error:
+            if not self._unwritten:
+                print(
+                    f"{self.path} cannot be written ({error.strerror}): training goes on", file=sys.stderr, flush=True
+                )
+            self._unwritten = True
 
     # -- training -------------------------------------------------------------------------------------------
 
@@ -366,7 +416,7 @@ def mark_failed(directory: str, reason: str) -> None:
         reason: Why, in one line.
     """
     path = Path(directory, "run.json")
-    if path.exists():
-        record = json.loads(path.read_text())
+    with suppress(ValueError, OSError):  # none, or damaged; or the disk is full
+        record = load_record(path)
         if record["status"] != "completed":
             write_json(path, {**record, "status": "failed", "error": reason})

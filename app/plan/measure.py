@@ -1,6 +1,5 @@
 """Measures a step of training, and when its gradients are ready, on one device of this machine."""
 
-import json
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,7 @@ from app.errors import UserError
 from app.fit.configuration import build, resolve
 from app.launch.process import run_app
 from app.modules import ImageClassifier
+from app.monitor.run_record import load_record
 
 QUIET = {
     "trainer.devices": "1",
@@ -74,7 +74,7 @@ def short_run(arguments: list[str]) -> dict[str, Any]:
         said = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()]
         if done.returncode != 0:
             raise UserError(said[-1] if said else f"the run on one device ended with exit code {done.returncode}")
-        record = json.loads(path.read_text())
+        record = load_record(path)
     if record["time_per_step"] is None:
         raise UserError("the steps could not be timed: leave --trainer.profiler out")
     return record
@@ -88,9 +88,9 @@ def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
     """
     file = Path(path) if path.endswith(".json") else Path(path, "run.json")
     try:
-        record = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--run {path}: no run record there ({error}): give a run's directory") from error
+        record = load_record(file)
+    except ValueError as error:
+        raise UserError(f"--run {path}: {error}: give a run's directory") from error
     for name in ("time_per_step", "global_batch_size", "config", "replicas"):
         if not record.get(name):
             raise UserError(f"--run {path}: its record has no {name}: give a run of fit of 6 or more steps")

@@ -1,10 +1,63 @@
 """Writes files that are either whole or absent."""
 
+import fcntl
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+PART = ".part"  # ends the name of a file while it is written
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to be written; under its name it appears when it is whole and on the disk, or not at all.
+
+    It is written beside that name, where there is room if there is room for it at all, and locked meanwhile, so that
+    `remove_parts` knows it from what a killed process has left.
+
+    Args:
+        path: The file; its folder is made.
+
+    Raises:
+        OSError: When it cannot be written; what stood there before stands there still.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
+    try:
+        with part.open("xb") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk know the names of a folder, so that a loss of power does not undo a renaming."""
+    with suppress(OSError):  # a file system that cannot
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what killed processes have left of files that they were writing."""
+    for part in folder.glob(f".*{PART}"):
+        with suppress(OSError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while it is written
+            part.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -13,11 +66,28 @@ def write_json(path: Path, value: Any) -> None:
     Args:
         path: The file; its folder is made.
         value: NaN and infinity, which JSON does not have, become null.
+
+    Raises:
+        OSError: When it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
-    os.replace(temporary, path)
+    with whole(path) as file:
+        file.write((json.dumps(finite(value), indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: When the file cannot be read, or holds something else; the message names it.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise ValueError(f"{path} cannot be read ({reason})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} cannot be read (no JSON object)")
+    return content
 
 
 def finite(value: Any) -> Any:

@@ -4,7 +4,8 @@ At an upgrade, `tests/test_patches.py` says which names are gone; each docstring
 """
 
 import re
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -93,6 +95,45 @@ def count_epochs(trainer: Trainer) -> None:
     the trainer pickled. At an upgrade: test_resume, without this.
     """
     trainer.fit_loop._iteration_based_training = _no  # type: ignore[method-assign]
+
+
+_CONNECTOR_OF_CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"
+
+
+@expects(
+    f"{_TRAINER}._checkpoint_connector",
+    f"{_CONNECTOR_OF_CHECKPOINTS}._restore_modules_and_callbacks",
+    f"{_CONNECTOR_OF_CHECKPOINTS}.restore_training_state",
+)
+class Restoring(_CheckpointConnector):
+    """Restores a run from a checkpoint, and says in one line that it cannot: Lightning reads whatever stands there.
+
+    At an upgrade: are these two methods still what `Trainer._run` calls?
+    """
+
+    @classmethod
+    def put_into(cls, trainer: Trainer) -> None:
+        """Have a Trainer restore with this."""
+        trainer._checkpoint_connector = cls(trainer)
+
+    def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
+        with self._naming_it():
+            super()._restore_modules_and_callbacks(*args, **kwargs)
+
+    def restore_training_state(self) -> None:
+        """Restore optimizers, schedulers, loops and precision."""
+        with self._naming_it():
+            super().restore_training_state()
+
+    @contextmanager
+    def _naming_it(self) -> Iterator[None]:
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if not self.trainer.ckpt_path:
+                raise
+            said = f"nothing can be restored from it ({type(error).__name__}: {one_line(str(error))[:200]})"
+            raise UserError(f"--ckpt_path {self.trainer.ckpt_path}: {said}: give another one") from error
 
 
 def _nothing() -> None:

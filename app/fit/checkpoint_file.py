@@ -1,0 +1,133 @@
+"""A checkpoint as a file: written whole or not at all, and refused where a bit of it has changed.
+
+The file is a zip archive, as `torch.save` makes it. Its comment holds a SHA-256 of all that comes before: torch does
+not look at the archive's own checksums, which others' checkpoints have to do with.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+
+from app.errors import UserError, one_line
+from app.system.files import PART, sync_folder, whole
+
+LAST = "last.ckpt"
+PREVIOUS = "last-1.ckpt"  # the one before
+MARK, DIGITS = b"sha256:", 64
+END, LENGTH = 22, 2  # bytes of a zip file's last record without a comment; of the comment's length, which ends it
+
+
+class CheckpointFiles(TorchCheckpointIO):
+    """How a strategy writes and reads checkpoints; those that are not of this machine's files are Lightning's."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint; of the last one, keep the one before.
+
+        Raises:
+            UserError: When it cannot be written. What stood there before is untouched.
+        """
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        buffer, file = io.BytesIO(), Path(path)
+        torch.save(checkpoint, buffer)
+        seal(buffer)
+        try:
+            with whole(file) as stream:
+                stream.write(buffer.getbuffer())
+                stream.flush()
+                os.fsync(stream.fileno())
+                if file.name == LAST and file.exists():
+                    _keep(file, file.with_name(PREVIOUS))
+        except OSError as error:
+            kept = "the one before it is kept" if file.exists() else "there is none before it"
+            raise UserError(
+                f"{file}: the checkpoint cannot be written ({error.strerror}), and {kept}: make room there, or give "
+                "another --run.root"
+            ) from error
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint on the host; never more than tensors and plain values."""
+        if "://" in str(path):
+            return super().load_checkpoint(path, weights_only=True)
+        return read(Path(path))
+
+
+def _keep(file: Path, name: Path) -> None:
+    """Give a file another name, too; at no moment is there neither it nor what had the name before."""
+    link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
+    try:
+        link.hardlink_to(file)
+        link.replace(name)
+    except OSError:  # a file system without links
+        file.replace(name)
+    sync_folder(file.parent)
+
+
+def seal(buffer: io.BytesIO) -> None:
+    """Add the digest to a zip archive without a comment."""
+    buffer.seek(-LENGTH, io.SEEK_END)
+    buffer.write((len(MARK) + DIGITS).to_bytes(LENGTH, "little") + MARK)
+    buffer.write(hashlib.sha256(buffer.getbuffer()).hexdigest().encode())
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint on the host, after a look at its checksum.
+
+    Raises:
+        UserError: When it is missing, damaged, or no checkpoint.
+    """
+    try:
+        with path.open("rb") as file:
+            wrong = _damage(file)
+            if wrong is None:
+                file.seek(0)
+                checkpoint = torch.load(file, "cpu", weights_only=True)
+                if isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict):
+                    return checkpoint
+                wrong = "not a checkpoint: it holds no weights"
+    except FileNotFoundError:
+        wrong = "there is no such file"
+    except OSError as error:
+        wrong = f"it cannot be read ({error.strerror or error})"
+    except pickle.UnpicklingError as error:
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            wrong = f"it holds {found[1]}, and nothing but tensors and plain values is loaded"
+        else:
+            wrong = "not a checkpoint"
+    except Exception as error:  # unpickling what is no pickle can raise anything
+        wrong = f"not a checkpoint, or damaged ({type(error).__name__}: {one_line(str(error))[:80]})"
+    raise UserError(f"--ckpt_path {path}: {wrong}")
+
+
+def _damage(file: Any) -> str | None:
+    """What is wrong with a file by its checksums, if anything."""
+    size = file.seek(0, io.SEEK_END)
+    sealed = len(MARK) + DIGITS
+    file.seek(max(size - sealed, 0))
+    if (tail := file.read()).startswith(MARK):
+        file.seek(0)
+        digest, left = hashlib.sha256(), size - DIGITS
+        while left and (block := file.read(min(left, 2**20))):
+            digest.update(block)
+            left -= len(block)
+        return None if digest.hexdigest().encode() == tail[len(MARK) :] else "damaged"
+    file.seek(0)
+    if file.read(2) != b"PK":
+        return None  # an old format of torch
+    try:
+        with zipfile.ZipFile(file) as archive:
+            member = archive.testzip()
+            if member is None and not archive.comment:
+                return None
+    except Exception:  # one changed bit, and zipfile raises one of eight
+        return "damaged or truncated"
+    return f"damaged ({member or 'its checksum'})"
