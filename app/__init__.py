@@ -13,8 +13,8 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         (whether it can work), command (builds and runs it), straight_step (a training step at
                         little cost), run_options (where a run is kept), checkpoints (which one), checkpoint_file
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
-    monitor             watches one run: run_record (run.json), step_profiler, step_trace (--profile), progress_bar,
-                        loggers, summary (what is said of it)
+    monitor             watches one run: run_record (run.json), step_profiler, step_trace (--profile), nonfinite,
+                        progress_bar, loggers, summary (what is said of it)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks; importing it registers their names

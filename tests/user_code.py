@@ -53,6 +53,22 @@ class TheirModel(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Poisoned(CIFARCNN):
+    """Its loss is NaN in one batch of the first epoch, on the last rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        bad = (self.trainer.current_epoch, batch_idx, self.trainer.global_rank) == (0, 6, self.trainer.world_size - 1)
+        return loss * float("nan") if bad else loss
+
+
+class PoisonedUpdate(CIFARCNN):
+    """Its loss is finite, and its weights are not any more."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.network.fc3.bias.data[0] = float("inf")
+
+
 class SkipsForward(TheirModel):
     """Calls its network, not itself: dp has nothing to split."""
 

@@ -114,6 +114,7 @@ class Runner:
             "run.root": str(self.directory / "runs" / f"repeat_{repeat}"),
             "run.name": variant.slug,
             "run.warmup_epochs": str(self.experiment.warmup_epochs),
+            "run.on_nonfinite": "warn",  # it is measured all the same, and the report says so
             "run.test": "false",
             "trainer.enable_progress_bar": "false",
             "trainer.enable_model_summary": "false",

@@ -42,6 +42,7 @@ from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
 from app.monitor.loggers import Tracker, make_loggers
+from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.run_record import RunRecord, load_record, mark_failed
 from app.monitor.step_profiler import StepProfile
@@ -252,6 +253,7 @@ class CLI(Flags):
             *callbacks,
             StepProfile(),
             *[StepTrace()] * run.profile,
+            NonFinite(run.on_nonfinite),
             StopTogether(config.cluster.timeout),  # before what reads from the device when there is an error
             RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
             TestFigures(),

@@ -81,6 +81,7 @@ def _not_in_a_graph(s: Asked) -> Found:
         ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
         ("model.scheduler_interval step", by_step, "the captured step has its learning rate"),
         ("model.compile reduce-overhead", s.given("compile") == "reduce-overhead", "that has graphs of its own"),
+        ("run.on_nonfinite skip", s.config.run.on_nonfinite == "skip", "the update is part of it"),
         ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient"),
     )
     found = ({"flag": flag, "why": why} for flag, is_so, why in conflicts if is_so)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -25,6 +25,8 @@ class Run:
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
         warmup_epochs: Epochs left out of the throughput in run.json.
+        on_nonfinite: What to do when the loss is infinite or NaN: `stop` before a checkpoint has it, `warn` and go on, or
+            `skip` the updates whose gradients are, which takes a read of the device on each step.
         profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
     """
 
@@ -36,6 +38,7 @@ class Run:
     group: str | None = None
     tags: list[str] | None = None
     warmup_epochs: int = 0
+    on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     profile: bool = False
 
 

@@ -1,6 +1,5 @@
 """Writes the run record, `run.json`: what a run was, how it went and on what."""
 
-import math
 import os
 import statistics
 import sys
@@ -14,7 +13,6 @@ import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
@@ -24,6 +22,7 @@ from app.launch.process import AGENT
 from app.launch.signals import cause
 from app.modules import ImageClassifier, log_window
 from app.monitor.loggers import Tracker
+from app.monitor.nonfinite import NonFinite
 from app.monitor.step_profiler import PHASES, StepProfile
 from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line, finished
@@ -140,6 +139,8 @@ class RunRecord(Callback):
             "steps": 0,
             **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "tested", "setup_s", "train_s", "throughput")),
             "time_per_step": None,
+            "not_finite_since": None,
+            "skipped_steps": 0,
             "profile": None,
             **dict.fromkeys(EXECUTED),
             "loop": None,
@@ -318,12 +319,6 @@ class RunRecord(Callback):
         row["train_loss"] = value("train_loss")
         row["val_loss"], row["val_acc"] = (value("val_loss"), value("val_acc")) if validated else (None, None)
         self.record["epochs"].append(row)
-        if not math.isfinite(row["train_loss"] or 0.0) and self.record.setdefault("not_finite_since", None) is None:
-            self.record["not_finite_since"] = row["epoch"]
-            rank_zero_warn(
-                f"the training loss is not finite since epoch {row['epoch'] + 1}: lower --model.optimizer.lr, or take "
-                "another --trainer.precision"
-            )
         if self.path is not None:
             if trainer.progress_bar_callback is not None:  # a line that stays, also where there is no terminal
                 print(epoch_line(row, trainer.max_epochs, metrics, validated), flush=True)
@@ -335,6 +330,9 @@ class RunRecord(Callback):
         loop = trainer.fit_loop.epoch_loop
         self.record["loop_reason"] = loop.reason if isinstance(loop, EpochLoop) else "not asked for"
         self.record["loop"] = "straight" if self.record["loop_reason"] is None else "lightning"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, NonFinite):
+                self.record["not_finite_since"], self.record["skipped_steps"] = callback.since, callback.skipped
         self.record["steps"] = trainer.global_step
         self.record["steps_per_epoch"] = trainer.num_training_batches
         if self._first_step is not None:

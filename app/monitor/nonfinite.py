@@ -1,0 +1,120 @@
+"""Notices a loss that is infinite or NaN, without a read of the device between two logging windows."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from app.errors import UserError
+from app.modules import log_window
+
+NONE = 2**62
+
+
+class NonFinite(Callback):
+    """Stops a run whose loss or weights are not finite, or says so, or leaves such steps out.
+
+    Each rank keeps the losses of a logging window where they are and looks at them when it ends; also before a
+    checkpoint is written, together with its weights: what has been saved is finite. To leave a step out, the gradients
+    are looked at before each update, which costs one read of the device per step.
+
+    Args:
+        action: `stop` ends the run with an error; `warn` says it once; `skip` leaves out the updates whose gradients
+            are not finite, on all ranks.
+
+    Attributes:
+        since: Epoch in which it was first noticed.
+        skipped: Number of updates left out.
+    """
+
+    def __init__(self, action: Literal["stop", "warn", "skip"]) -> None:
+        self.action = action
+        self.since: int | None = None
+        self.skipped = 0
+        self._losses: list[Tensor] = []
+        self._batch = 0  # the last one whose loss is among them
+        self._window = 1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with an empty window."""
+        self._losses, self._window = [], log_window(trainer) * trainer.accumulate_grad_batches
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss, and look at those of a window that ends here."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self._losses.append(loss)
+            self._batch = batch_idx
+        if len(self._losses) >= self._window:
+            self._look(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the rest of the epoch."""
+        self._look(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Look at what is to be saved."""
+        if trainer.state.fn == "fit":
+            weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
+            self._look(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Leave an update out: an optimizer passes over parameters without a gradient."""
+        if self.action != "skip":
+            return
+        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        bad = torch.tensor(not _finite(found), dtype=torch.int64, device=trainer.strategy.root_device)
+        if int(trainer.strategy.reduce(bad, reduce_op="max")):
+            optimizer.zero_grad(set_to_none=True)
+            self.skipped += 1
+            if self.skipped == 1:
+                rank_zero_info(
+                    f"the gradients of step {trainer.global_step + 1} are not finite: it is left out, and so are others"
+                )
+
+    def _look(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
+        """Look at the losses since the last time, and at weights that are to be saved. Collective.
+
+        Raises:
+            UserError: On every rank, when one of them is not finite on any, and the run is to stop.
+        """
+        losses, self._losses = self._losses, []
+        first = NONE
+        if losses:
+            finite = torch.stack(losses).isfinite().flatten().tolist()
+            if not all(finite):
+                first = (self._batch - len(losses) + 1 + finite.index(False)) * trainer.world_size + trainer.global_rank
+        found = torch.tensor([first, int(not weights or _finite(weights))], device=trainer.strategy.root_device)
+        first, whole = trainer.strategy.reduce(found, reduce_op="min").tolist()
+        if first == NONE and whole:
+            return
+        batch, rank = divmod(first, trainer.world_size)
+        step, every = trainer.global_step, trainer.accumulate_grad_batches
+        what = f"the weights are not finite after step {step}"
+        if first != NONE:
+            step -= self._batch // every - batch // every
+            at = f"batch {batch + 1} of epoch {trainer.current_epoch + 1}"
+            what = f"the training loss is not finite since step {step} ({at}, rank {rank})"
+        if self.action == "stop":
+            kept = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+            good = max(
+                filter(Path.is_file, map(Path, filter(None, kept))), key=lambda p: p.stat().st_mtime, default=None
+            )
+            raise UserError(
+                f"{what}: lower the learning rate, give --trainer.gradient_clip_val or another --trainer.precision"
+                f"{f', and go on from {good}' if good else ''}; --run.on_nonfinite warn goes on all the same, and skip "
+                "leaves out such steps"
+            )
+        if self.since is None:
+            self.since = trainer.current_epoch
+            rank_zero_info(f"{what}: lower the learning rate, or take another --trainer.precision")
+
+
+def _finite(tensors: list[Tensor]) -> bool:
+    return bool(torch.stack([each.isfinite().all() for each in tensors]).all()) if tensors else True

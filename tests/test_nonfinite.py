@@ -1,0 +1,87 @@
+"""A loss that is infinite or NaN: said with step, batch and rank; no checkpoint has it; or the step is left out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import QUIET, error_of, start_app, weights
+
+App = Callable[..., tuple[int, str]]
+DATA = ["--data", "Synthetic", "--data.size", "400", "--data.batch_size", "24", "--trainer.max_epochs", "2", *QUIET]
+POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the seventh of the first epoch is the bad one
+
+
+def record(root: Path) -> dict[str, Any]:
+    return json.loads((root / "cifar_cnn" / "version_0" / "run.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "every", [[], ["--last_checkpoint.every_n_train_steps", "1"], ["--trainer.log_every_n_steps", "4"]]
+)
+def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
+    """When the window ends, or the epoch, or before it would be saved."""
+    said = error_of(*app("fit", *POISONED, *every))
+    assert said.startswith(
+        "error: the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0): lower the"
+    )
+    assert "--run.on_nonfinite warn goes on all the same" in said
+    written = record(tmp_path / "runs")
+    assert (written["status"], written["error"]) == ("failed", said.removeprefix("error: "))
+    last = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
+    assert last.exists() == (every[:1] == ["--last_checkpoint.every_n_train_steps"])
+    if last.exists():
+        assert f"and go on from {last}" in said
+        assert torch.load(last, weights_only=True)["global_step"] == 6
+        assert all(weight.isfinite().all() for weight in weights(last).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_it_names_the_rank(strategy: str, tmp_path: Path) -> None:
+    flags = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--trainer.log_every_n_steps", "7"]
+    flags += ["--last_checkpoint.every_n_train_steps", "3", "--run.root", tmp_path]
+    said = error_of(*start_app("fit", *POISONED, *flags))
+    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in said
+    assert record(tmp_path)["status"] == "failed"
+
+
+def test_weights_that_are_not_finite_are_not_saved(app: App, tmp_path: Path) -> None:
+    """After the last step of a run no loss would tell."""
+    said = error_of(*app("fit", "--model", "user_code.PoisonedUpdate", *DATA, "--trainer.max_steps", "1"))
+    assert "the weights are not finite after step 1" in said
+    assert not list((tmp_path / "runs").rglob("*.ckpt"))
+
+
+def test_it_goes_on(app: App, tmp_path: Path) -> None:
+    code, out = app("fit", *POISONED, "--run.on_nonfinite", "warn")
+    assert code == 0, out
+    assert out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1
+    assert "not finite since epoch 1: the run has diverged" in out
+    written = record(tmp_path / "runs")
+    assert (written["status"], written["not_finite_since"]) == ("completed", 0)
+
+
+def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
+    """The weights are those of a run without that step."""
+    flags = ["--run.on_nonfinite", "skip", "--last_checkpoint.every_n_train_steps", "1"]
+    flags += [
+        "--last_checkpoint.save_top_k",
+        "-1",
+        "--last_checkpoint.filename",
+        "{step}",
+        "--model.optimizer.momentum",
+        "0.9",
+    ]
+    code, out = app("fit", *POISONED, *flags)
+    assert code == 0, out
+    assert "the gradients of step 7 are not finite: it is left out" in out
+    written = record(tmp_path / "runs")
+    assert (written["skipped_steps"], written["not_finite_since"]) == (1, 0)
+    saved = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints"
+    six, seven, eight = (weights(saved / f"step={step}.ckpt") for step in (6, 7, 8))
+    assert all(torch.equal(six[name], seven[name]) for name in six)
+    assert not all(torch.equal(seven[name], eight[name]) for name in six)
+    assert all(weight.isfinite().all() for weight in weights(saved / "step=30.ckpt").values())
