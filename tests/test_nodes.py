@@ -212,7 +212,9 @@ def check(decided):
 
 for wrong in sys.argv[3:]:
     try:
-        print(agree(decide, check, node, NodeRendezvous(Cluster(f"file://{folder}/{wrong}", node, 60.0), 3, 1)))
+        settings = {"model.optimizer.lr": "0.1" if wrong == "settings" and node == 2 else "0.2"}
+        rendezvous = NodeRendezvous(Cluster(f"file://{folder}/{wrong}", node, 60.0), 3, 1)
+        print(agree(decide, check, node, settings, rendezvous))
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
 """
@@ -224,6 +226,7 @@ SAID = {
         "UserError: no such checkpoint here",
         "UserError: node 1: no such checkpoint here",
     ],
+    "settings": ["UserError: --model.optimizer.lr is 0.2 on node 0 and 0.1 on node 2: give the same"] * 3,
     "check 2": ["UserError: node 2: PermissionError"] * 2 + ["PermissionError: "],  # an error without a text
 }
 

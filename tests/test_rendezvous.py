@@ -1,6 +1,7 @@
 """Several nodes without a launcher, by the command: what they train, and what is refused."""
 
 import json
+import re
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,19 @@ def test_parity_over_two_nodes(scheme: str, strategy: str, devices: int, app: Ap
         runs = (ours.with_name("version_2"), tmp_path / "suggested" / "cifar_cnn" / "version_0")
         together, alone = (pd.read_csv(run / "predictions.csv") for run in runs)
         pd.testing.assert_frame_equal(together, alone)
+
+
+@SLOW
+def test_nodes_that_would_train_different_things(tmp_path: Path) -> None:
+    """Refused before the first step, on every node, with the first flag that differs."""
+    way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
+    way += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--run.root", str(tmp_path)]
+    other = ["--data.data_seed", "1", "--model.optimizer.lr", "0.5"]
+    methods = [["--cluster.node_rank", "0"], ["--cluster.node_rank", "1", *other]]
+    for code, out in run_nodes(["fit", *SMALL, *STEPS, *way], methods):
+        said = error_of(code, out)
+        assert re.search(r"--model.optimizer.lr is 0.0\d+ on node 0 and 0.5 on node 1: give the same", said), said
+    assert not list(tmp_path.rglob("run.json"))
 
 
 @SLOW

@@ -65,8 +65,9 @@ class Poisoned(CIFARCNN):
 class PoisonedUpdate(CIFARCNN):
     """Its loss is finite, and its weights are not any more."""
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.network.fc3.bias.data[0] = float("inf")
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        next(self.parameters()).data[0] = float("inf")
 
 
 class SkipsForward(TheirModel):

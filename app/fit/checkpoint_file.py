@@ -58,7 +58,7 @@ class CheckpointFiles(TorchCheckpointIO):
         """Read a checkpoint on the host; never more than tensors and plain values."""
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
-        return read(Path(path))
+        return _load(Path(path))
 
 
 def _keep(file: Path, name: Path) -> None:
@@ -85,15 +85,19 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         UserError: When it is missing, damaged, or no checkpoint.
     """
+    checkpoint = _load(path)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise UserError(f"--ckpt_path {path}: not a checkpoint: it holds no weights")
+    return checkpoint
+
+
+def _load(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             wrong = _damage(file)
             if wrong is None:
                 file.seek(0)
-                checkpoint = torch.load(file, "cpu", weights_only=True)
-                if isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict):
-                    return checkpoint
-                wrong = "not a checkpoint: it holds no weights"
+                return torch.load(file, "cpu", weights_only=True)
     except FileNotFoundError:
         wrong = "there is no such file"
     except OSError as error:

@@ -27,7 +27,7 @@ from app.callbacks import PredictionWriter, TestFigures
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
-from app.fit.configuration import Flags
+from app.fit.configuration import Flags, shared_settings
 from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
@@ -102,6 +102,7 @@ class CLI(Flags):
     Attributes:
         exit_code: Of the process.
         processes: Ranks of this node that this process starts as their agent, or 0.
+        settings: Flags and their values, as they must be on every node.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -121,6 +122,7 @@ class CLI(Flags):
         config = self.config[self.config.subcommand]
         check(self.config.subcommand, config)
         self.processes = agent_processes(config)
+        self.settings = shared_settings(config)
 
     def _set_seed(self) -> None:
         if not self.processes:  # which have their own
@@ -160,7 +162,7 @@ class CLI(Flags):
             lightning_patches.set_launcher(strategy, SpawnLauncher(strategy, method, several))
         connect(trainer, lightning_patches.cluster_environment(trainer), timeout)
         try:
-            decided = agree(self._decide, self._check, trainer.node_rank, self.rendezvous)
+            decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)
         except BaseException:
             if self.decided.get("version"):
                 with contextlib.suppress(OSError):  # not empty: something of the user's

@@ -1,5 +1,6 @@
 """What a command line of fit, validate, test or predict means: its resolved configuration, without running it."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,6 +135,18 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
     config = _parse(parser, argv)
     built = parser.instantiate_classes(config)[config.subcommand]
     return built.model, built.data
+
+
+def shared_settings(config: Namespace) -> dict[str, str]:
+    """Flags and their values, as they must be on every node: without addresses, paths and how a node is used."""
+    own = ("config", "ckpt_path", "cluster.", "run.root", "trainer.default_root_dir", "trainer.devices")
+    nodes = (".root", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
+    flags = {name.replace(".init_args.", "."): str(value) for name, value in vars(config.as_flat()).items()}
+    return {
+        name: re.sub(" at 0x[0-9a-f]+", "", value)  # where a function lies
+        for name, value in flags.items()
+        if not name.startswith(own) and not name.endswith(nodes)
+    }
 
 
 def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:

@@ -25,8 +25,8 @@ class Run:
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
         warmup_epochs: Epochs left out of the throughput in run.json.
-        on_nonfinite: What to do when the loss is infinite or NaN: `stop` before a checkpoint has it, `warn` and go on, or
-            `skip` the updates whose gradients are, which takes a read of the device on each step.
+        on_nonfinite: What to do when the loss is infinite or NaN: `stop` before a checkpoint has it, `warn` and go on,
+            or `skip` the updates whose gradients are, which takes a read of the device on each step.
         profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
     """
 

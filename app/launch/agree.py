@@ -1,5 +1,7 @@
 """The ranks of a run come together; then rank zero decides, all hear it, every node checks, and all hear who cannot."""
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable
@@ -33,6 +35,7 @@ def agree(
     decide: Callable[[list[str]], dict[str, Any]],
     check: Callable[[dict[str, Any]], None],
     node: int,
+    settings: dict[str, str],
     rendezvous: NodeRendezvous | None = None,
 ) -> dict[str, Any]:
     """Have rank zero decide, and every rank check what it has decided. Collective.
@@ -41,14 +44,19 @@ def agree(
         decide: Called in rank zero with the ids of the launchers of this run; gives what can be pickled.
         check: Called with the decision on each rank, for what may be wrong with it there.
         node: Number of this node, for the others to name it.
+        settings: Flags of this process and their values, which must be those of all.
         rendezvous: Of nodes whose first processes agree before they spawn their ranks.
 
     Raises:
-        UserError: On every rank, when rank zero cannot decide, or the decision will not do on one of them.
+        UserError: On every rank, when their settings differ, when rank zero cannot decide, or when the decision will
+            not do on one of them.
     """
     gather = rendezvous.gather if rendezvous else gather_objects
-    ids, nodes = zip(*gather((launch_id(), (node, own_addresses()))), strict=True)
+    digest = hashlib.sha256(json.dumps(settings).encode()).digest()
+    ids, nodes, digests = zip(*gather((launch_id(), (node, own_addresses()), digest)), strict=True)
     name_nodes(list(nodes), node)
+    if len(set(digests)) > 1:  # on every rank; the settings are a page or two
+        _refuse_difference(gather((node, settings)))
     decided, wrong = {}, None
     if node == 0 and (not distributed.is_initialized() or distributed.get_rank() == 0):
         try:
@@ -70,6 +78,16 @@ def agree(
         if reason is not None:
             raise UserError(reason if other == node else f"node {other}: {reason}")
     return decided
+
+
+def _refuse_difference(everyone: list[tuple[int, dict[str, str]]]) -> None:
+    _, first = everyone[0]
+    for rank, (node, settings) in enumerate(everyone):
+        for flag in [*first, *settings]:
+            here, there = first.get(flag, "not set"), settings.get(flag, "not set")
+            if here != there:
+                where = f"node {node}" if node else f"rank {rank}"
+                raise UserError(f"--{flag} is {here} on node 0 and {there} on {where}: give the same")
 
 
 def connect(trainer: Trainer, environment: ClusterEnvironment, timeout: float) -> None:

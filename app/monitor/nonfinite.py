@@ -37,11 +37,11 @@ class NonFinite(Callback):
         self.skipped = 0
         self._losses: list[Tensor] = []
         self._batch = 0  # the last one whose loss is among them
-        self._window = 1
+        self._window, self._looked = 1, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with an empty window."""
-        self._losses, self._window = [], log_window(trainer) * trainer.accumulate_grad_batches
+        self._losses, self._window, self._looked = [], log_window(trainer), trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -51,7 +51,9 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append(loss)
             self._batch = batch_idx
-        if len(self._losses) >= self._window:
+        step = trainer.global_step
+        if step % self._window == 0 and step != self._looked:  # where the sums of `app.modules` are read, too
+            self._looked = step
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
