@@ -1,6 +1,7 @@
 """Callbacks that show what a run does: batch shapes, predictions, test figures."""
 
 import csv
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torchmetrics.utilities.plot import plot_confusion_matrix
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
+from app.errors import UserError
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
 from app.monitor.loggers import Tracker
 from app.parallel import SplitForward
+from app.system.files import whole
 
 
 class BatchShapes(Callback):
@@ -132,15 +135,14 @@ class PredictionWriter(Callback):
         assert isinstance(data, ImageData)
         assert isinstance(loader, GlobalBatches)
         path = Path(directory, "predictions.csv")
-        path.parent.mkdir(parents=True, exist_ok=True)
         files = loader.split.names
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["file" if files else "index", "label", "name", "probability"])
-            for index, label, probability in rows:
-                writer.writerow(
-                    [files[index] if files else index, label, data.class_names[label], f"{probability:.6f}"]
-                )
+        lines = [["file" if files else "index", "label", "name", "probability"]]
+        for index, label, probability in rows:
+            lines.append([files[index] if files else index, label, data.class_names[label], f"{probability:.6f}"])
+        try:
+            _write_table(path, lines)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}): give another --run.root") from error
         rank_zero_info(f"{len(rows):,} predictions: {path}")
 
 
@@ -196,18 +198,32 @@ class TestFigures(Callback):
                 Path(directory, "confusion_matrix.png"),
                 Path(directory, "most_wrong.png"),
             )
-            draw_confusion_matrix(matrix, names, matrix_file)
-            with matrix_file.with_suffix(".csv").open("w", newline="") as file:
-                table = [
-                    ["label \\ predicted", *names],
-                    *([n, *r] for n, r in zip(names, matrix.tolist(), strict=True)),
-                ]
-                csv.writer(file).writerows(table)
-            draw_most_wrong(rows, wrong_file)
+            counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))
+            try:
+                _write_table(matrix_file.with_suffix(".csv"), [["label \\ predicted", *names], *counts])
+                draw_confusion_matrix(matrix, names, matrix_file)
+                draw_most_wrong(rows, wrong_file)
+            except OSError as error:
+                rank_zero_info(f"{directory}: the test's pictures cannot be written there ({error.strerror})")
+                return
             for logger in trainer.loggers:
                 if isinstance(logger, Tracker):
                     logger.log_test_figures(matrix.tolist(), names, rows, [matrix_file, wrong_file])
         pl_module.confusion.reset()
+
+
+def _write_table(path: Path, lines: list[list[Any]]) -> None:
+    """Write a CSV file; names of files that are no UTF-8 stay what they are."""
+    with whole(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+        csv.writer(text).writerows(lines)
+        text.flush()
+        text.detach()
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with whole(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
@@ -222,7 +238,7 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
         count.set_fontsize(12)  # so that five digits fit
     for label in axes.get_xticklabels():
         label.set(ha="right", rotation_mode="anchor")
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> None:
@@ -243,4 +259,4 @@ def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> N
         said = f"{label}\npredicted {predicted}, {confidence:.0%}"
         axes.text(centre, bottom + high + 0.05, said, fontsize=7, ha="center", va="bottom")
     axes.set(xlim=(0, columns * width), ylim=(0, lines * height))
-    figure.savefig(path, dpi=120)
+    _save(figure, path)

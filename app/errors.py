@@ -76,7 +76,34 @@ class ExitStatus:
             return cls(2, "failed", str(error))
         if isinstance(error, RankError):
             return cls(error.exit_code, "failed", str(error))
-        return cls(1, "failed", f"{type(error).__name__}: {error}")
+        said = out_of_memory(error)
+        return (
+            cls(2, "failed", said)
+            if said
+            else cls(1, "failed", f"{type(error).__name__}: {' '.join(str(error).split())}")
+        )
+
+
+# what torch says of an accelerator, and of the host
+NO_MEMORY = (
+    r"(?P<what>\w+) out of memory\. Tried to allocate (?P<asked>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
+    r"DefaultCPUAllocator: .*?you tried to allocate (?P<asked>\d+ bytes)",
+)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What was asked for and what there was, and which settings take less, where an error is one of memory."""
+    found = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
+    match = next(filter(None, found), None)
+    if match is None:
+        return None
+    known = match.groupdict()
+    free = f", and {known['free']} are free" if known.get("free") else ""
+    return (
+        f"out of memory on the {known.get('what', 'host')}: {match['asked']} were asked for{free}: lower "
+        "--data.batch_size, with --trainer.accumulate_grad_batches for the same training; or give --trainer.precision "
+        "bf16-mixed, more --trainer.devices, or --data.placement memory"
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -14,9 +14,9 @@ from harness import QUIET, error_of, largest_difference, losses, start_app, weig
 from torch import nn
 
 from app.cli import main
-from app.errors import RankLostError
+from app.errors import RankLostError, UserError
 from app.launch import failures
-from app.launch.failures import noticing_other_ranks
+from app.launch.failures import explaining_errors
 from app.launch.signals import StopTogether
 from app.modules import CIFARCNN
 from app.parallel import DDP, DataParallelStrategy
@@ -123,13 +123,13 @@ def fail(error: BaseException) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
 def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(error: BaseException, nccl: list[str]) -> None:
-    with pytest.raises(type(error)), noticing_other_ranks():
+    with pytest.raises(type(error)), explaining_errors():
         fail(error)
     assert nccl == ["aborted"], "and not again"
 
 
 def test_what_nccl_said_is_understood_after_its_group_was_left(nccl: list[str]) -> None:
-    with pytest.raises(RankLostError), noticing_other_ranks():
+    with pytest.raises(RankLostError), explaining_errors():
         fail(torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0."))
 
 
@@ -137,7 +137,7 @@ def test_another_groups_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "abort_process_group", lambda: pytest.fail("gloo's is left at the exit"))
     monkeypatch.setattr(failures.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(failures.distributed, "get_backend", lambda: "gloo")
-    with pytest.raises(RankLostError), noticing_other_ranks():
+    with pytest.raises(RankLostError), explaining_errors():
         raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:51")
 
 
@@ -244,3 +244,23 @@ def test_deterministic_algorithms_serve_our_models(precision: str, app: App) -> 
     finally:
         torch.use_deterministic_algorithms(False)
     assert code == 0, out
+
+
+def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for, what was free, and what takes less; in the record, too."""
+    said = (
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.56 MiB is "
+        "free. Process 1 has 1.0 GiB memory in use. Of the allocated memory 1 GiB is allocated by PyTorch."
+    )
+
+    def training_step(*_: object) -> None:
+        raise torch.OutOfMemoryError(said)
+
+    monkeypatch.setattr(CIFARCNN, "training_step", training_step)
+    error = error_of(*app("fit", "--data", "Synthetic", "--data.size", "100", *QUIET))
+    assert error.startswith("error: out of memory on the CUDA: 20.00 MiB were asked for, and 5.56 MiB are free: lower")
+    assert "--data.batch_size" in error
+    record = json.loads((tmp_path / "runs" / "cifar_cnn" / "version_0" / "run.json").read_text())
+    assert (record["status"], record["error"]) == ("failed", error.removeprefix("error: "))
+    with pytest.raises(UserError, match=r"out of memory on the host: 4611686018427387904 bytes"), explaining_errors():
+        torch.empty(2**62, dtype=torch.uint8)

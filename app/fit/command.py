@@ -35,7 +35,7 @@ from app.fit.straight_step import StraightLoop
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
 from app.launch.elastic import RUN_DIR, STOPPED, launch, note
-from app.launch.failures import noticing_other_ranks
+from app.launch.failures import explaining_errors
 from app.launch.process import end_in_order, end_undisturbed, requeue
 from app.launch.rendezvous import NodeRendezvous
 from app.launch.signals import Signals, StopTogether, cause
@@ -73,7 +73,7 @@ def _run(argv: Sequence[str]) -> int:
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
         logging.getLogger(name).addFilter(_quiet)
     try:
-        with noticing_other_ranks():
+        with explaining_errors():
             return CLI(argv).exit_code
     except SystemExit as end:
         if isinstance(end.code, str):

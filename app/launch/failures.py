@@ -9,7 +9,7 @@ from typing import Any
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from app.errors import EXIT_CODES, RankError, RankLostError, RankSilentError, UserError
+from app.errors import EXIT_CODES, RankError, RankLostError, RankSilentError, UserError, out_of_memory
 from app.system.torch_patches import abort_process_group
 
 # what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
@@ -59,11 +59,12 @@ def leave_nccl() -> None:
 
 
 @contextmanager
-def noticing_other_ranks() -> Iterator[None]:
+def explaining_errors() -> Iterator[None]:
     """Turn an error of a communication into what it tells of another rank, and leave the group of NCCL.
 
     Raises:
         RankError: When another rank is gone or silent.
+        UserError: When there is not enough memory.
     """
     try:
         yield
@@ -75,6 +76,8 @@ def noticing_other_ranks() -> Iterator[None]:
         communicated = communicated or isinstance(error, distributed.DistBackendError)
         if communicated and (seen := lost(str(error))):
             raise seen from error
+        if said := out_of_memory(error):
+            raise UserError(said) from error
         raise
 
 

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, rec
 
 from app.errors import EXIT_CODES, UserError
 from app.launch.agree import use_own_store
-from app.launch.failures import explain, noticing_other_ranks, root_cause
+from app.launch.failures import explain, explaining_errors, root_cause
 from app.launch.process import end_with_parent
 from app.launch.signals import CAUSES, Signals
 from app.launch.watchdog import watched
@@ -123,7 +123,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
     def _run(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
         os.environ["LOCAL_RANK"] = str(process_idx)
-        with watched(self.timeout), noticing_other_ranks():
+        with watched(self.timeout), explaining_errors():
             if strategy.num_nodes > 1:
                 assert self.timeout is not None
                 self._store = use_own_store(strategy.node_rank * strategy.num_processes + process_idx, self.timeout)

@@ -4,6 +4,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experiment
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 
 from app.errors import UserError, one_line
+from app.system.files import whole
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.wandb_patches import skip_launch_inputs
 
@@ -187,7 +189,33 @@ class Tracker(WandbLogger):
 
 
 class MetricsFile(CSVLogger):
-    """Lightning's CSV logger, which continues the file where a spawned test follows a spawned fit."""
+    """Lightning's CSV logger, which continues the file where a spawned test follows a spawned fit.
+
+    Where the file cannot be written, it keeps what it has got, and tries again when there is more.
+    """
+
+    _failed = False
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write what has been logged; training goes on where that fails, and no line is left half written."""
+        writer, path = self.experiment, Path(self.log_dir, "metrics.csv")
+        keys, size = list(writer.metrics_keys), path.stat().st_size if path.exists() else None
+        # new columns have the file written anew, others are appended to it
+        before = path.read_bytes() if size and set().union(*writer.metrics) - set(keys) else None
+        try:
+            super().save()
+        except OSError as error:
+            if not self._failed:
+                rank_zero_info(f"{path} cannot be written ({error.strerror}): training goes on")
+            self._failed, writer.metrics_keys = True, keys
+            with suppress(OSError):
+                if before is not None:
+                    path.write_bytes(before)
+                elif size is not None:
+                    os.truncate(path, size)
+                else:
+                    path.unlink(missing_ok=True)
 
     @property
     @rank_zero_experiment
@@ -225,9 +253,12 @@ class SaveConfig(SaveConfigCallback):
         """Write `config.yaml`, and give the config to the tracker."""
         if trainer.logger is None:  # a barebones run is not recorded
             return
-        directory = Path(str(trainer.logger.log_dir))
-        directory.mkdir(parents=True, exist_ok=True)
-        Path(directory, "config.yaml").write_text(self.text)
+        path = Path(str(trainer.logger.log_dir), "config.yaml")
+        try:
+            with whole(path) as file:
+                file.write(self.text.encode())
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}): give another --run.root") from error
         for logger in trainer.loggers:
             if isinstance(logger, Tracker):
                 logger.log_hyperparams(yaml.safe_load(self.text))

@@ -1,0 +1,106 @@
+"""A disk that fills up, or a folder that goes away, while a model is trained."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import error_of, start_app, started
+
+from app.fit.checkpoint_file import read
+
+FIT = ["--model", "FashionMLP", "--model.repeats", "1", "--data", "Synthetic", "--data.like", "FashionMNIST"]
+FIT += ["--data.size", "600", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2"]
+FIT += ["--last_checkpoint.every_n_train_steps", "2", "--trainer.enable_model_summary", "false"]
+BIG = ["--model.hidden", "[500]"]  # 4.6 MiB with Adam's state
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own, 16 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], check=True, timeout=20)
+    yield place
+    subprocess.run(["umount", "-l", place], check=True, timeout=20)
+
+
+def record(root: Path) -> dict[str, object]:
+    return json.loads((root / "cifar_cnn" / "version_0" / "run.json").read_text())
+
+
+def leftovers(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file() and (path.name[0] == "." or not path.stat().st_size)]
+
+
+@pytest.mark.cluster
+def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> None:
+    """Three checkpoints fit; of the fourth nothing stays, and the run ends with a line and a record that say so."""
+    filler = disk / "filler"
+    filler.write_bytes(bytes(4 * 2**20))
+    said = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs", env={"TMPDIR": str(tmp_path)}))
+    run = disk / "runs" / "cifar_cnn" / "version_0"
+    assert "the checkpoint cannot be written (No space left on device)" in said
+    assert "make room there, or give another --run.root" in said
+    assert (record(disk / "runs")["status"], record(disk / "runs")["error"]) == ("failed", said.removeprefix("error: "))
+    assert not leftovers(disk)
+    steps = {path.name: read(path)["global_step"] for path in (run / "checkpoints").glob("*.ckpt")}
+    assert steps, "one is whole"
+    filler.unlink()
+    for kept in (run / "checkpoints").glob("last-1.ckpt"):
+        kept.unlink()
+    flags = ["--run.root", tmp_path / "runs", "--run.test", "false"]
+    code, out = start_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt")
+    assert code == 0, out
+
+
+@pytest.mark.cluster
+def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: Path) -> None:
+    """Metrics and record are written when there is room again; training goes on."""
+    flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.size", "2000"]
+    flags += ["--last_checkpoint.every_n_train_steps", "null", "--last_checkpoint.dirpath", tmp_path / "last"]
+    flags += ["--best_checkpoint.dirpath", tmp_path / "best"]
+    with started(disk, *flags) as run:
+        run.trained(2)
+        filler = disk / "filler"
+        with filler.open("wb") as file:
+            try:
+                while True:
+                    file.write(bytes(2**12))
+                    file.flush()
+            except OSError:
+                pass
+        out = run.end()
+    assert run.process.returncode == 0, out
+    assert "cannot be written (No space left on device): training goes on" in out
+    rows = (run.directory / "metrics.csv").read_text().splitlines()
+    assert {row.count(",") for row in rows} == {rows[0].count(",")}, "no line is cut"
+    assert not leftovers(disk)
+    filler.unlink()
+
+
+@pytest.mark.cluster
+def test_temporary_files_elsewhere_do_not_matter(disk: Path, tmp_path: Path) -> None:
+    """A full $TMPDIR is no reason to lose a run whose folder has room."""
+    (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
+    code, out = start_app("fit", *FIT, *BIG, "--run.root", tmp_path / "runs", env={"TMPDIR": str(disk)})
+    assert code == 0, out
+    assert torch.load(tmp_path / "runs/cifar_cnn/version_0/checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+def test_a_folder_that_goes_away(tmp_path: Path) -> None:
+    """It is made anew for the next checkpoint; what it held is gone, and the run ends well."""
+    flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "30", "--run.test", "false"]
+    with started(tmp_path, *flags) as run:
+        run.trained(2)
+        shutil.rmtree(run.directory)
+        out = run.end()
+    assert run.process.returncode == 0, out
+    assert record(tmp_path)["status"] == "completed"
+    assert read(run.directory / "checkpoints" / "last.ckpt")["epoch"] == 29
+    assert os.path.exists(run.directory / "metrics.csv")
