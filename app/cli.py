@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from app.errors import ExitStatus, RankError, UserError, nearest
-from app.launch.process import AGENT, begin, is_task_of_srun
+from app.launch.process import AGENT, TRUST, begin, is_task_of_srun
 
 HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
@@ -33,7 +33,8 @@ commands:
   python -m app COMMAND --help                           all flags of a command
   python -m app fit --print_config                       all settings and their defaults
 
---verbose (or APP_DEBUG=1) shows the traceback of an error."""
+--verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another module
+than those of the application, torch, torchvision, lightning, torchmetrics and the current folder: their code is run."""
 
 COMMANDS = ("fit", "validate", "test", "predict", "compare", "plan", "doctor")
 
@@ -58,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(HELP)
         return 0
     try:
-        return _route(argv)
+        return _route(_without_trust(argv))
     except (KeyboardInterrupt, UserError, RankError) as error:
         status = ExitStatus.of(error)
         if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
@@ -67,6 +68,22 @@ def main(args: Sequence[str] | None = None) -> int:
             rank = os.environ["SLURM_PROCID"] if is_task_of_srun() else os.environ.get("RANK", "0")
             print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
         return status.code
+
+
+def _without_trust(argv: list[str]) -> list[str]:
+    """The arguments without `--trust MODULE`, which the processes of a run inherit."""
+    rest: list[str] = []
+    given = iter(argv)
+    for argument in given:
+        flag, equals, value = argument.partition("=")
+        if flag != "--trust":
+            rest.append(argument)
+            continue
+        value = value if equals else next(given, "")
+        if not all(part.isidentifier() for part in value.split(".")):
+            raise UserError(f"--trust {value}: give the name of a module")
+        os.environ[TRUST] = ",".join(filter(None, [os.environ.get(TRUST), value]))
+    return rest
 
 
 def _route(argv: list[str]) -> int:

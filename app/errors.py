@@ -174,6 +174,14 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
         return f"{flag}: the chosen class has no such setting{elsewhere}"
     got = re.search(r"Got value: (.+?)(?: - |$)", text) or re.search(r"Given value: (.+)$", text)
     value = nested[2] if nested else got[1] if got else ""
+    if match := re.search(r"Importing '([^']+)' is not allowed", text):
+        return (
+            f"{flag} {match[1]}: only classes of app, torch, torchvision, lightning, torchmetrics and of the current "
+            f"folder are made unasked: give --trust {match[1].partition('.')[0]} if you know what it does"
+        )
+    kinds = r"Expected '([^']+)' to be a (?:subclass of|function that returns) (?:<class '|Union\[)(?:\w+\.)*(\w+)"
+    if match := re.search(kinds, text):
+        return f"{flag} {match[1]}: expected a subclass of {match[2]}"
     if match := re.search(r"(No module named '[^']+'|module '[^']+' has no attribute '[^']+')", text):
         return f"{flag} {value}: {match[1]}"
     if "Multiple subclasses with name" in text:
@@ -185,7 +193,13 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     expected, choices = _expected(text)
     if expected:
         return f"{flag} {value}: expected {' or '.join(expected)}{nearest(value, choices)}"
-    return text
+    known = "Expected a path", "Expected a <class 'None", "Expected <class 'None"
+    reasons = re.split(r"Errors:| - ", text.partition("Errors:")[2].partition("Given value type:")[0])
+    why = next(
+        (part for each in reasons if (part := each.strip(" -")) and not part.startswith(known)), "not what it takes"
+    )
+    why = re.sub(r"Expected <class '(\w+)'>", r"expected \1", why)[:200]
+    return f"{flag} {value}: {why}" if "Does not validate" in text else text
 
 
 def _expected(text: str) -> tuple[list[str], list[str]]:

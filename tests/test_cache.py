@@ -21,6 +21,7 @@ from test_data import attach
 from app.data import CIFAR10, ImageFolder
 from app.data.cache import ImageCache
 from app.data.sources import FileSplit, FolderSource
+from app.system.files import PART, whole
 
 App = Callable[..., tuple[int, str]]
 SLOW = pytest.mark.slow
@@ -156,20 +157,19 @@ def test_what_is_broken_or_foreign_is_made_anew(image_root: Path, cache: Path, d
     assert torch.equal(images_of(image_root, cache), expected)
 
 
-def test_an_old_half_file_goes(image_root: Path, cache: Path) -> None:
+def test_a_half_file_goes(image_root: Path, cache: Path) -> None:
+    """Of a process that was killed; not that of one that still writes."""
     images_of(image_root, cache)
-    path = next(cache.glob("train-*"))
-    path.write_bytes(b"")
-    old, young = path.with_name(f"{path.name}.old"), path.with_name(f"{path.name}.young")
-    old.touch()
-    young.touch()
-    os.utime(old, (1, 1))
-    images_of(image_root, cache)
-    assert not old.exists(), "of a process that was killed"
-    assert young.exists(), "of one that may still write"
+    next(cache.glob("train-*")).write_bytes(b"")
+    left = cache / f".train-x.0{PART}"
+    left.touch()
+    with whole(cache / "another"):
+        images_of(image_root, cache)
+        assert not left.exists()
+        assert len(list(cache.glob(f".*{PART}"))) == 1
 
 
-@pytest.mark.parametrize("obstacle", ["no folder", "full", "full at the end"])
+@pytest.mark.parametrize("obstacle", ["no folder", "full", "full later on"])
 def test_no_room_for_a_cache(
     obstacle: str, image_root: Path, cache: Path, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +185,7 @@ def test_no_room_for_a_cache(
         monkeypatch.setattr("app.data.cache.shutil.disk_usage", lambda place: usage)
         reason = "over half of the free space"
     else:
-        monkeypatch.setattr("app.data.cache.os.fsync", refuse)
+        monkeypatch.setattr("app.data.cache.remove_parts", refuse)
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
     code, out = app("fit", *flags)
     assert code == 0, out

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,9 +97,10 @@ def test_a_folder_that_goes_away(tmp_path: Path) -> None:
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "30", "--run.test", "false"]
     with started(tmp_path, *flags) as run:
         run.trained(2)
-        shutil.rmtree(run.directory)
+        directory = run.directory.rename(tmp_path / "away")
         out = run.end()
     assert run.process.returncode == 0, out
     assert record(tmp_path)["status"] == "completed"
+    assert directory.exists()
     assert read(run.directory / "checkpoints" / "last.ckpt")["epoch"] == 29
     assert os.path.exists(run.directory / "metrics.csv")

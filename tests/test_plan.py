@@ -180,7 +180,7 @@ def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> Non
         (["--latency", "20"], "--latency 20: give a time, such as 20us"),
         (["--max_devices", "16385"], "--max_devices 16385: give 1 or more, up to 16,384"),
         (["--per_node", "0"], "--per_node 0: give 1 or more"),
-        (["--run", "nowhere", *NETWORK], "--run nowhere: no run record there"),
+        (["--run", "nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
         (["--bandwith", "1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
     ],
 )

@@ -1,7 +1,7 @@
 """Images that are decoded once: each split lies in one file, which every rank maps and no rank copies.
 
-A file is a header (JSON in one page), the pixels, the labels and the file names (JSON). It is written under another
-name, and renamed when it is whole. Its key says what it was made from: a file with another key is made anew.
+A file is a header (JSON in one page), the pixels, the labels and the file names (JSON). Its key says what it was made
+from: a file with another key is made anew.
 """
 
 import errno
@@ -10,10 +10,7 @@ import json
 import math
 import os
 import shutil
-import time
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +18,9 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.data.sources import Source, Split, SplitName, mapped
+from app.system.files import remove_parts, whole
 
 HEADER = 4096  # bytes, so that the pixels begin with a page
-DAY = 86_400  # seconds
 
 
 class ImageCache:
@@ -73,32 +70,21 @@ class ImageCache:
         if not files:
             return
         path, key = self._identify(source, split, files)
-        for left in self.folder.glob(f"{path.name}.*"):  # by a process that was killed
-            with suppress(OSError):
-                if time.time() - left.stat().st_mtime > DAY:
-                    left.unlink()
         if self._map(path, key) is not None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        try:
-            with temporary.open("xb") as file:
-                images = source.load(split)
-                shape = [len(images), *source.image_shape]
-                if math.prod(shape) > shutil.disk_usage(self.folder).free // 2:
-                    raise OSError(errno.ENOSPC, f"{math.prod(shape) / 2**30:.1f} GiB are over half of the free space")
-                rank_zero_info(f"Decoding {len(images):,} images, once, into {path}")
-                names = json.dumps(images.names).encode()
-                file.write(json.dumps({"key": key, "shape": shape, "names": len(names)}).encode().ljust(HEADER))
-                for block in images.blocks(num_workers):
-                    file.write(block.numpy().data)
-                file.write(images.labels.numpy().data)
-                file.write(names)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole(path) as file:
+            remove_parts(self.folder)
+            images = source.load(split)
+            shape = [len(images), *source.image_shape]
+            if math.prod(shape) > shutil.disk_usage(self.folder).free // 2:
+                raise OSError(errno.ENOSPC, f"{math.prod(shape) / 2**30:.1f} GiB are over half of the free space")
+            rank_zero_info(f"Decoding {len(images):,} images, once, into {path}")
+            names = json.dumps(images.names).encode()
+            file.write(json.dumps({"key": key, "shape": shape, "names": len(names)}).encode().ljust(HEADER))
+            for block in images.blocks(num_workers):
+                file.write(block.numpy().data)
+            file.write(images.labels.numpy().data)
+            file.write(names)
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
         """File for a split, the same whatever becomes of its images; and the key, which changes with them."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
+import psutil
 import torch
 import torchvision
 from PIL import Image, UnidentifiedImageError
@@ -400,7 +401,13 @@ class SyntheticSource(Source):
         self.class_names = [f"pattern {i}" for i in range(10)]
 
     def prepare(self) -> None:
-        """Nothing to do: images are made where they are needed."""
+        """Images are made where they are needed, as many as there is memory for."""
+        needed, free = self.size * (math.prod(self.image_shape) + 8), psutil.virtual_memory().available
+        if needed > free:
+            raise UserError(
+                f"--data.size {self.size}: {needed / 2**30:.1f} GiB of images, and {free / 2**30:.1f} GiB of memory are "
+                "free: give less"
+            )
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
         channels, height, width = self.image_shape

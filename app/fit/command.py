@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,12 +147,30 @@ class CLI(Flags):
             return
         try:
             super().instantiate_classes()
-        except (MisconfigurationException, ValueError, TypeError) as error:
-            raise UserError(one_line(str(error))) from error
+        except UserError:
+            raise
+        except Exception as error:  # Lightning's refusals are of many types, and say no flag
+            raise UserError(self._naming_flag(error)) from error
         check_trainer(self.trainer)
         if isinstance(self.datamodule, app.data.ImageData) and isinstance(self.model, app.modules.ImageClassifier):
             self.model.check_image_shape(self.datamodule.image_shape)
         self._agree(config.cluster.timeout)
+
+    def _naming_flag(self, error: Exception) -> str:
+        """What an error of building says, with the flag that it means: one whose name it mentions."""
+        expected = isinstance(error, MisconfigurationException | ValueError | TypeError | ImportError)
+        said = (
+            one_line(str(error))
+            if expected
+            else f"{type(error).__name__}: {one_line(str(error))} (--verbose shows where)"
+        )
+        flags = vars(self.config[self.subcommand].as_flat())
+        mentioned = re.findall(r"\w+", said)
+        found = ((flag, flags[flag]) for word in mentioned for flag in flags if flag.rpartition(".")[2] == word)
+        known = next(((flag, value) for flag, value in found if value is not None and str(value) in mentioned), None)
+        if said.startswith("--") or known is None:
+            return said
+        return f"--{known[0].replace('.init_args.', '.')} {known[1]}: {said}"
 
     def _agree(self, timeout: float) -> None:
         """Have rank zero settle what only one can, and give the run its directory, record and loggers."""

@@ -10,9 +10,16 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 import app.data
 import app.modules
-from app.errors import UserError
+from app.errors import UserError, one_line
 from app.fit.checkpoints import RunCheckpoint
-from app.fit.parser import Parser, chosen_classes, find_class, refuse_unusable, spell_out_strategy
+from app.fit.parser import (
+    Parser,
+    chosen_classes,
+    find_class,
+    import_trusted_only,
+    refuse_unusable,
+    spell_out_strategy,
+)
 from app.fit.rules import check_flags
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
@@ -46,6 +53,7 @@ class Flags(CommandLine):
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
+        import_trusted_only()
         self.argv = list(argv)
         self.classes = DEFAULTS | (chosen := chosen_classes(self.argv))
         self.defaults = {key: {"class_path": path} for key, path in DEFAULTS.items() if key not in chosen}
@@ -108,7 +116,16 @@ def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     linked = any(argument.startswith("--model.num_classes") for argument in arguments)
     if linked and takes_classes_of_data(DEFAULTS | chosen_classes(arguments)):
         raise UserError("--model.num_classes comes from the data: leave it out")
-    return parser.parse_args(spell_out_strategy(arguments))
+    try:
+        return parser.parse_args(spell_out_strategy(arguments))
+    except UserError:
+        raise
+    except SystemExit as end:
+        if not end.code:  # --help and such
+            raise
+        raise UserError(f"a module that the arguments name ends the process when it is imported ({end.code})") from end
+    except Exception as error:  # of jsonargparse, for values that it does not expect, or of a module that it imports
+        raise UserError(f"{type(error).__name__}: {one_line(str(error))[:300]} (--verbose shows where)") from error
 
 
 def resolve(argv: Sequence[str]) -> Namespace:

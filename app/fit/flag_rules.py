@@ -1,8 +1,10 @@
 """What cannot work on any machine, however the run is started."""
 
+import importlib.util
 import inspect
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
@@ -16,6 +18,19 @@ from app.fit.devices import (
     devices_per_node,
 )
 from app.parallel import SplitForward
+
+# flag: the least that it can be
+MINIMA = {
+    **dict.fromkeys(("trainer.max_epochs", "trainer.max_steps", "trainer.num_sanity_val_steps"), -1),
+    **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps", "trainer.log_every_n_steps"), 0),
+    **dict.fromkeys((f"trainer.limit_{part}_batches" for part in ("train", "val", "test", "predict")), 0),
+    **dict.fromkeys(("trainer.overfit_batches", "trainer.reload_dataloaders_every_n_epochs"), 0),
+    **dict.fromkeys(("trainer.gradient_clip_val", "run.warmup_epochs", "data.seed", "data.data_seed"), 0),
+    **dict.fromkeys(("trainer.check_val_every_n_epoch", "trainer.accumulate_grad_batches", "trainer.num_nodes"), 1),
+    **{f"{name}_checkpoint.save_top_k": -1 for name in ("best", "last")},
+    **{f"{name}_checkpoint.every_n_{what}": 0 for name in ("best", "last") for what in ("epochs", "train_steps")},
+}
+MOST = 2**63 - 1  # what torch takes for a whole number
 
 COMPILES = (SingleDeviceStrategy, DDPStrategy)
 
@@ -48,6 +63,48 @@ def _not_finite(s: Asked) -> Found:
     sections = (_numbers(s.config.get(name), name) for name in ("trainer", "model", "data", "cluster"))
     found = ((flag, value) for numbers in sections for flag, value in numbers if not math.isfinite(value))
     return next(({"flag": flag, "value": value} for flag, value in found), None)
+
+
+def _value(s: Asked, flag: str) -> Any:
+    section, _, name = flag.partition(".")
+    return s.config.get(flag, s.config.get(f"{section}.init_args.{name}"))
+
+
+def _below_minimum(s: Asked) -> Found:
+    given = ((flag, _value(s, flag), least) for flag, least in MINIMA.items())
+    found = ({"flag": f, "value": v, "least": least} for f, v, least in given if v is not None and not v >= least)
+    return next(found, None)
+
+
+def _too_large(s: Asked) -> Found:
+    flags = vars(s.config.as_flat()).items()
+    found = ((flag, v) for flag, value in flags for v in (value if isinstance(value, list) else [value]))
+    large = ({"flag": flag.replace(".init_args.", "."), "value": v} for flag, v in found if type(v) is int and v > MOST)
+    return next(large, None)
+
+
+def _no_interval(s: Asked) -> Found:
+    every = s.config.trainer.val_check_interval
+    return isinstance(every, int | float) and every <= 0
+
+
+def _no_duration(s: Asked) -> Found:
+    longest = s.config.trainer.max_time
+    return isinstance(longest, str) and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", longest.strip())
+
+
+def _leads_out(s: Asked) -> Found:
+    names = (
+        (f"{which}_checkpoint.filename", s.config.get(f"{which}_checkpoint.filename")) for which in ("best", "last")
+    )
+    paths = ((flag, PurePath(name)) for flag, name in names if name)
+    found = ({"flag": flag, "name": path} for flag, path in paths if path.is_absolute() or ".." in path.parts)
+    return next(found, None)
+
+
+def _lacks_package(s: Asked) -> Found:
+    wanted = str(s.config.trainer.precision).startswith("transformer-engine")
+    return wanted and importlib.util.find_spec("transformer_engine") is None
 
 
 def _no_folder(s: Asked) -> Found:
@@ -95,12 +152,18 @@ FLAGS = (
         "--trainer.devices {s.config.trainer.devices!r}: the {s.device} accelerator cannot give that",
         "give a count from 1 on",
     ),
-    Rule(lambda s: s.nodes < 1, "--trainer.num_nodes {s.nodes}", "give 1 or more"),
+    Rule(_below_minimum, "--{flag} {value}", "give {least} or more"),
+    Rule(_too_large, "--{flag} {value}", "give a smaller number"),
+    Rule(_no_interval, "--trainer.val_check_interval {s.config.trainer.val_check_interval}", "give more than 0"),
     Rule(
-        lambda s: s.trainer.accumulate_grad_batches < 1,
-        "--trainer.accumulate_grad_batches {s.trainer.accumulate_grad_batches}",
-        "give 1 or more",
+        _no_duration, "--trainer.max_time {s.config.trainer.max_time}", "give DAYS:HOURS:MINUTES:SECONDS, 00:12:00:00"
     ),
+    Rule(
+        _lacks_package,
+        "--trainer.precision {s.config.trainer.precision}: the package transformer_engine is not installed",
+        "install it, or use bf16-mixed",
+    ),
+    Rule(_leads_out, "--{flag} {name} leads out of the run's folder", "give a name, and the folder as dirpath"),
     Rule(
         lambda s: not isinstance(s.config.seed_everything, bool) and not 0 <= s.config.seed_everything < 2**32,
         "--seed_everything {s.config.seed_everything}",

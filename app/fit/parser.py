@@ -2,19 +2,22 @@
 
 import argparse
 import inspect
+import os
 import pkgutil
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from app.errors import UserError, nearest, one_line
+from app.launch.process import TRUST
 from app.parallel import DDP
 
 CKPT_PATH = (
@@ -23,8 +26,26 @@ CKPT_PATH = (
     "fit goes on from it."
 )
 
+# whose classes a config may name; a class that is made is code that is run
+TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
+MOST_NODES, DEEPEST = 100_000, 50  # of a config, with its aliases spelt out
+
 SECTIONS = ("trainer", "model", "data", "run", "cluster", "best_checkpoint", "last_checkpoint", "lr_monitor")
 NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)  # in words; 1e400 is found when it is a number
+
+
+def trusted_modules() -> list[str]:
+    """Top modules whose classes may be named: known ones, those of the current folder and PYTHONPATH, and --trust's."""
+    folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+    files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
+    own = {path.stem for path in files if path.suffix == ".py" or path.is_dir()} - sys.stdlib_module_names
+    given = filter(None, os.environ.get(TRUST, "").split(","))
+    return [*TRUSTED, *(name for name in own if name.isidentifier() and name != "jsonargparse"), *given]
+
+
+def import_trusted_only() -> None:
+    """Have jsonargparse refuse, before it is imported, what a config names of other modules."""
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
 
 
 class PlainParser(ArgumentParser):
@@ -92,10 +113,13 @@ def find_class(section: str, name: str) -> type | None:
     """Find the class of model or data that a name or import path means; None where parsing will refuse it."""
     base = {"model": LightningModule, "data": LightningDataModule}[section]
     named = {cls.__name__: cls for cls in _subclasses(base)}
+    if name in named or name.partition(".")[0] not in trusted_modules():
+        return named.get(name)
     try:
-        return named.get(name) or pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError):
+        found = pkgutil.resolve_name(name)
+    except (Exception, SystemExit):  # of a module of the user's; parsing says what is wrong
         return None
+    return found if isinstance(found, type) else None
 
 
 def _subclasses(cls: type) -> list[type]:
@@ -182,11 +206,29 @@ def refuse_unusable(arguments: list[str]) -> None:
                     raise UserError(f"{section}: null in --config {value}: give its settings, or leave it out")
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would take the last in silence."""
+class _PlainLoader(yaml.SafeLoader):
+    """Refuses what YAML takes in silence, or for ever: a key given twice, aliases that blow up, endless nesting."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        self._count(node, {}, 0)
+        return super().construct_document(node)
+
+    def _count(self, node: yaml.Node, known: dict[int, int], depth: int) -> int:
+        """Nodes below this one; each is looked at once, and counts as often as an alias repeats it."""
+        if depth > DEEPEST:
+            raise yaml.YAMLError(f"nested more than {DEEPEST} deep, or in itself, at line {node.start_mark.line + 1}")
+        if id(node) not in known:
+            inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else []
+            inner = node.value if isinstance(node, yaml.SequenceNode) else inner
+            known[id(node)] = 1 + sum(self._count(each, known, depth + 1) for each in inner)
+            if known[id(node)] > MOST_NODES:
+                raise yaml.YAMLError(
+                    f"more than {MOST_NODES:,} values, with aliases, at line {node.start_mark.line + 1}"
+                )
+        return known[id(node)]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
@@ -197,15 +239,18 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     """Read a YAML mapping.
 
     Raises:
-        UserError: When the file that the flag names is missing, not text, or not a mapping with unique keys.
+        UserError: When the file that the flag names is missing, no file, not text, or not a mapping with unique keys.
     """
     try:
-        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        path = Path(name)
+        if path.exists() and not path.is_file():
+            raise UserError(f"{flag} {name}: not a file")
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
         raise UserError(f"{flag} {name}: there is no such file{near}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))}") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not text, or a huge number
+        raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")
     return content

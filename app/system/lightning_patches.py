@@ -300,6 +300,12 @@ class Complaint(NamedTuple):
 
 COMPLAINTS = (
     Complaint(
+        "torch.optim.sparse_adam",
+        "SparseAdam does not support dense gradients",
+        "SparseAdam does not support dense gradients",
+        "--model.optimizer SparseAdam: the gradients of these networks are dense: use Adam",
+    ),
+    Complaint(
         "lightning.pytorch.callbacks.early_stopping",
         "Early stopping conditioned on metric `",
         r"Early stopping conditioned on metric `(?P<name>[^`]*)` .*: `(?P<known>.*)`",
@@ -480,7 +486,6 @@ _CLI = "lightning.pytorch.cli:LightningCLI"
 
 @expects(
     f"{_CLI}._parse_ckpt_path",
-    f"{_CLI}._instantiate_trainer",
     f"{_CLI}._prepare_subcommand_kwargs",
     f"{_CLI}._run_subcommand",
     f"{_CLI}._parser",
@@ -493,17 +498,6 @@ class CommandLine(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
-
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Build the Trainer, whose complaints are about flags.
-
-        Raises:
-            UserError: With what Lightning says.
-        """
-        try:
-            return super()._instantiate_trainer(config, callbacks)
-        except (MisconfigurationException, ImportError, RuntimeError, TypeError, ValueError) as error:
-            raise UserError(one_line(str(error))) from error
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         return super()._prepare_subcommand_kwargs(subcommand) | self.more_arguments()
