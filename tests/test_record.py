@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import socket
 import shutil
 import subprocess
 import sys
@@ -294,6 +295,27 @@ def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> N
     assert code == 0, out
     assert not (tmp_path / "cifar_cnn" / "version_1" / "wandb").exists()
     assert (tmp_path / "cifar_cnn" / "version_1" / "metrics.csv").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["refuses", "never answers"])
+def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
+    """The run is kept offline, whole, under the command that is printed; training begins within seconds of it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        if server == "refuses":
+            silent.close()
+        env = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "a" * 40, "WANDB_MODE": None}
+        flags = [*SMALL, "--trainer.max_epochs", "2", "--run.root", tmp_path]
+        code, out = start_app("fit", *flags, env=env)
+    assert code == 0, out
+    assert out.count("Weights & Biases") == 1, "it is said once"
+    assert "Weights & Biases does not answer: offline from here on" in out
+    run = tmp_path / "cifar_cnn" / "version_0"
+    file, summary = inspect(run)
+    assert f"wandb sync {file.parent}\n" in out
+    assert record(run)["tracker"] in file.name
+    assert summary["epoch"] == 2
 
 
 def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

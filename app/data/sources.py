@@ -405,8 +405,8 @@ class SyntheticSource(Source):
         needed, free = self.size * (math.prod(self.image_shape) + 8), psutil.virtual_memory().available
         if needed > free:
             raise UserError(
-                f"--data.size {self.size}: {needed / 2**30:.1f} GiB of images, and {free / 2**30:.1f} GiB of memory are "
-                "free: give less"
+                f"--data.size {self.size}: {needed / 2**30:.1f} GiB of images, and {free / 2**30:.1f} GiB of memory "
+                "are free: give less"
             )
 
     def load(self, split: SplitName) -> Split:  # noqa: D102

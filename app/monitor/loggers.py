@@ -4,6 +4,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -26,6 +27,9 @@ from app.system.wandb_patches import skip_launch_inputs
 
 if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
     import pandas as pd
+
+
+PROBE_TIMEOUT = 3  # seconds for a server to say that it is there
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
@@ -55,11 +59,23 @@ def logged_in() -> bool:
         return False
 
 
+def answers(url: str) -> bool:
+    """Whether a server says anything at all within a few seconds; the tracker would wait for a minute and more."""
+    import requests
+
+    try:
+        requests.get(url, timeout=PROBE_TIMEOUT)
+    except requests.RequestException:
+        return False
+    return True
+
+
 class Tracker(WandbLogger):
     """Weights & Biases: one run per training, whatever the world size.
 
-    Online with a key, offline without one; the environment variable WANDB_MODE decides where it is set. A
-    server that does not answer within 20 s makes the run offline.
+    Online with a key, offline without one; the environment variable WANDB_MODE decides where it is set. A server that
+    does not answer makes the run offline, and one that stops to answer is not waited for: what could not be sent lies
+    in the run's directory, to be uploaded later.
 
     Args:
         run_dir: Directory of the run; the tracker's files go into its `wandb` folder.
@@ -71,6 +87,7 @@ class Tracker(WandbLogger):
 
     Attributes:
         id: Id of the run.
+        unsent: Whether a part of it could not be uploaded in time.
     """
 
     def __init__(
@@ -85,13 +102,20 @@ class Tracker(WandbLogger):
         import wandb
 
         skip_launch_inputs()
-        self.failed = False
+        self.failed = self.unsent = False
         self.id = resumed or uuid.uuid4().hex[:8]
         self.mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+        self._answers: Future[bool] | None = None  # asked while model and data are made ready
+        if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
+            pool = ThreadPoolExecutor(1)
+            self._answers = pool.submit(answers, wandb.setup().settings.base_url)
+            pool.shutdown(wait=False)
         os.environ.setdefault("WANDB_SILENT", "true")  # spawned processes repeat its warnings; ours are said here
         # a spawned process that attaches to the run does not know its directory
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
-        settings = wandb.Settings(init_timeout=20, silent=True, console="off")
+        settings = wandb.Settings(
+            init_timeout=20, finish_timeout=20, finish_timeout_raises=True, silent=True, console="off"
+        )
         super().__init__(
             name=name,
             project=project,
@@ -108,6 +132,7 @@ class Tracker(WandbLogger):
     @property
     def experiment(self) -> Any:
         """The wandb run; an offline or a disabled one where the tracker fails to start."""
+        self._settle()
         for fallback in ("offline", "disabled", None):
             try:
                 if getattr(rank_zero_only, "rank", 0) == 0:
@@ -117,15 +142,34 @@ class Tracker(WandbLogger):
                 rank_zero_warn(
                     f"Weights & Biases does not start ({one_line(str(error))}): {fallback or 'without it'} from here on"
                 )
-                self.mode = tracker_settings(self)["mode"] = fallback or "disabled"
+                self._fall_back(fallback or "disabled")
         self.failed = True
         return DummyExperiment()
 
+    def _settle(self) -> None:
+        """Be offline where the server has not answered."""
+        asked, self._answers = self._answers, None
+        if asked is not None and not asked.result():
+            rank_zero_info("Weights & Biases does not answer: offline from here on")
+            self._fall_back("offline")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return super().__getstate__()
+
+    def _fall_back(self, mode: str) -> None:
+        """Begin a run of another mode; with an id of its own, for the tracker takes the first one to be in use."""
+        self.id = uuid.uuid4().hex[:8]
+        self.mode = mode
+        tracker_settings(self).update(mode=mode, id=self.id, resume=None)
+
     def where(self) -> str:
-        """Say where the run can be seen, or the command that uploads it."""
-        folders = [str(path) for path in sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))]
+        """Say where the run can be seen, or the command that uploads what was not sent."""
+        folders = sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))
+        if self.unsent:
+            folders += sorted(Path(str(self.save_dir), "wandb").glob(f"run-*-{self.id}"))
         if folders:
-            return f"offline; upload with  wandb sync {' '.join(folders)}"
+            return f"offline; upload with  wandb sync {' '.join(map(str, folders))}"
         return getattr(open_experiment(self), "url", None) or self.mode
 
     @_never_fatal
@@ -184,8 +228,12 @@ class Tracker(WandbLogger):
     def finish(self) -> None:
         """End the run: everything has been logged."""
         run = open_experiment(self)
-        if run is not None:
+        if run is None:
+            return
+        try:
             run.finish()
+        except TimeoutError:
+            self.unsent = True
 
 
 class MetricsFile(CSVLogger):
