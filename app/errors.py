@@ -1,6 +1,7 @@
 """What a user did wrong, reported in one line with exit code 2; and how a run ends."""
 
 import difflib
+import importlib.util
 import re
 import signal
 from collections.abc import Iterable
@@ -175,6 +176,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     got = re.search(r"Got value: (.+?)(?: - |$)", text) or re.search(r"Given value: (.+)$", text)
     value = nested[2] if nested else got[1] if got else ""
     if match := re.search(r"Importing '([^']+)' is not allowed", text):
+        if importlib.util.find_spec(match[1].partition(".")[0]) is None:
+            return f"{flag} {match[1]}: No module named '{match[1].partition('.')[0]}'"
         return (
             f"{flag} {match[1]}: only classes of app, torch, torchvision, lightning, torchmetrics and of the current "
             f"folder are made unasked: give --trust {match[1].partition('.')[0]} if you know what it does"

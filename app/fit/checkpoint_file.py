@@ -41,12 +41,10 @@ class CheckpointFiles(TorchCheckpointIO):
         torch.save(checkpoint, buffer)
         seal(buffer)
         try:
-            with whole(file) as stream:
-                stream.write(buffer.getbuffer())
-                stream.flush()
-                os.fsync(stream.fileno())
-                if file.name == LAST and file.exists():
-                    _keep(file, file.with_name(PREVIOUS))
+            try:
+                _write(buffer, file)
+            except FileNotFoundError:  # the folder has gone away in this moment: it is made again
+                _write(buffer, file)
         except OSError as error:
             kept = "the one before it is kept" if file.exists() else "there is none before it"
             raise UserError(
@@ -59,6 +57,15 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
         return _load(Path(path))
+
+
+def _write(buffer: io.BytesIO, file: Path) -> None:
+    with whole(file) as stream:
+        stream.write(buffer.getbuffer())
+        stream.flush()
+        os.fsync(stream.fileno())
+        if file.name == LAST and file.exists():
+            _keep(file, file.with_name(PREVIOUS))
 
 
 def _keep(file: Path, name: Path) -> None:

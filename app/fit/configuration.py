@@ -29,6 +29,12 @@ from app.system.lightning_patches import CommandLine
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # its other flags have a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
+# not what jsonargparse raises to hand out a parser
+PARSING = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
+    *(RuntimeError, SyntaxError, TypeError, ValueError),
+)
+
 _COMMON = {"model", "datamodule", "weights_only"}
 SKIPPED = {  # arguments of the Trainer's methods that are no flags
     "fit": {*_COMMON, "train_dataloaders", "val_dataloaders"},
@@ -118,13 +124,11 @@ def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         raise UserError("--model.num_classes comes from the data: leave it out")
     try:
         return parser.parse_args(spell_out_strategy(arguments))
-    except UserError:
-        raise
     except SystemExit as end:
         if not end.code:  # --help and such
             raise
         raise UserError(f"a module that the arguments name ends the process when it is imported ({end.code})") from end
-    except Exception as error:  # of jsonargparse, for values that it does not expect, or of a module that it imports
+    except PARSING as error:  # of jsonargparse, for values that it does not expect, or of a module of the user's
         raise UserError(f"{type(error).__name__}: {one_line(str(error))[:300]} (--verbose shows where)") from error
 
 
