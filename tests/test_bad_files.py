@@ -1,13 +1,19 @@
 """Data and checkpoints that are missing or broken: one line that names the file, exit code 2."""
 
+import errno
+import json
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from harness import QUIET, ROOT, error_of, start_app
+from harness import QUIET, ROOT, error_of, losses, start_app
+from PIL import Image
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
@@ -92,3 +98,95 @@ def test_spawned_and_forked_errors_are_one_line_too(image_root: Path, tmp_path: 
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--run.root", tmp_path, *QUIET]
     code, out = start_app("fit", *flags, *way)
     assert str(image) in error_of(code, out)
+
+
+def images_at(root: Path, **flags: object) -> list[str | Path]:
+    given = [part for flag, value in flags.items() for part in (f"--data.{flag}", str(value))]
+    return ["fit", "--data", "ImageFolder", "--data.root", root, "--trainer.max_epochs", "1", *given, *QUIET]
+
+
+def test_what_a_folder_of_images_must_not_hold(
+    app: App, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe, a link, an empty class, what may not be read: refused by name, before an image is."""
+    odd = image_root / "train" / "cat" / "odd.jpg"
+    os.mkfifo(odd)
+    assert f"{odd} is no file, but a pipe" in error_of(*app(*images_at(image_root)))
+    odd.unlink()
+    odd.symlink_to("/etc/passwd")
+    assert f"{odd} is a link" in error_of(*app(*images_at(image_root)))
+    odd.unlink()
+    odd.symlink_to(tmp_path, target_is_directory=True)
+    assert f"{odd} is a link" in error_of(*app(*images_at(image_root)))
+    odd.unlink()
+    empty = image_root / "train" / "emu"
+    empty.mkdir()
+    assert f"{empty} holds no images" in error_of(*app(*images_at(image_root)))
+    empty.rmdir()
+    scandir = os.scandir
+
+    def denied(folder: Any) -> Any:
+        if Path(folder).name == "dog":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", denied)  # a superuser may read all
+    assert "train/dog cannot be read (Permission denied)" in error_of(*app(*images_at(image_root)))
+
+
+def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> None:
+    """Counted in the record, said once, the same for every rank; only where images are kept."""
+    cats = image_root / "train" / "cat"
+    (cats / "00.jpg").write_bytes(b"")
+    (cats / "01.jpg").write_bytes((cats / "02.jpg").read_bytes()[:300])
+    (image_root / "train" / "dog" / "zz.png").write_bytes(b"text")
+    flags = {"on_bad_image": "skip", "cache": tmp_path / "cache"}
+    said = error_of(*app(*images_at(image_root, cache=tmp_path / "cache")))
+    assert f"error: {cats / '00.jpg'} cannot be read (not an image): replace or remove this file" in said
+    assert "leave --data.cache off out" in error_of(*app(*images_at(image_root, on_bad_image="skip", cache="off")))
+    runs = []
+    for version, way in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
+        code, out = app(*images_at(image_root, **flags), *way)
+        assert code == 0, out
+        assert ("3 of 38 images are left out; the first one" in out) == (version == 0), "said when they are decoded"
+        run = tmp_path / "runs" / "cifar_cnn" / f"version_{version}"
+        assert json.loads((run / "run.json").read_text())["images_left_out"] == {"train": 3}
+        runs.append(losses(run))
+    assert (runs[0] == runs[1]).all()
+    for image in (image_root / "train").rglob("*.*"):
+        image.write_bytes(b"")
+    assert "none of 38 images can be read" in error_of(*app(*images_at(image_root, **flags)))
+
+
+def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None:
+    """CMYK, 16 bits, moving, of one pixel, under another ending; classes whose names are no UTF-8."""
+    cats = image_root / "train" / "cat"
+    Image.new("CMYK", (20, 20), (1, 2, 3, 4)).save(cats / "cmyk.jpg")
+    Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(cats / "deep.png")
+    frames = [Image.new("RGB", (9, 9), (value, 0, 0)) for value in (10, 20)]
+    frames[0].save(cats / "moving.webp", save_all=True, append_images=frames[1:])
+    Image.new("L", (1, 1)).save(cats / "pixel.png")
+    (cats / "renamed.png").write_bytes((cats / "00.jpg").read_bytes())
+    for split in ("train", "test"):
+        (image_root / split / "dog").rename(image_root / split / "d\udcffg")
+    (image_root / "test" / "cat" / "00.jpg").rename(image_root / "test" / "cat" / "\udcfe.jpg")
+    code, out = app(*images_at(image_root))
+    assert code == 0, out
+    run = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    assert "d\ufffdg" in (run / "confusion_matrix.csv").read_text(encoding="utf-8")
+    code, out = app("predict", *images_at(image_root)[1:], "--ckpt_path", "last")
+    assert code == 0, out
+    assert b"/\xfe.jpg" in (run.with_name("version_1") / "predictions.csv").read_bytes()
+
+
+def test_labels_that_there_are_not(app: App, fashion_root: Path) -> None:
+    labels = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
+    whole = bytearray(labels.read_bytes())
+    flags = ["--config", ROOT / "configs" / "fashion_mlp.yaml", "--data.root", fashion_root, *QUIET]
+    for label in (10, 255):
+        whole[-1] = label
+        labels.write_bytes(whole)
+        assert f"{labels} has a label {label}, of 10 classes" in error_of(*app("fit", *flags))
+    labels.unlink()
+    labels.mkdir()
+    assert f"{labels} is not a file" in error_of(*app("fit", *flags))

@@ -130,12 +130,13 @@ def test_what_is_stale_is_decoded_again(image_root: Path, cache: Path, decoded: 
     image.unlink()
     assert len(images_of(image_root, cache)) == 35
     (image_root / "train" / "ant").mkdir()  # the labels of all others are higher by one
+    shutil.copy(image_root / "train" / "dog" / "00.jpg", image_root / "train" / "ant")
     images_of(image_root, cache)
-    assert decoded() == 35 + 12 + 35
+    assert decoded() == 35 + 12 + 36
     assert len(list(cache.iterdir())) == 2, "train and test: what is stale is replaced"
     images_of(image_root, cache, size=20)
     images_of(image_root, cache, size=20, channels=1)
-    assert decoded() == 2 * (35 + 12)
+    assert decoded() == 2 * (36 + 12)
     assert len(list(cache.iterdir())) == 6
     images_of(image_root, cache, size=20)
     assert decoded() == 0

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.data.sources import Source, Split, SplitName, mapped
+from app.errors import UserError
 from app.system.files import remove_parts, whole
 
 HEADER = 4096  # bytes, so that the pixels begin with a page
@@ -50,7 +51,7 @@ class ImageCache:
                 images = mapped(file, HEADER, shape)
                 file.seek(HEADER + pixels)
                 values = torch.from_numpy(np.frombuffer(file.read(labels), np.int64).copy())
-                return Split(images, values, json.loads(file.read(names)), mapped=True)
+                return Split(images, values, json.loads(file.read(names)), mapped=True, left_out=header["left_out"])
         except (OSError, ValueError, LookupError, TypeError):  # what stands there is not ours
             return None
 
@@ -79,18 +80,28 @@ class ImageCache:
             if math.prod(shape) > shutil.disk_usage(self.folder).free // 2:
                 raise OSError(errno.ENOSPC, f"{math.prod(shape) / 2**30:.1f} GiB are over half of the free space")
             rank_zero_info(f"Decoding {len(images):,} images, once, into {path}")
-            names = json.dumps(images.names).encode()
-            file.write(json.dumps({"key": key, "shape": shape, "names": len(names)}).encode().ljust(HEADER))
-            for block in images.blocks(num_workers):
+            file.write(b"".ljust(HEADER))
+            wrong: dict[int, UserError] = {}
+            for block in images.readable(num_workers, wrong) if source.skips else images.blocks(num_workers):
                 file.write(block.numpy().data)
-            file.write(images.labels.numpy().data)
+            right = [place for place in range(len(images)) if place not in wrong]
+            if wrong:
+                first = next(iter(wrong.values()))
+                rank_zero_info(f"{len(wrong):,} of {len(images):,} images are left out; the first one: {first}")
+            if not right:
+                raise UserError(f"none of {len(images):,} images can be read: {next(iter(wrong.values()))}")
+            names = json.dumps(images.names and [images.names[place] for place in right]).encode()
+            file.write(images.labels[right].numpy().data)
             file.write(names)
+            header = {"key": key, "shape": [len(right), *shape[1:]], "names": len(names), "left_out": len(wrong)}
+            file.seek(0)
+            file.write(json.dumps(header).encode().ljust(HEADER))
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
         """File for a split, the same whatever becomes of its images; and the key, which changes with them."""
         place = os.path.commonpath([min(files), max(files)])
         labelled = split != "predict" or getattr(source, "predict_dir", None) is None
-        made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place), labelled]
+        made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place), labelled, source.skips]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
         key = hashlib.sha256(json.dumps(list(source.class_names)).encode())
         for file in files:

@@ -135,6 +135,9 @@ class ImageData(LightningDataModule):
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
+            if self.source.skips:
+                reason = f"decoded images cannot be kept in {self.cache.folder} ({error.strerror})"
+                raise UserError(f"--data.on_bad_image skip: {reason}: give another --data.cache") from error
             rank_zero_info(  # a warning would be two lines
                 f"Decoded images cannot be kept in {self.cache.folder} ({error.strerror or error}), so that each rank "
                 "decodes them for itself: give another --data.cache, or off"
@@ -188,6 +191,11 @@ class ImageData(LightningDataModule):
         rows = torch.randperm(len(rows), generator=stream(self.seed, 0))
         self._splits["val"] = train, rows[:count].sort().values
         self._splits["train"] = train, rows[count:].sort().values
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Number of images that could not be read, of each split that has been loaded."""
+        return {name: split.left_out for name, (split, _) in self._splits.items() if split.left_out}
 
     @property
     def global_batch_size(self) -> int:
@@ -319,6 +327,8 @@ class ImageFolder(ImageData):
         mean: Per channel, of pixels scaled to 0…1; by default 0.5.
         std: Per channel, of pixels scaled to 0…1; by default 0.5.
         predict_dir: Folder of images, labelled or not, for `predict`; by default the test split.
+        on_bad_image: What to do with one that cannot be read: `error`, or `skip`, which leaves it out, on all ranks,
+            and counts it in the run's record.
         **kwargs: As for `ImageData`.
     """
 
@@ -330,13 +340,20 @@ class ImageFolder(ImageData):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         predict_dir: str | None = None,
+        on_bad_image: Literal["error", "skip"] = "error",
         **kwargs: Any,
     ) -> None:
+        sides = [size] if isinstance(size, int) else size
+        if min(sides) < 1:
+            raise UserError(f"--data.size {size}: give at least 1 pixel")
         for flag, values in (("mean", mean), ("std", std)):
             if values is not None and len(values) != channels:
                 raise UserError(f"--data.{flag} {values}: give one value for each of {channels} channels")
         half = [0.5] * channels
-        super().__init__(FolderSource(root, size, channels, mean or half, std or half, predict_dir), **kwargs)
+        skips = on_bad_image == "skip"
+        super().__init__(FolderSource(root, size, channels, mean or half, std or half, predict_dir, skips), **kwargs)
+        if skips and self.cache is None:
+            raise UserError("--data.on_bad_image skip finds them when images are kept: leave --data.cache off out")
 
 
 class Synthetic(ImageData):

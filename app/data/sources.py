@@ -46,12 +46,11 @@ class _Items(Dataset[Any]):
         except UserError as error:
             return error
 
-    def stack(self, images: list[Tensor | UserError]) -> Tensor | UserError:
-        """Images of one batch, (n, C, H, W); n may be 0."""
-        wrong = [image for image in images if isinstance(image, UserError)]
-        if wrong or not images:
-            return wrong[0] if wrong else torch.empty((0, *self.image_shape), dtype=torch.uint8)
-        return torch.stack(images)  # type: ignore[arg-type]
+    def stack(self, images: list[Tensor | UserError]) -> tuple[Tensor, dict[int, UserError]]:
+        """Images of one batch, (n, C, H, W), where n may be 0; and those that could not be read, by place."""
+        wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
+        right = [image for image in images if isinstance(image, Tensor)]
+        return torch.stack(right) if right else torch.empty((0, *self.image_shape), dtype=torch.uint8), wrong
 
 
 class Workers(DataLoader[Tensor]):
@@ -86,10 +85,14 @@ class Workers(DataLoader[Tensor]):
         )
 
     def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
-        for images in super().__iter__():
-            if isinstance(images, UserError):
-                raise images
+        for images, wrong in self.with_errors():
+            for error in wrong.values():
+                raise error
             yield images
+
+    def with_errors(self) -> Iterator[tuple[Tensor, dict[int, UserError]]]:
+        """The images of each batch that can be read, and what is wrong with the others, by their place in it."""
+        return super().__iter__()
 
 
 class Split(Dataset[Tensor]):
@@ -100,11 +103,18 @@ class Split(Dataset[Tensor]):
         labels: int64 (N,).
         names: File names, where there are any.
         mapped: Whether the images lie in a file that the ranks of a node map, so that it holds them once.
+        left_out: Number of images that could not be read.
     """
 
     def __init__(
-        self, images: Tensor, labels: Tensor, names: Sequence[str] | None = None, mapped: bool = False
+        self,
+        images: Tensor,
+        labels: Tensor,
+        names: Sequence[str] | None = None,
+        mapped: bool = False,
+        left_out: int = 0,
     ) -> None:
+        self.left_out = left_out
         self._images: Tensor | None = images
         self.labels, self.names, self.mapped = labels, names, mapped
         self.image_shape: Sequence[int] = images.shape[1:]
@@ -128,6 +138,10 @@ class Split(Dataset[Tensor]):
         """All images in order, in parts (n, C, H, W) of about 1 MiB."""
         yield from self.tensor().split(self._block)
 
+    def readable(self, num_workers: int, wrong: dict[int, UserError]) -> Iterator[Tensor]:
+        """As `blocks`, without the images that cannot be read; these are put into `wrong`, by their place."""
+        yield from self.blocks(num_workers)
+
     @property
     def _block(self) -> int:
         return max(2**20 // math.prod(self.image_shape), 1)
@@ -150,6 +164,8 @@ class Source(ABC):
         mean: Per channel, of pixels scaled to 0…1; subtracted.
         std: Per channel, of pixels scaled to 0…1; divided by.
         splits: The splits that it has; validation is carved out of training where it has none of its own.
+        files: Those that must be there, where they are known.
+        skips: Whether images that cannot be read are left out.
     """
 
     class_names: Sequence[str]
@@ -157,7 +173,8 @@ class Source(ABC):
     mean: Sequence[float]
     std: Sequence[float]
     splits: Collection[SplitName] = ("train", "test", "predict")
-    files: Sequence[Path] = ()  # those that must be there, where they are known
+    files: Sequence[Path] = ()
+    skips = False
 
     @abstractmethod
     def prepare(self) -> None:
@@ -262,10 +279,19 @@ class FashionMNISTSource(Source):
             images, labels = (n for name, n in counts.items() if name.startswith(part))
             if images != labels:
                 raise UserError(f"{folder}: {part} has {images} images but {labels} labels: replace these files")
+        for file in self.files:
+            highest = int(self._labels(file).max(initial=0)) if "idx1" in file.name else 0
+            if highest >= len(self.class_names):
+                raise UserError(f"{file} has a label {highest}, of {len(self.class_names)} classes: replace it")
+
+    def _labels(self, file: Path) -> np.ndarray:
+        return np.fromfile(file, np.uint8, offset=8)
 
     def _count(self, file: Path) -> int:
         """Number of items of an IDX file: magic number, sizes (big-endian), then a byte per value."""
         shape = self.image_shape[1:] if "idx3" in file.name else ()
+        if not file.is_file():
+            raise UserError(f"{file} is not a file: remove it to have it downloaded again")
         with file.open("rb") as stream:
             header = stream.read(8 + 4 * len(shape)).ljust(8 + 4 * len(shape), b"\0")
         magic, count, *sizes = struct.unpack(f">{len(header) // 4}I", header)
@@ -278,7 +304,7 @@ class FashionMNISTSource(Source):
         """Map the images where they lie."""
         part = "train" if split == "train" else "t10k"
         images, labels = (file for file in self.files if file.name.startswith(part))
-        values = np.fromfile(labels, np.uint8, offset=8).astype(np.int64)
+        values = self._labels(labels).astype(np.int64)
         shape = (self._count(images), *self.image_shape)
         return Split(mapped(images, 16, shape), torch.from_numpy(values), mapped=True)
 
@@ -294,7 +320,7 @@ class FileSplit(Split):
     def __init__(self, samples: Sequence[tuple[str, int]], image_shape: tuple[int, int, int]) -> None:
         self.names: Sequence[str] = [path for path, _ in samples]
         self.labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
-        self.image_shape, self.mapped = image_shape, False
+        self.image_shape, self.mapped, self.left_out = image_shape, False, 0
         self._images = None
 
     def __getitem__(self, index: int) -> Tensor:
@@ -315,15 +341,29 @@ class FileSplit(Split):
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
         if self._images is None:
+            needed, free = len(self) * math.prod(self.image_shape), psutil.virtual_memory().available
+            if needed > free:
+                raise UserError(
+                    f"{len(self):,} images of {'×'.join(map(str, self.image_shape))} take {needed / 2**30:.1f} GiB, "
+                    f"of {free / 2**30:.1f} GiB of free memory: give --data.placement disk, or a smaller --data.size"
+                )
             images = torch.empty((len(self), *self.image_shape), dtype=torch.uint8)
             for part, block in zip(images.split(self._block), self.blocks(num_workers), strict=True):
                 part.copy_(block)
             self._images = images
         return self._images
 
-    def blocks(self, num_workers: int) -> Iterator[Tensor]:  # noqa: D102
+    def _parts(self, num_workers: int) -> Workers:
         parts = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
-        yield from Workers(self.__getitem__, parts, self.image_shape, min(num_workers, len(parts)))
+        return Workers(self.__getitem__, parts, self.image_shape, min(num_workers, len(parts)))
+
+    def blocks(self, num_workers: int) -> Iterator[Tensor]:  # noqa: D102
+        yield from self._parts(num_workers)
+
+    def readable(self, num_workers: int, wrong: dict[int, UserError]) -> Iterator[Tensor]:  # noqa: D102
+        for part, (images, errors) in enumerate(self._parts(num_workers).with_errors()):
+            wrong.update({part * self._block + place: error for place, error in errors.items()})
+            yield images
 
 
 class FolderSource(Source):
@@ -337,30 +377,49 @@ class FolderSource(Source):
         mean: Sequence[float],
         std: Sequence[float],
         predict_dir: str | None,
+        skips: bool = False,
     ) -> None:
         self.root = root
         self.predict_dir = predict_dir
+        self.skips = skips
         height, width = (size, size) if isinstance(size, int) else size
         self.image_shape = (channels, height, width)
         self.mean, self.std = mean, std
         folders: list[SplitName] = [name for name in ("train", "val", "test") if Path(root, name).is_dir()]
         self.splits = [*folders, "predict"] if predict_dir is not None or "test" in folders else folders
         try:
-            self.class_names, self._class_to_idx = find_classes(str(Path(root, "train")))
+            folders_of_classes, self._class_to_idx = find_classes(str(Path(root, "train")))
         except FileNotFoundError as error:
             raise UserError(
                 f"{Path(root, 'train')} has no class folders: --data.root must hold train/<class>/*.jpg or "
                 f"*.png{', so give ' + str(Path(root).parent) if Path(root).name == 'train' else ''}, {EMBEDDED}"
             ) from error
+        except OSError as error:
+            raise UserError(f"{Path(root, 'train')} cannot be read ({error.strerror})") from error
+        # a name that is no UTF-8 can be neither printed nor drawn
+        self.class_names = [
+            name.encode(errors="surrogateescape").decode(errors="replace") for name in folders_of_classes
+        ]
 
-    def prepare(self) -> None:  # noqa: D102
-        for split in {"train", "val", "test"} & set(self.splits):
+    def prepare(self) -> None:
+        """Look through the folders: what cannot be read, or is no image where one should be, is an error."""
+        for split in (name for name in self.splits if name != "predict"):
             folder = Path(self.root, split)
-            unknown = {d.name for d in folder.iterdir() if d.is_dir()} - set(self.class_names)
+            _look_through(folder)
+            unknown = {d.name for d in folder.iterdir() if d.is_dir()} - set(self._class_to_idx)
             if unknown:
                 raise UserError(f"{folder} has classes that train/ has not: {', '.join(sorted(unknown))}")
-            if not self._samples(folder):
+            samples = self._samples(folder)
+            if not samples:
                 raise UserError(f"{folder} holds no images ({', '.join(IMG_EXTENSIONS)}): put them in class folders")
+            empty = set(self._class_to_idx.values()) - {label for _, label in samples} if split == "train" else ()
+            for label in sorted(empty):
+                raise UserError(
+                    f"{folder / sorted(self._class_to_idx)[label]} holds no images ({', '.join(IMG_EXTENSIONS)}): put "
+                    "some there, or remove the folder"
+                )
+        if self.predict_dir is not None:
+            _look_through(Path(self.predict_dir))
 
     def _samples(self, folder: Path) -> list[tuple[str, int]]:
         return make_dataset(str(folder), self._class_to_idx, extensions=IMG_EXTENSIONS, allow_empty=True)
@@ -379,6 +438,25 @@ class FolderSource(Source):
         if not paths:
             raise UserError(f"--data.predict_dir {self.predict_dir} holds no images")
         return [(str(path), -1) for path in paths]
+
+
+def _look_through(folder: Path) -> None:
+    """Refuse what a folder of images must not hold, and what of it cannot be read, by name.
+
+    A pipe would be waited for; a link may lead to any file of this machine.
+    """
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                _look_through(Path(entry.path))
+            elif not entry.is_file(follow_symlinks=False):
+                kind = "a link" if entry.is_symlink() else "no file, but a pipe, a socket or a device"
+                raise UserError(f"{entry.path} is {kind}: remove it, or put a copy there")
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder} cannot be read ({error.strerror}): give the right to, or remove it"
+        ) from error
 
 
 class SyntheticSource(Source):

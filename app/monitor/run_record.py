@@ -93,6 +93,7 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "replicas": trainer.world_size * len(devices_of(trainer)),
         "precision": trainer.precision,
         "placement": own and own.placement,
+        "images_left_out": own and own.left_out,
         "threads": torch.get_num_threads(),
         "global_batch_size": own and own.global_batch_size,
         "max_epochs": trainer.max_epochs,

@@ -26,11 +26,9 @@ def whole(path: Path) -> Iterator[BinaryIO]:
         OSError: When it cannot be written; what stood there before stands there still.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
+    part, file = _part(path)
     try:
-        with part.open("xb") as file:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -40,6 +38,18 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             part.unlink()
         raise
     sync_folder(path.parent)
+
+
+def _part(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside the path, locked; another process may take it for left over until it is."""
+    while True:
+        part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
+        file = part.open("xb")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if part.exists():
+            return part, file
+        file.close()
 
 
 def sync_folder(folder: Path) -> None:
