@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,12 +67,8 @@ def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: P
     with started(disk, *flags) as run:
         run.trained(2)
         filler = disk / "filler"
-        with filler.open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(2**12))
-                    file.flush()
-            except OSError:
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(2**12)):
                 pass
         out = run.end()
     assert run.process.returncode == 0, out

@@ -195,7 +195,8 @@ class ImageData(LightningDataModule):
     @property
     def left_out(self) -> dict[str, int]:
         """Number of images that could not be read, of each split that has been loaded."""
-        return {name: split.left_out for name, (split, _) in self._splits.items() if split.left_out}
+        loaded = {name: split for name, (split, _) in self._splits.items() if name in self.source.splits}
+        return {name: split.left_out for name, split in loaded.items() if split.left_out}
 
     @property
     def global_batch_size(self) -> int:
