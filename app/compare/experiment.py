@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -23,6 +24,9 @@ OWN = (
     *("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group"),
     *("cluster.init_method", "cluster.node_rank"),
 )
+
+
+MOST_VARIANTS = 1000  # each is several runs of minutes
 
 
 @dataclass
@@ -182,6 +186,28 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
     Raises:
         UserError: When there is nothing to compare, or a variant cannot be read by `fit`.
     """
+    for name in ("configs", "flags", "variants", "grid", "exclude", "repeats", "warmup_epochs", "time_limit"):
+        if getattr(experiment, name) is None:
+            raise UserError(f"{name}: null: give its settings, or leave it out")
+    for name, flags in experiment.variants.items():
+        if not isinstance(name, str) or not name.strip():
+            raise UserError(
+                f"variants: {name!r}: give a name in letters, in quotes where YAML takes it for something else"
+            )
+        if not isinstance(flags, dict):
+            raise UserError(f"variant {name!r}: {flags}: give flags of fit and their values, {{}} for none")
+    for flag in (
+        *experiment.flags,
+        *experiment.grid,
+        *(flag for flags in experiment.variants.values() for flag in flags),
+    ):
+        if not isinstance(flag, str):
+            raise UserError(f"{flag!r} is no flag of fit: give its name, such as trainer.devices")
+    combinations = math.prod(len(values) for values in experiment.grid.values())
+    if combinations + len(experiment.variants) > MOST_VARIANTS:
+        raise UserError(
+            f"the grid has {combinations:,} combinations: give fewer values, {MOST_VARIANTS:,} variants at most"
+        )
     for name, least in (("repeats", 1), ("warmup_epochs", 0), ("time_limit", 1), ("max_epochs", 1), ("max_steps", 1)):
         value = getattr(experiment, name)
         if value is not None and value < least:

@@ -6,17 +6,22 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import PurePath
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from app.errors import UserError, nearest
 from app.fit.asked import Asked, Found, Rule
-from app.fit.devices import (
-    devices_per_node,
-)
+from app.fit.devices import class_of, devices_per_node
+from app.fit.run_options import Run
+from app.launch.rendezvous import Cluster
 from app.parallel import SplitForward
 
 # flag: the least that it can be
@@ -31,6 +36,16 @@ MINIMA = {
     **{f"{name}_checkpoint.every_n_{what}": 0 for name in ("best", "last") for what in ("epochs", "train_steps")},
 }
 MOST = 2**63 - 1  # what torch takes for a whole number
+
+# sections of the configuration that are not chosen by class
+MADE = {
+    "trainer": Trainer,
+    "run": Run,
+    "cluster": Cluster,
+    "best_checkpoint": ModelCheckpoint,
+    "last_checkpoint": ModelCheckpoint,
+    "lr_monitor": LearningRateMonitor,
+}
 
 COMPILES = (SingleDeviceStrategy, DDPStrategy)
 
@@ -81,6 +96,27 @@ def _too_large(s: Asked) -> Found:
     found = ((flag, v) for flag, value in flags for v in (value if isinstance(value, list) else [value]))
     large = ({"flag": flag.replace(".init_args.", "."), "value": v} for flag, v in found if type(v) is int and v > MOST)
     return next(large, None)
+
+
+@cache
+def _types(cls: type) -> dict[str, Any]:
+    """Type of each argument with which an object of this class is made."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        with suppress(NameError, TypeError):  # somebody's own, with types that are known nowhere
+            found |= get_type_hints(inspect.unwrap(vars(base)["__init__"])) if "__init__" in vars(base) else {}
+    return found
+
+
+def _null(s: Asked) -> Found:
+    """A null where its type has none: jsonargparse lets it pass."""
+    chosen = {section: class_of(s.config[section]) for section in ("model", "data") if s.config.get(section)}
+    for section, cls in {**MADE, **chosen}.items():
+        values = s.config.get(section) if section in MADE else s.config[section].get("init_args")
+        for name, hint in _types(cls).items() if cls and values else ():
+            if name in values and values[name] is None and hint is not Any and NoneType not in (hint, *get_args(hint)):
+                return {"flag": f"{section}.{name}"}
+    return None
 
 
 def _no_interval(s: Asked) -> Found:
@@ -146,6 +182,7 @@ def _not_in_a_graph(s: Asked) -> Found:
 
 
 FLAGS = (
+    Rule(_null, "--{flag} null", "give a value, or leave it out"),
     Rule(_unknown_strategy, "--trainer.strategy {s.config.trainer.strategy}: unknown{near}", ""),
     Rule(
         _no_devices,
@@ -165,7 +202,7 @@ FLAGS = (
     ),
     Rule(_leads_out, "--{flag} {name} leads out of the run's folder", "give a name, and the folder as dirpath"),
     Rule(
-        lambda s: not isinstance(s.config.seed_everything, bool) and not 0 <= s.config.seed_everything < 2**32,
+        lambda s: type(s.config.seed_everything) is int and not 0 <= s.config.seed_everything < 2**32,
         "--seed_everything {s.config.seed_everything}",
         "give a number from 0 to 4294967295",
     ),

@@ -202,8 +202,10 @@ def refuse_unusable(arguments: list[str]) -> None:
             raise UserError(f"{flag} {value}: give a finite number")
         if flag in ("--config", "-c") and not value.startswith("-"):
             for section, content in read_yaml(value).items():
-                if content is None and section in SECTIONS:
-                    raise UserError(f"{section}: null in --config {value}: give its settings, or leave it out")
+                names_class = section in ("model", "data") and isinstance(content, str)
+                if section in SECTIONS and not names_class and not isinstance(content, dict):
+                    said = "null" if content is None else str(content)[:50]
+                    raise UserError(f"{section}: {said} in --config {value}: give its settings, or leave it out")
 
 
 class _PlainLoader(yaml.SafeLoader):
