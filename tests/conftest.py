@@ -151,3 +151,26 @@ def hosts() -> Iterator[Network]:
     """Four hosts on a switch."""
     with network(4) as found:
         yield found
+
+
+TALLIES: list[tuple[str, object]] = []
+
+
+@pytest.fixture
+def tally(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+    """Count faults that a test has put in, all of which held, for the table at the end."""
+    return record_property
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Take what a passed test has counted, on whichever worker."""
+    if report.when == "call" and report.passed:
+        TALLIES.extend(report.user_properties)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the faults as a table for the README."""
+    if TALLIES:
+        terminalreporter.write_line("\n| fault | times, all held |\n|---|---:|")
+        for fault, times in TALLIES:
+            terminalreporter.write_line(f"| {fault} | {times:,} |")

@@ -1,0 +1,159 @@
+"""Faults in bulk: kills, signals, odd command lines; how many held is printed at the end, as in the README.
+
+The slow set takes some of each; `FAULTS=10 pytest -m slow tests/test_faults.py` takes ten times as many.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import QUIET, ForkServer, family, largest_difference, started, weights
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from test_fuzz import FLAGS, ODD
+
+from app.fit.checkpoint_file import read
+
+pytestmark = pytest.mark.slow
+TIMES = int(os.environ.get("FAULTS", "1"))
+FIT = ["--data", "Synthetic", "--data.size", "700", "--data.batch_size", "16", "--run.test", "false", *QUIET]
+SAVES = ["--last_checkpoint.every_n_train_steps", "3", "--trainer.log_every_n_steps", "5"]
+Tally = Callable[[str, int], None]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ForkServer]:
+    with ForkServer(tmp_path) as running:
+        yield running
+
+
+def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    """Whenever it is killed, the newest checkpoint loads, and the run that goes on ends as one never disturbed."""
+    kills, seed = 0, random.Random(7)
+    flags = [*FIT, *SAVES, "--trainer.max_epochs", "6", "--run.root", tmp_path / "runs"]
+    elsewhere = Path("/dev/shm/app-faults")  # $TMPDIR on another file system
+    elsewhere.mkdir(exist_ok=True)
+    code, out = server.run("fit", *flags, "--run.name", "undisturbed")
+    assert code == 0, out
+    expected = weights(tmp_path / "runs" / "undisturbed" / "version_0" / "checkpoints" / "last.ckpt")
+    chain = 0
+    while kills < 25 * TIMES:
+        chain += 1
+        name = ["--run.name", f"chain{chain}", "--ckpt_path", "auto"]
+        folder = tmp_path / "runs" / f"chain{chain}"
+        for _ in range(12):
+            moment = seed.uniform(0.4, 2.0)
+            code, out = server.run(
+                "fit", *flags, *name, signal_after=(signal.SIGKILL, moment), env={"TMPDIR": str(elsewhere)}
+            )
+            if code != -signal.SIGKILL:
+                break
+            kills += 1
+            newest = sorted(folder.glob("version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+            assert not newest or read(newest[-1])["global_step"] > 0
+        else:
+            code, out = server.run("fit", *flags, *name, seconds=120)
+        assert code == 0, out
+        last = max(folder.glob("version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+        assert largest_difference(weights(last), expected) == 0
+        assert not list(folder.rglob(".*.part")), "what a killed one has left is removed"
+        shutil.rmtree(folder)
+    assert not list(elsewhere.iterdir())
+    elsewhere.rmdir()
+    tally("SIGKILL at a random moment of a run that saves every 3 steps, `$TMPDIR` on another file system", kills)
+
+
+def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) -> None:
+    seed, kills = random.Random(3), 2 * TIMES
+    flags = [*FIT, *SAVES, "--trainer.max_epochs", "3", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    results = []
+    for kill in (0, kills):
+        root = tmp_path / str(kill)
+        for turn in range(kill + 1):
+            with started(root, *flags, "--ckpt_path", "auto", env={"WANDB_MODE": "disabled"}) as run:
+                if turn < kill:
+                    time.sleep(seed.uniform(5.0, 14.0))
+                    victims = [*family(run.mark)]
+                    if victims:
+                        os.kill(seed.choice(victims), signal.SIGKILL)
+                out = run.end()
+        assert run.process.returncode == 0, out
+        results.append(weights(max(root.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime_ns)))
+    assert largest_difference(*results) == 0
+    tally("SIGKILL of any process of `ddp` on two devices", kills)
+
+
+def test_signals_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    """Ctrl-C or SIGTERM: the exit code says it, from the first moment to the last; what is saved goes on."""
+    seed, count = random.Random(5), 15 * TIMES
+    flags = [*FIT, *SAVES, "--trainer.max_epochs", "4", "--run.root", tmp_path / "runs"]
+    for turn in range(count):
+        number = (signal.SIGINT, signal.SIGTERM)[turn % 2]
+        code, out = server.run("fit", *flags, signal_after=(number, seed.uniform(0.0, 2.2)))
+        assert code in (128 + number, -number, 0), out
+        assert "Traceback" not in out, out
+    for path in (tmp_path / "runs").rglob("*.ckpt"):
+        read(path)
+    for record in (tmp_path / "runs").rglob("run.json"):
+        assert json.loads(record.read_text())["status"] in ("completed", "interrupted")
+    tally("Ctrl-C or SIGTERM at a random moment", count)
+
+
+NEVER_ENDS = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.min_epochs", "trainer.min_steps")
+ELSEWHERE = (
+    "run.root",
+    "config",
+    "cluster.log_dir",
+    "data.cache",
+    "trainer.default_root_dir",
+    "last_checkpoint.dirpath",
+)
+SAFE = [flag for flag in FLAGS if flag not in NEVER_ENDS + ELSEWHERE]
+COMMANDS = st.sampled_from(["fit", "fit", "fit", "validate", "test", "predict", "compare", "plan", "doctor"])
+
+
+def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    """Through the whole command: it works, or says in one line what is wrong; in 30 s, 4 GiB and its own folder."""
+    tiny = [
+        "--data",
+        "Synthetic",
+        "--data.size",
+        "64",
+        "--trainer.max_epochs",
+        "1",
+        "--trainer.max_time",
+        "00:00:00:05",
+    ]
+    done = []
+
+    @settings(
+        max_examples=50 * TIMES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(COMMANDS, st.lists(st.tuples(st.sampled_from(SAFE), st.sampled_from(ODD)), min_size=1, max_size=2))
+    def run(command: str, given: list[tuple[str, str]]) -> None:
+        odd = [part for flag, value in given for part in (f"--{flag}", value)]
+        argv: list[Any] = ["fit", *tiny, "--run.root", "runs", *QUIET, *odd]
+        if command in ("validate", "test", "predict"):
+            argv = [command, *argv[1:]]
+        elif command != "fit":
+            argv = [command, *odd]
+        if any("\0" in part for part in odd):
+            return
+        code, out = server.run(*argv, seconds=30)
+        done.append(code)
+        assert code in (0, 2), f"{argv}: {out[-3000:]}"
+        assert "Traceback" not in out, f"{argv}: {out[-3000:]}"
+        assert code == 0 or out.count("error: ") == 1, f"{argv}: {out[-3000:]}"
+        assert {path.name for path in tmp_path.iterdir()} <= {"runs", "output.txt"}, argv
+
+    run()
+    assert {0, 2} <= set(done)
+    tally("odd command lines, as a whole command", len(done))
