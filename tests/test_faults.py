@@ -152,7 +152,7 @@ def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> 
         assert code in (0, 2), f"{argv}: {out[-3000:]}"
         assert "Traceback" not in out, f"{argv}: {out[-3000:]}"
         assert code == 0 or out.count("error: ") == 1, f"{argv}: {out[-3000:]}"
-        assert {path.name for path in tmp_path.iterdir()} <= {"runs", "output.txt"}, argv
+        assert {path.name for path in tmp_path.iterdir()} <= {"runs", "data", "output.txt"}, argv
 
     run()
     assert {0, 2} <= set(done)

@@ -168,7 +168,7 @@ def test_a_stale_file_is_replaced_and_a_live_one_refused(
 ) -> None:
     file = tmp_path / "meet"
     method = f"file://{file}"
-    file.write_text(json.dumps({"id": "dead", "addresses": ["127.0.0.1"], "port": free_port()}))
+    file.write_text(json.dumps({"id": "dead", "address": "127.0.0.1", "port": free_port()}))
     early = go(method, 1)
     with pytest.raises(TimeoutError):
         early.result(0.5)

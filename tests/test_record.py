@@ -7,7 +7,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +22,11 @@ from PIL import Image
 from rich.console import Console
 
 from app.callbacks import draw_confusion_matrix
+from app.monitor.loggers import claim_version
 from app.monitor.summary import layers
 from app.networks import MLP, LeNet, resnet18
 
+KEY = "5ec2e7" * 6 + "5ec2"
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
 
@@ -305,7 +309,7 @@ def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
         port = silent.getsockname()[1]
         if server == "refuses":
             silent.close()
-        env = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "a" * 40, "WANDB_MODE": None}
+        env = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY, "WANDB_MODE": None}
         flags = [*SMALL, "--trainer.max_epochs", "2", "--run.root", tmp_path]
         code, out = start_app("fit", *flags, env=env)
     assert code == 0, out
@@ -316,6 +320,23 @@ def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
     assert f"wandb sync {file.parent}\n" in out
     assert record(run)["tracker"] in file.name
     assert summary
+    assert KEY not in out
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(kept) > 10
+    assert not [path for path in kept if KEY.encode() in path.read_bytes()], "no file holds the key"
+
+
+def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
+    """Each has a folder of its own."""
+    together = threading.Barrier(20)
+
+    def claim(_: int) -> str:
+        together.wait(30)
+        return claim_version(str(tmp_path), "x")
+
+    with ThreadPoolExecutor(20) as pool:
+        claimed = list(pool.map(claim, range(20)))
+    assert sorted(claimed) == sorted(f"version_{number}" for number in range(20))
 
 
 def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ FLAGS = (
         "--trainer.precision {s.config.trainer.precision}: the package transformer_engine is not installed",
         "install it, or use bf16-mixed",
     ),
-    Rule(_leads_out, "--{flag} {name} leads out of the run's folder", "give a name, and the folder as dirpath"),
+    Rule(_no_file_name, "--{flag} {name!r}: {why}", "give a name, and the folder as dirpath"),
     Rule(
         lambda s: type(s.config.seed_everything) is int and not 0 <= s.config.seed_everything < 2**32,
         "--seed_everything {s.config.seed_everything}",

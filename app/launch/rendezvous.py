@@ -29,7 +29,7 @@ from torch.distributed.elastic.utils.store import synchronize
 
 from app.errors import UserError
 from app.system.files import write_json
-from app.system.interconnect import own_addresses, use_interface_to
+from app.system.interconnect import outward_address, own_addresses, use_interface_to
 
 T = TypeVar("T")
 PAUSE = 0.25  # seconds between two looks
@@ -145,6 +145,8 @@ class NodeRendezvous(StaticTCPRendezvous):
             address, port = "127.0.0.1", int(env.get("MASTER_PORT", 0))
         elif url.scheme == "env":
             address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        elif url.scheme == "file":
+            address = outward_address()
         rank = int(env.get("NODE_RANK", 0)) if cluster.node_rank is None else cluster.node_rank
         name = f"app_{uuid.uuid4().hex[:8]}"
         super().__init__(address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout))
@@ -215,8 +217,6 @@ class NodeRendezvous(StaticTCPRendezvous):
         store.set("node0", self.run_id)
         with self._told_in_file():
             self._wait_for_all(store, deadline)
-        if self.file is not None:
-            self.master_addr = store.get("address").decode()  # as the others reach it
         return store
 
     def _join(self, deadline: Deadline) -> TCPStore:
@@ -226,7 +226,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             for address, port, name in self._candidates():
                 try:
                     store = deadline.within(partial(reach_store, address, port), node0)
-                    self._introduce(store, name, address)
+                    self._introduce(store, name)
                     self.master_addr, self.master_port = address, port
                     try:
                         self._wait_for_all(store, deadline)
@@ -243,7 +243,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             deadline.check(node0, remark)
             time.sleep(PAUSE)
 
-    def _introduce(self, store: TCPStore, name: str | None, address: str) -> None:
+    def _introduce(self, store: TCPStore, name: str | None) -> None:
         """Say who this is, and refuse what does not fit to node 0, or a number that another node has."""
         if name not in (None, store.get("node0").decode()):
             raise ValueError("what listens there is another run")
@@ -252,7 +252,6 @@ class NodeRendezvous(StaticTCPRendezvous):
                 raise UserError(
                     f"{flag} is {value} on node 0 and {self.flags[flag]} on node {self.rank}: give the same"
                 )
-        store.set("address", address)
         if store.compare_set(f"node{self.rank}", "", self.run_id).decode() != self.run_id:
             raise UserError(f"another node has --cluster.node_rank {self.rank}: give each its own")
 
@@ -283,7 +282,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             return [(self.master_addr, self.master_port, None)]
         with suppress(OSError, ValueError, LookupError, TypeError):  # not there yet, or of something else
             content = json.loads(self.file.read_text())
-            return [(address, content["port"], content["id"]) for address in content["addresses"]]
+            return [(content["address"], content["port"], content["id"])]
         return []
 
     @contextmanager
@@ -301,7 +300,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         if there:
             print(f"replacing {self.file}, which a run that is gone has left", flush=True)
         try:
-            write_json(self.file, {"id": self.run_id, "addresses": own_addresses(), "port": self.master_port})
+            write_json(self.file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
         except OSError as error:
             said = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
             raise UserError(said) from error

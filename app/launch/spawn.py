@@ -18,6 +18,7 @@ from app.errors import EXIT_CODES, UserError
 from app.launch.agree import use_own_store
 from app.launch.failures import explain, explaining_errors, root_cause
 from app.launch.process import end_with_parent
+from app.launch.rendezvous import host_store
 from app.launch.signals import CAUSES, Signals
 from app.launch.watchdog import watched
 from app.system import lightning_patches
@@ -128,4 +129,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
                 assert self.timeout is not None
                 self._store = use_own_store(strategy.node_rank * strategy.num_processes + process_idx, self.timeout)
                 strategy.cluster_environment = LightningEnvironment()
+            elif process_idx == 0 and self.timeout is not None:  # on loopback: torch's own listens everywhere
+                place = strategy.cluster_environment
+                self._store = host_store(place.main_address, place.main_port, self.timeout)
             super()._wrapping_function(process_idx, *args, **kwargs)

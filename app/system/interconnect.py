@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
+NOBODY = ("192.0.2.1", 9)  # an address that no machine has: https://www.rfc-editor.org/rfc/rfc5737
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
 
 
@@ -139,6 +140,18 @@ def own_addresses() -> list[str]:
     return sorted(found, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
 
 
+def outward_address() -> str:
+    """The address of this machine at which others reach it: on the interface that was chosen, or on the way out."""
+    chosen = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
+    given = [entry.address for entry in chosen if entry.family == socket.AF_INET]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(NOBODY)
+            return (given or [probe.getsockname()[0]])[0]
+    except OSError:  # no way out
+        return (given or own_addresses())[0]
+
+
 def use_interface_to(address: str) -> None:
     """Have gloo and NCCL use the network interface over which the main node is reached, unless one was chosen.
 
@@ -151,7 +164,7 @@ def use_interface_to(address: str) -> None:
             own = probe.getsockname()[0]
             if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
                 # this host, whose own name is often on the loopback: by which way it reaches any other
-                probe.connect(("192.0.2.1", 9))  # an address that nobody has: https://www.rfc-editor.org/rfc/rfc5737
+                probe.connect(NOBODY)
                 own = probe.getsockname()[0]
     except OSError:
         return
