@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import PurePath
+from string import Formatter
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -129,13 +130,26 @@ def _no_duration(s: Asked) -> Found:
     return isinstance(longest, str) and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", longest.strip())
 
 
-def _leads_out(s: Asked) -> Found:
-    names = (
-        (f"{which}_checkpoint.filename", s.config.get(f"{which}_checkpoint.filename")) for which in ("best", "last")
-    )
-    paths = ((flag, PurePath(name)) for flag, name in names if name)
-    found = ({"flag": flag, "name": path} for flag, path in paths if path.is_absolute() or ".." in path.parts)
-    return next(found, None)
+def _no_file_name(s: Asked) -> Found:
+    """A name of checkpoints that leads out of the run's folder, or that no file can have, or no format string."""
+    for flag in ("best_checkpoint.filename", "last_checkpoint.filename"):
+        name = s.config.get(flag)
+        if name is None:
+            continue
+        try:
+            fields = [part for _, part, _, _ in Formatter().parse(name) if part is not None]
+        except ValueError:
+            fields = [""]
+        path = PurePath(name)
+        why = (
+            (path.is_absolute() or ".." in path.parts, "it leads out of the run's folder"),
+            (not all(re.fullmatch(r"[\w/.-]*\w", field) for field in fields), "only metrics go in braces, as {epoch}"),
+            (not name.strip() or "\0" in name or len(os.fsencode(name)) > 150, "no file can have this name"),
+        )
+        for is_so, reason in why:
+            if is_so:
+                return {"flag": flag, "name": name[:50], "why": reason}
+    return None
 
 
 def _lacks_package(s: Asked) -> Found:
