@@ -173,6 +173,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
         flag = flag if nested else f"--{key[1]}.{match[1]}"
         elsewhere = ", though another class has" if flag in flags else nearest(flag, flags)
         return f"{flag}: the chosen class has no such setting{elsewhere}"
+    if match := re.search(r"Unable to load config ['\"](.*?)['\"]", text):
+        return f"{flag} {match[1]}: neither a file nor settings: give {flag}.NAME VALUE"
     got = re.search(r"Got value: (.+?)(?: - |$)", text) or re.search(r"Given value: (.+)$", text)
     value = nested[2] if nested else got[1] if got else ""
     if match := re.search(r"Importing '([^']+)' is not allowed", text):

@@ -1,4 +1,7 @@
-"""Command lines, configs and experiments made at random: each works, or is refused in one line that names the flag."""
+"""Command lines, configs and experiments made at random: each works, or is refused in one line that names the flag.
+
+`FAULTS=10` takes ten times as many.
+"""
 
 import json
 import os
@@ -17,9 +20,16 @@ from app.fit.configuration import resolve
 from app.fit.rules import check
 from app.plan.command import _parse as parse_plan
 
-EXAMPLES = int(os.environ.get("FUZZ", "1000"))
-FAST = {"max_examples": EXAMPLES, "deadline": None, "database": None, "derandomize": True, "phases": [Phase.generate]}
-QUICKLY = settings(**FAST, suppress_health_check=list(HealthCheck))
+EXAMPLES = 100 * int(os.environ.get("FAULTS", "1"))
+
+
+def examples(times: int) -> settings:
+    """So many times a hundred, the same ones every time."""
+    return settings(
+        max_examples=times * EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
 
 ODD = [
     *("-1", "0", "1", "-0.0", "0.5", "1e400", "-1e400", "nan", ".inf", "1e-400", "100000000000000000000", "9" * 5000),
@@ -104,7 +114,7 @@ def settle(command: str, argv: list[str]) -> None:
 
 
 @pytest.mark.slow
-@QUICKLY
+@examples(5)
 @given(st.sampled_from(COMMANDS), flags)
 def test_command_lines(command: str, given: list[tuple[str, str]]) -> None:
     argv = ["--data", "Synthetic", *(part for flag, value in given for part in (f"--{flag}", value))]
@@ -125,7 +135,7 @@ configs = st.dictionaries(sections, trees | settings_of, max_size=3)
 
 
 @pytest.mark.slow
-@QUICKLY
+@examples(2)
 @given(configs, st.booleans())
 def test_configs(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any], as_json: bool) -> None:
     path = tmp_path_factory.getbasetemp() / "config.yaml"
@@ -133,8 +143,7 @@ def test_configs(tmp_path_factory: pytest.TempPathFactory, content: dict[str, An
         path.write_text(json.dumps(content) if as_json else yaml.safe_dump(content, allow_unicode=True))
     except UnicodeEncodeError:
         return
-    refused(settle, "fit", ["--config", str(path)])
-    refused(settle, "fit", ["--data", "Synthetic", "--config", str(path)])
+    refused(settle, "fit", [*["--data", "Synthetic"] * as_json, "--config", str(path)])
 
 
 experiments = st.fixed_dictionaries(
@@ -162,7 +171,7 @@ def read_experiment(path: Path) -> None:
 
 
 @pytest.mark.slow
-@QUICKLY
+@examples(2)
 @given(experiments)
 def test_experiments(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
     path = tmp_path_factory.getbasetemp() / "experiment.yaml"
@@ -174,7 +183,7 @@ def test_experiments(tmp_path_factory: pytest.TempPathFactory, content: dict[str
 
 
 @pytest.mark.slow
-@QUICKLY
+@examples(1)
 @given(
     st.lists(st.tuples(st.sampled_from(["run", "bandwidth", "latency", "devices", "nodes", "root", "nope"]), values))
 )
