@@ -21,7 +21,7 @@ from app.system.machine import usable_cores
 
 # flags that say where a run is kept, how it is measured and where its nodes meet
 OWN = (
-    *("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group"),
+    *("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group", "run.on_nonfinite"),
     *("cluster.init_method", "cluster.node_rank"),
 )
 
@@ -210,8 +210,10 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
         )
     for name, least in (("repeats", 1), ("warmup_epochs", 0), ("time_limit", 1), ("max_epochs", 1), ("max_steps", 1)):
         value = getattr(experiment, name)
-        if value is not None and value < least:
+        if value is not None and not least <= value < math.inf:
             raise UserError(f"--{name} {value}: give {least} or more")
+    if experiment.repeats > MOST_VARIANTS:
+        raise UserError(f"--repeats {experiment.repeats}: give {MOST_VARIANTS:,} at most")
     varied = {key for flags in (*experiment.variants.values(), experiment.grid) for key in flags}
     given = {*varied, *experiment.flags, *typed}
     for flag in OWN:
