@@ -98,7 +98,7 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
         ({"variants": {"a": {}}, "max_epochs": 1}, "leaves nothing to measure after --warmup_epochs 1"),
         ({"variants": {"a": {"trainer.max_epochs": 1}}, "max_epochs": None}, "'a': --trainer.max_epochs 1 leaves"),
         ({"variants": {5: {}}}, "variants: 5: give a name"),
-        ({"variants": {"a": None}}, "variant 'a': None: give flags of fit"),
+        ({"variants": {"a": None}}, "--variants None: expected dict"),
         ({"variants": None}, "variants: null: give its settings"),
         ({"variants": {"a": {}}, "time_limit": float("nan")}, "--time_limit nan: give 1 or more"),
         ({"variants": {"a": {}}, "repeats": 10**9}, "--repeats 1000000000: give 1,000 at most"),

@@ -189,18 +189,10 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
     for name in ("configs", "flags", "variants", "grid", "exclude", "repeats", "warmup_epochs", "time_limit"):
         if getattr(experiment, name) is None:
             raise UserError(f"{name}: null: give its settings, or leave it out")
-    for name, flags in experiment.variants.items():
+    for name in experiment.variants:
         if not isinstance(name, str) or not name.strip():
-            raise UserError(
-                f"variants: {name!r}: give a name in letters, in quotes where YAML takes it for something else"
-            )
-        if not isinstance(flags, dict):
-            raise UserError(f"variant {name!r}: {flags}: give flags of fit and their values, {{}} for none")
-    for flag in (
-        *experiment.flags,
-        *experiment.grid,
-        *(flag for flags in experiment.variants.values() for flag in flags),
-    ):
+            raise UserError(f"variants: {name!r}: give a name, in quotes where YAML takes it for something else")
+    for flag in itertools.chain(experiment.flags, experiment.grid, *experiment.variants.values()):
         if not isinstance(flag, str):
             raise UserError(f"{flag!r} is no flag of fit: give its name, such as trainer.devices")
     combinations = math.prod(len(values) for values in experiment.grid.values())
