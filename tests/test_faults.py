@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_fuzz import FLAGS, ODD
 
+from app.data import CIFAR10, FashionMNIST, ImageFolder
+from app.errors import UserError
 from app.fit.checkpoint_file import read
 
 pytestmark = pytest.mark.slow
@@ -159,6 +161,58 @@ def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> 
     run()
     assert {0, 2} <= set(done)
     tally("odd command lines, as a whole command", len(done))
+
+
+def damage(content: bytes, seed: random.Random) -> bytes:
+    """Cut off, overwritten with zeros, or with some bits changed."""
+    place, kind = seed.randrange(len(content)), seed.choice(["cut", "zeros", "bits"])
+    if kind == "cut":
+        return content[:place]
+    changed = bytearray(content)
+    if kind == "zeros":
+        end = min(place + 512, len(content))
+        changed[place:end] = bytes(end - place)
+    for _ in range(seed.randrange(1, 4) if kind == "bits" else 0):
+        changed[seed.randrange(min(len(content), 10 ** seed.randrange(2, 6)))] ^= 1 << seed.randrange(8)
+    return bytes(changed)
+
+
+def test_damaged_data(
+    cifar_root: Path,
+    fashion_root: Path,
+    image_root: Path,
+    tmp_path: Path,
+    tally: Tally,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of every kind: read, or refused by name; a damaged cache file is made anew."""
+    monkeypatch.setattr("app.data.module.usable_cores", lambda: 0)
+    seed, cache, count = random.Random(13), tmp_path / "cache", 0
+    sets = {
+        cifar_root / "cifar-10-batches-py": lambda: CIFAR10(str(cifar_root), cache=str(cache)),
+        fashion_root / "FashionMNIST" / "raw": lambda: FashionMNIST(str(fashion_root), cache=str(cache)),
+        image_root / "train": lambda: ImageFolder(str(image_root), cache=str(cache)),
+    }
+    for folder, make in sets.items():
+        make().prepare_data("fit")
+        for turn in range(100 * TIMES):
+            files = [path for path in (cache if turn % 3 == 0 else folder).rglob("*") if path.is_file()]
+            file = seed.choice(sorted(files))
+            whole = file.read_bytes()
+            file.write_bytes(damage(whole, seed))
+            count, refused = count + 1, ""
+            try:
+                data = make()
+                data.prepare_data("fit")
+                split = (data.cache and data.cache.open(data.source, "train")) or data.source.load("train")
+                assert len(split.labels) == len(split.tensor())
+                assert int(split.labels.max()) < data.num_classes
+            except UserError as error:
+                refused = str(error)
+            finally:
+                file.write_bytes(whole)
+            assert not refused or str(file) in refused or str(file.parent) in refused
+    tally("files of images and caches, cut off or with changed bytes", count)
 
 
 def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
