@@ -38,6 +38,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     for name in (
         "APP_DEBUG",
+        "APP_TRUST",
         "PL_GLOBAL_SEED",
         "LOCAL_RANK",
         "RANK",

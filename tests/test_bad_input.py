@@ -1,0 +1,129 @@
+"""What an outside tester found to end in a traceback, or to be run: one line now, exit code 2, and nothing is run."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import QUIET, error_of
+
+App = Callable[..., tuple[int, str]]
+TINY = ["--data", "Synthetic", "--data.size", "64", "--trainer.max_epochs", "1", "--run.test", "false", *QUIET]
+RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
+REFUSED = "only classes of app, torch, torchvision, lightning, torchmetrics and of the current folder are made unasked"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project folder, with modules that do what they should not."""
+    place = tmp_path / "project"
+    place.mkdir()
+    (place / "broken_module.py").write_text("def (:\n")
+    (place / "ending_module.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.delenv("APP_TRUST", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model.optimizer", RUNS], f"--model.optimizer os.system: {REFUSED}: give --trust os"),
+        (["--model.optimizer", "os.system"], f"--model.optimizer os.system: {REFUSED}"),
+        (["--model", "os.system"], f"--model os.system: {REFUSED}"),
+        (["--data", "os.system"], f"--data os.system: {REFUSED}"),
+        (["--trainer.callbacks+=subprocess.Popen"], f"--trainer.callbacks subprocess.Popen: {REFUSED}"),
+        (["--model", "collections.OrderedDict"], f"--model collections.OrderedDict: {REFUSED}"),
+        (["--trust", "yaml", "--model", "yaml.Loader"], "--model yaml.Loader: Import path does not correspond to a"),
+        (["--trust", "x y"], "--trust x y: give the name of a module"),
+        (["--model.optimizer", "torch.hub.load"], "--model.optimizer torch.hub.load: expected a subclass of Optimizer"),
+        (["--model.optimizer", "torch.nn.Linear"], "--model.optimizer torch.nn.Linear: expected a subclass of Optim"),
+        (["--model.scheduler", "torch.optim.Adam"], "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"),
+        (["--model", "broken_module.Model"], "--model broken_module.Model: invalid syntax (broken_module.py, line 1)"),
+        (
+            ["--model", "ending_module.Model"],
+            "a module that the arguments name ends the process when it is imported (3)",
+        ),
+        (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give more than 0"),
+        (["--trainer.check_val_every_n_epoch", "0"], "--trainer.check_val_every_n_epoch 0: give 1 or more"),
+        (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
+        (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
+        (["--data.size", "1000000000000"], "GiB of images, and"),
+        (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
+        (["--cluster.timeout", "1e400"], "--cluster.timeout inf: give a finite number"),
+        (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
+        (["--trainer.precision", "transformer-engine"], "the package transformer_engine is not installed"),
+        (["--trainer.accelerator", "tpu"], "--trainer.accelerator tpu: there is none on this machine"),
+        (
+            ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "0"],
+            "--model.scheduler: integer modulo by zero",
+        ),
+        (
+            ["--model.optimizer", "SparseAdam"],
+            "--model.optimizer SparseAdam: the gradients of these networks are dense",
+        ),
+        (["--trainer.max_epochs", "-5"], "--trainer.max_epochs -5: give -1 or more"),
+        (["--trainer.max_time", "abc"], "--trainer.max_time abc: give DAYS:HOURS:MINUTES:SECONDS"),
+        (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
+        (["--last_checkpoint.filename", "/x/y"], "--last_checkpoint.filename '/x/y': it leads out of the run's folder"),
+        (["--last_checkpoint.filename", "{}"], "--last_checkpoint.filename '{}': only metrics go in braces"),
+        (["--run.tags", "a"], "--run.tags a: expected list"),
+        (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
+        (["--seed_everything", "100000000000000000000"], "--seed_everything 100000000000000000000: give a"),
+    ],
+)
+def test_flags(flags: list[str], said: str, app: App) -> None:
+    assert said in error_of(*app("fit", *TINY, *flags))
+    assert not Path("ran").exists()
+
+
+NINE = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (NINE, "more than 100,000 values, with aliases, at line"),
+        ("trainer: &a {x: *a}\n", "nested more than 50 deep, or in itself, at line 1"),
+        ("trainer: " + "[" * 600 + "]" * 600, "maximum recursion depth exceeded"),
+        ("trainer: " + "{a: " * 60 + "1" + "}" * 60, "nested more than 50 deep"),
+        ("trainer: {max_epochs: " + "1" * 5000 + "}", "Exceeds the limit"),
+        ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
+        (bytes(range(256)), "can't decode byte"),
+        ("trainer: {a: 1, a: 2}", "a is given twice"),
+        ("trainer: null", "trainer: null in --config"),
+        ("run: 7", "run: 7 in --config"),
+        ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
+        (
+            f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}",
+            f"--model.optimizer os.system: {REFUSED}",
+        ),
+    ],
+)
+def test_configs(content: str | bytes, said: str, app: App) -> None:
+    Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
+    assert said in error_of(*app("fit", *TINY, "--config", "x.yaml"))
+    assert not Path("ran").exists()
+
+
+def test_a_pipe_is_no_config(app: App) -> None:
+    os.mkfifo("pipe")
+    assert "--config pipe: not a file" in error_of(*app("fit", *TINY, "--config", "pipe"))
+
+
+def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the current folder is, unasked; one that is installed elsewhere, by name."""
+    Path("mine.py").write_text("from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n")
+    code, out = app("fit", *TINY, "--model", "mine.Mine")
+    assert code == 0, out
+    elsewhere = Path("../elsewhere")
+    elsewhere.mkdir()
+    (elsewhere / "theirs.py").write_text(Path("mine.py").read_text().replace("Mine", "Theirs"))
+    monkeypatch.syspath_prepend(elsewhere.resolve())
+    assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in error_of(
+        *app("fit", *TINY, "--model", "theirs.Theirs")
+    )
+    code, out = app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs")
+    assert code == 0, out
