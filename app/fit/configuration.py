@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 import app.data
 import app.modules
-from app.errors import UserError, one_line
+from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoints import RunCheckpoint
 from app.fit.parser import (
     Parser,
@@ -125,7 +125,7 @@ def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     try:
         return parser.parse_args(spell_out_strategy(arguments))
     except SystemExit as end:
-        if not end.code:  # --help and such
+        if ExitStatus.of(end).status != "failed":  # --help and such, or SIGTERM
             raise
         raise UserError(f"a module that the arguments name ends the process when it is imported ({end.code})") from end
     except PARSING as error:  # of jsonargparse, for values that it does not expect, or of a module of the user's

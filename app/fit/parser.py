@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from app.errors import UserError, nearest, one_line
+from app.errors import ExitStatus, UserError, nearest, one_line
 from app.launch.process import TRUST
 from app.parallel import DDP
 
@@ -117,7 +117,11 @@ def find_class(section: str, name: str) -> type | None:
         return named.get(name)
     try:
         found = pkgutil.resolve_name(name)
-    except (Exception, SystemExit):  # of a module of the user's; parsing says what is wrong
+    except Exception:  # of a module of the user's; parsing says what is wrong
+        return None
+    except SystemExit as end:
+        if ExitStatus.of(end).status == "interrupted":  # by SIGTERM
+            raise
         return None
     return found if isinstance(found, type) else None
 
