@@ -19,13 +19,13 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks; importing it registers their names
     modules             LightningModules: loss, metrics, optimizer, predictions
-    data                sources (where images come from), cache (decoded once, mapped), batches (a rank's share),
-                        transforms (pixels), module (the data sets that --data names)
+    data                sources (where images come from), image_files (the user's own), cache (decoded once, mapped),
+                        batches (a rank's share), transforms (pixels), module (the data sets that --data names)
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
-    system              machine, interconnect, files; and patches: lightning_patches, torch_patches, wandb_patches and
-                        deferred_compiler alone touch private names of these libraries
+    system              machine, interconnect, files; and patches: lightning_patches, lightning_step_patches,
+                        torch_patches, wandb_patches and deferred_compiler alone touch private names of these libraries
     errors              what a user did wrong, and how a run ends
 """
 

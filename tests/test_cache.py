@@ -20,7 +20,7 @@ from test_data import attach
 
 from app.data import CIFAR10, ImageFolder
 from app.data.cache import ImageCache
-from app.data.sources import FileSplit, FolderSource
+from app.data.image_files import FileSplit, FolderSource
 from app.system.files import PART, whole
 
 App = Callable[..., tuple[int, str]]

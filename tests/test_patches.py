@@ -10,7 +10,13 @@ from collections.abc import Callable
 import pytest
 from harness import QUIET, error_of
 
-from app.system import deferred_compiler, lightning_patches, torch_patches, wandb_patches  # noqa: F401  (declare what they expect)
+from app.system import (  # noqa: F401  (declare what they expect)
+    deferred_compiler,
+    lightning_patches,
+    lightning_step_patches,
+    torch_patches,
+    wandb_patches,
+)
 from app.system.lightning_patches import COMPLAINTS, Complaint, complaint
 from app.system.patches import EXPECTED, expects, missing
 

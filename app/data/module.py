@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from app.data.batches import GlobalBatches, Placement, RawBatch, stream
 from app.data.cache import ImageCache
+from app.data.image_files import FolderSource
 from app.data.sources import (
     CIFAR10Source,
     FashionMNISTSource,
-    FolderSource,
     Source,
     Split,
     SplitName,

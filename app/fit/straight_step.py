@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from app.errors import UserError
-from app.system.lightning_patches import EpochLoop, averages_weights, in_hook, owner_of_batch_hook, unpack_outputs
+from app.system.lightning_step_patches import EpochLoop, averages_weights, in_hook, owner_of_batch_hook, unpack_outputs
 
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

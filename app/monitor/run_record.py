@@ -28,7 +28,8 @@ from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line, finished
 from app.parallel import SplitForward
 from app.system.files import read_json, write_json
-from app.system.lightning_patches import EpochLoop, strategy_name
+from app.system.lightning_patches import strategy_name
+from app.system.lightning_step_patches import EpochLoop
 from app.system.machine import hardware, peak_memory, versions
 
 # of a fit with a model of ours

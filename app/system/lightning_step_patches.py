@@ -1,0 +1,137 @@
+"""What a training step of our own uses of Lightning's private names; see `lightning_patches` for all others."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from app.system.patches import expects
+
+_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
+_EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
+_DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
+_MODULE = "lightning.pytorch.core.module:LightningModule"
+_LOGGER_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
+
+
+@expects(
+    f"{_TRAINER}._logger_connector",
+    f"{_LOGGER_CONNECTOR}._first_loop_iter",
+    f"{_LOGGER_CONNECTOR}._current_fx",
+    f"{_LOGGER_CONNECTOR}.on_batch_end",
+    f"{_LOGGER_CONNECTOR}.update_train_step_metrics",
+    f"{_EPOCH_LOOP}._results",
+    f"{_EPOCH_LOOP}._batches_that_stepped",
+    f"{_EPOCH_LOOP}.on_run_start",
+    f"{_EPOCH_LOOP}.advance",
+    f"{_EPOCH_LOOP}.on_advance_end",
+    f"{_EPOCH_LOOP}.done",
+    "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization._skip_backward",
+    "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
+)
+class EpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over the batches of an epoch, for one that takes steps of its own.
+
+    At an upgrade: compare `app.fit.straight_step` with `advance` and `on_advance_end` in loops/training_epoch_loop.py,
+    with `run` in loops/optimization/automatic.py, and the methods here with those of the same names, or
+    `update_train_step_metrics`, in logger_connector.py.
+
+    Attributes:
+        reason: Why the steps are Lightning's after all; None where they are not.
+    """
+
+    reason: str | None = None
+
+    @classmethod
+    def put_into(cls, trainer: Trainer) -> None:
+        """Have a Trainer train with this loop in the place of Lightning's."""
+        before = trainer.fit_loop.epoch_loop
+        trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
+
+    @property
+    def skips_backward(self) -> bool:
+        """Whether a callback trains without a backward pass: StochasticWeightAveraging in its last epoch."""
+        return self.automatic_optimization._skip_backward
+
+    @staticmethod
+    def hands_over(data_fetcher: Any) -> bool:
+        """Whether `training_step` takes the iterator of the data instead of a batch."""
+        return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+
+    def count_step(self) -> None:
+        """Count a step of the optimizer, for the loggers."""
+        self._batches_that_stepped += 1
+
+    def on_batch_start(self, batch: Any) -> None:
+        """Let `self.log` know the batch, and whether it is the first one of the epoch."""
+        connector, results = self.trainer._logger_connector, self._results
+        connector._first_loop_iter = connector._first_loop_iter is None
+        connector._current_fx = None  # until something is logged
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
+
+    def on_batch_end(self, accumulating: bool) -> None:
+        """Hand on what was logged in this step, and give it to the loggers where a window ends.
+
+        Lightning reads again what was logged for the progress bar, on every later step of the epoch.
+        """
+        trainer: Any = self.trainer
+        connector, every = trainer._logger_connector, trainer.log_every_n_steps
+        if connector._current_fx is not None:
+            connector.on_batch_end()
+        self._results.batch = self._results.batch_size = None
+        self.batch_progress.increment_completed()
+        window_ends = every and ((self._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
+        if window_ends and not accumulating:
+            connector.update_train_step_metrics()
+
+
+@expects(f"{_MODULE}._current_fx_name")
+def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, during which `self.log` knows in which hook it is. Source: trainer/call.py."""
+    attributes = vars(module)  # torch's __setattr__ would look through parameters, buffers and modules
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = name
+        result = call(*args, **kwargs)
+        attributes["_current_fx_name"] = before
+        return result
+
+    return called
+
+
+@expects(
+    f"{_TRAINER}._data_connector",
+    "lightning.pytorch.trainer.connectors.data_connector:_DataConnector._datahook_selector",
+    "lightning.pytorch.trainer.connectors.data_connector:_DataHookSelector.get_instance",
+)
+def owner_of_batch_hook(trainer: Trainer, name: str) -> LightningModule | LightningDataModule:
+    """Whose hook on a batch Lightning calls: both module and data module have it."""
+    selector = trainer._data_connector._datahook_selector
+    assert selector is not None
+    return selector.get_instance(name)
+
+
+@expects(
+    f"{_EPOCH_LOOP}.automatic_optimization",
+    "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization.output_result_cls",
+    "lightning.pytorch.loops.optimization.automatic:ClosureResult.closure_loss",
+)
+def unpack_outputs(loop: EpochLoop, outputs: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
+    """Loss and other outputs of a training step that did not return a tensor.
+
+    Raises:
+        MisconfigurationException: When it returned neither a dictionary with a loss nor None.
+    """
+    result = loop.automatic_optimization.output_result_cls.from_training_step_output(outputs, micro_batches)
+    return result.closure_loss, {} if result.loss is None else result.asdict()
+
+
+@expects(f"{_DDP}._model_averager")
+def averages_weights(strategy: Strategy) -> bool:
+    """Whether the strategy averages the weights of all ranks after some of the optimizer's steps."""
+    return getattr(strategy, "_model_averager", None) is not None
