@@ -68,6 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--last_checkpoint.filename", "/x/y"], "--last_checkpoint.filename '/x/y': it leads out of the run's folder"),
         (["--last_checkpoint.filename", "{}"], "--last_checkpoint.filename '{}': only metrics go in braces"),
         (["--run.tags", "a"], "--run.tags a: expected list"),
+        (["--run", "/proc/self/mem"], "--run /proc/self/mem cannot be read"),
         (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
         (["--seed_everything", "100000000000000000000"], "--seed_everything 100000000000000000000: give a"),
     ],

@@ -204,6 +204,8 @@ def refuse_unusable(arguments: list[str]) -> None:
         value = value if given else following
         if flag.startswith(("--model.optimizer.", "--model.scheduler.")) and NOT_FINITE.fullmatch(value):
             raise UserError(f"{flag} {value}: give a finite number")
+        if flag.removeprefix("--") in SECTIONS and os.path.exists(value):
+            read_yaml(value, flag)  # a section may be in a file of its own
         if flag in ("--config", "-c") and not value.startswith("-"):
             for section, content in read_yaml(value).items():
                 names_class = section in ("model", "data") and isinstance(content, str)
