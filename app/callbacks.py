@@ -205,10 +205,10 @@ class TestFigures(Callback):
                 draw_most_wrong(rows, wrong_file)
             except OSError as error:
                 rank_zero_info(f"{directory}: the test's pictures cannot be written there ({error.strerror})")
-                return
+            pictures = [path for path in (matrix_file, wrong_file) if path.exists()]
             for logger in trainer.loggers:
                 if isinstance(logger, Tracker):
-                    logger.log_test_figures(matrix.tolist(), names, rows, [matrix_file, wrong_file])
+                    logger.log_test_figures(matrix.tolist(), names, rows, pictures)
         pl_module.confusion.reset()
 
 

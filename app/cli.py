@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from app.errors import ExitStatus, RankError, UserError, nearest
+from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
 from app.launch.process import AGENT, TRUST, begin, is_task_of_srun
 
 HELP = """\
@@ -55,19 +55,29 @@ def main(args: Sequence[str] | None = None) -> int:
         os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
     if "APP_DEBUG" not in os.environ:  # before torch is imported: c10d's warnings of hosts without a name, and such
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP)
-        return 0
     try:
-        return _route(_without_trust(argv))
-    except (KeyboardInterrupt, UserError, RankError) as error:
-        status = ExitStatus.of(error)
-        if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
-            traceback.print_exc()
-        if status.status == "failed" and AGENT not in os.environ:  # the agent says it for its ranks
-            rank = os.environ["SLURM_PROCID"] if is_task_of_srun() else os.environ.get("RANK", "0")
-            print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
-        return status.code
+        argv = _without_trust(argv)
+        if not argv or argv[0] in ("-h", "--help"):
+            print(HELP)
+            return 0
+        return _route(argv)
+    except Exception as error:
+        if not isinstance(error, UserError | RankError) and not out_of_memory(error):
+            raise
+        return _say(error)
+    except KeyboardInterrupt as error:
+        return _say(error)
+
+
+def _say(error: BaseException) -> int:
+    """Say in one line what has ended the command; its exit code."""
+    status = ExitStatus.of(error)
+    if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
+        traceback.print_exc()
+    if status.status == "failed" and AGENT not in os.environ:  # the agent says it for its ranks
+        rank = os.environ["SLURM_PROCID"] if is_task_of_srun() else os.environ.get("RANK", "0")
+        print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
+    return status.code
 
 
 def _without_trust(argv: list[str]) -> list[str]:

@@ -88,6 +88,7 @@ class ExitStatus:
 # what torch says of an accelerator, and of the host
 NO_MEMORY = (
     r"(?P<what>\w+) out of memory\. Tried to allocate (?P<asked>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
+    r"(?P<what>CUDA) error: out of memory",
     r"DefaultCPUAllocator: .*?you tried to allocate (?P<asked>\d+ bytes)",
 )
 
@@ -99,11 +100,14 @@ def out_of_memory(error: BaseException) -> str | None:
     if match is None:
         return None
     known = match.groupdict()
+    asked = f": {known['asked']} were asked for" if known.get("asked") else ""
     free = f", and {known['free']} are free" if known.get("free") else ""
+    less = (
+        "--data.placement disk" if "what" not in known else "--trainer.precision bf16-mixed, or --data.placement memory"
+    )
     return (
-        f"out of memory on the {known.get('what', 'host')}: {match['asked']} were asked for{free}: lower "
-        "--data.batch_size, with --trainer.accumulate_grad_batches for the same training; or give --trainer.precision "
-        "bf16-mixed, more --trainer.devices, or --data.placement memory"
+        f"out of memory on the {known.get('what', 'host')}{asked}{free}: lower --data.batch_size, with "
+        f"--trainer.accumulate_grad_batches for the same training; or give {less}, or more --trainer.devices"
     )
 
 
@@ -184,6 +188,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
             f"{flag} {match[1]}: only classes of app, torch, torchvision, lightning, torchmetrics and of the current "
             f"folder are made unasked: give --trust {match[1].partition('.')[0]} if you know what it does"
         )
+    if "Unexpected import path format" in text:
+        return f"{flag}: no import path: give package.module.Class"
     kinds = r"Expected '([^']+)' to be a (?:subclass of|function that returns) (?:<class '|Union\[)(?:\w+\.)*(\w+)"
     if match := re.search(kinds, text):
         return f"{flag} {match[1]}: expected a subclass of {match[2]}"

@@ -13,6 +13,10 @@ RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
 REFUSED = "only classes of app, torch, torchvision, lightning, torchmetrics and of the current folder are made unasked"
 
 
+LEVELS = [f"&a{i + 1} [{','.join([f'*a{i}'] * 9)}]" for i in range(9)]
+BOMB = f"[&a0 [1,2,3,4,5,6,7,8,9],{','.join(LEVELS)}]"
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A project folder, with modules that do what they should not."""
@@ -68,7 +72,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--last_checkpoint.filename", "/x/y"], "--last_checkpoint.filename '/x/y': it leads out of the run's folder"),
         (["--last_checkpoint.filename", "{}"], "--last_checkpoint.filename '{}': only metrics go in braces"),
         (["--run.tags", "a"], "--run.tags a: expected list"),
-        (["--run", "/proc/self/mem"], "--run /proc/self/mem cannot be read"),
+        (["--run", "/proc/self/mem"], "/proc/self/mem"),
+        (["--trainer.callbacks", BOMB], "--trainer.callbacks: more than 100,000 values"),
+        (["--model.optimizer", "{class_path: Adam, class_path: SGD}"], "--model.optimizer: class_path is given twice"),
+        (["--model.optimizer", ".os.system"], "--model.optimizer"),
         (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
         (["--seed_everything", "100000000000000000000"], "--seed_everything 100000000000000000000: give a"),
     ],
@@ -107,6 +114,12 @@ def test_configs(content: str | bytes, said: str, app: App) -> None:
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
     assert said in error_of(*app("fit", *TINY, "--config", "x.yaml"))
     assert not Path("ran").exists()
+
+
+def test_a_config_that_names_another_file(app: App) -> None:
+    Path("x.yaml").write_text("model: bomb.yaml\n")
+    Path("bomb.yaml").write_text(f"class_path: CIFARCNN\ninit_args: {BOMB}\n")
+    assert "more than 100,000 values" in error_of(*app("fit", *TINY, "--config", "x.yaml"))
 
 
 def test_a_pipe_is_no_config(app: App) -> None:

@@ -198,7 +198,8 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
     combinations = math.prod(len(values) for values in experiment.grid.values())
     if combinations + len(experiment.variants) > MOST_VARIANTS:
         raise UserError(
-            f"the grid has {combinations:,} combinations: give fewer values, {MOST_VARIANTS:,} variants at most"
+            f"{len(experiment.variants):,} variants, and a grid of {combinations:,} combinations: give "
+            f"{MOST_VARIANTS:,} at most"
         )
     for name, least in (("repeats", 1), ("warmup_epochs", 0), ("time_limit", 1), ("max_epochs", 1), ("max_steps", 1)):
         value = getattr(experiment, name)

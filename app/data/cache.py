@@ -82,7 +82,7 @@ class ImageCache:
             rank_zero_info(f"Decoding {len(images):,} images, once, into {path}")
             file.write(b"".ljust(HEADER))
             wrong: dict[int, UserError] = {}
-            for block in images.readable(num_workers, wrong) if source.skips else images.blocks(num_workers):
+            for block in images.blocks(num_workers, wrong if source.skips else None):
                 file.write(block.numpy().data)
             right = [place for place in range(len(images)) if place not in wrong]
             if wrong:

@@ -62,16 +62,14 @@ class FileSplit(Split):
             self._images = images
         return self._images
 
-    def _parts(self, num_workers: int) -> Workers:
+    def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Tensor]:  # noqa: D102
         parts = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
-        return Workers(self.__getitem__, parts, self.image_shape, min(num_workers, len(parts)))
-
-    def blocks(self, num_workers: int) -> Iterator[Tensor]:  # noqa: D102
-        yield from self._parts(num_workers)
-
-    def readable(self, num_workers: int, wrong: dict[int, UserError]) -> Iterator[Tensor]:  # noqa: D102
-        for part, (images, errors) in enumerate(self._parts(num_workers).with_errors()):
-            wrong.update({part * self._block + place: error for place, error in errors.items()})
+        workers = Workers(self.__getitem__, parts, self.image_shape, min(num_workers, len(parts)))
+        if wrong is None:
+            yield from workers
+            return
+        for part, (images, errors) in zip(parts, workers.with_errors(), strict=True):
+            wrong.update({part[place]: error for place, error in errors.items()})
             yield images
 
 

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
+from zlib import crc32
 
 import psutil
 import torch
@@ -173,7 +174,12 @@ class ImageData(LightningDataModule):
             return
         if name not in self.source.splits:
             raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
-        split = (self.cache and self.cache.open(self.source, name)) or self.source.load(name)
+        split = self.cache and self.cache.open(self.source, name)
+        if split is None and self.source.skips and self.source.encoded(name):
+            raise UserError(
+                "--data.on_bad_image skip: the decoded images are not in --data.cache any more: start again"
+            )
+        split = split or self.source.load(name)
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
@@ -191,6 +197,11 @@ class ImageData(LightningDataModule):
         rows = torch.randperm(len(rows), generator=stream(self.seed, 0))
         self._splits["val"] = train, rows[:count].sort().values
         self._splits["train"] = train, rows[count:].sort().values
+
+    @property
+    def content(self) -> dict[str, tuple[int, int]]:
+        """Number of images of each split that has been loaded, and a checksum of their labels."""
+        return {name: (len(split), crc32(split.labels.numpy().tobytes())) for name, (split, _) in self._splits.items()}
 
     @property
     def left_out(self) -> dict[str, int]:

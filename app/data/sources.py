@@ -131,13 +131,17 @@ class Split(Dataset[Tensor]):
         assert self._images is not None
         return self._images
 
-    def blocks(self, num_workers: int) -> Iterator[Tensor]:
-        """All images in order, in parts (n, C, H, W) of about 1 MiB."""
-        yield from self.tensor().split(self._block)
+    def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Tensor]:
+        """All images in order, in parts (n, C, H, W) of about 1 MiB.
 
-    def readable(self, num_workers: int, wrong: dict[int, UserError]) -> Iterator[Tensor]:
-        """As `blocks`, without the images that cannot be read; these are put into `wrong`, by their place."""
-        yield from self.blocks(num_workers)
+        Args:
+            num_workers: Processes that decode them, where they must be decoded.
+            wrong: Takes what is wrong with images that cannot be read, by their place; these are left out.
+
+        Raises:
+            UserError: When an image cannot be read, and there is no `wrong`.
+        """
+        yield from self.tensor().split(self._block)
 
     @property
     def _block(self) -> int:
@@ -243,7 +247,12 @@ class CIFAR10Source(Source):
 
     def _unpickled(self, file: Path) -> dict[str, Any]:
         """Content of a batch whose checksum is right: a pickle can run anything."""
-        content = file.read_bytes()
+        if file.exists() and not file.is_file():
+            raise UserError(f"{file} is not a file: remove it to have it made anew")
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror})") from error
         if hashlib.md5(content, usedforsecurity=False).hexdigest() != self.checksums[file]:
             raise UserError(f"{file} is truncated or corrupted: delete {file.parent} to have it made anew")
         return pickle.loads(content, encoding="latin1")

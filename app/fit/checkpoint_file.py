@@ -22,7 +22,7 @@ from app.system.files import PART, sync_folder, whole
 LAST = "last.ckpt"
 PREVIOUS = "last-1.ckpt"  # the one before
 MARK, DIGITS = b"sha256:", 64
-END, LENGTH = 22, 2  # bytes of a zip file's last record without a comment; of the comment's length, which ends it
+LENGTH = 2  # bytes of the comment's length, with which a zip file without a comment ends
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -99,6 +99,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
+    if path.exists() and not path.is_file():
+        raise UserError(f"--ckpt_path {path}: not a file")
     try:
         with path.open("rb") as file:
             wrong = _damage(file)

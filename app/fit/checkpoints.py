@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.errors import UserError
 from app.execution import IMPLEMENTATION
-from app.fit.checkpoint_file import read
+from app.fit.checkpoint_file import PREVIOUS, read
 from app.modules import ImageClassifier
 from app.monitor.run_record import load_record
 from app.system.files import remove_parts
@@ -21,6 +21,8 @@ from app.system.lightning_patches import (
     saves_within_epochs,
     steps_between_checkpoints,
 )
+
+WEIGHTS_ALONE = "it holds weights alone"
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -121,7 +123,8 @@ def _of_run(name: str, record: Path) -> Path:
     if kept is not None and Path(kept).is_file():
         return Path(kept)
     folder = record.with_name("checkpoints")  # the run may have been moved, or killed in its first epoch
-    found = [path for path in _newest_first([folder]) if path.name == Path(kept or "").name or path.stem == name]
+    names = {Path(kept or "").name, f"{name}.ckpt", *[PREVIOUS] * (name == "last")}
+    found = [path for path in _newest_first([folder]) if path.name in names]
     if not found:
         raise UserError(f"--ckpt_path {name}: the run in {record.parent} has kept none: give a file's path")
     return found[0]
@@ -141,12 +144,13 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def _wrong_with(path: Path) -> str | None:
+def _wrong_with(path: Path, whole: bool = False) -> str | None:
+    """What is wrong with a checkpoint; also, if it is to be whole, that it holds weights alone."""
     try:
-        read(path)
+        checkpoint = read(path)
     except UserError as error:
         return str(error)
-    return None
+    return f"{path}: {WEIGHTS_ALONE}" if whole and "loops" not in checkpoint else None
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
@@ -170,7 +174,9 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         ]
     damaged: list[Path] = []
     for path in _newest_first(folders):
-        wrong = _wrong_with(path)
+        wrong = _wrong_with(path, whole=True)
+        if wrong is not None and wrong.endswith(WEIGHTS_ALONE):
+            continue
         if wrong is None:
             for each in damaged:
                 aside = each.with_name(f"{each.name}.damaged")
@@ -181,8 +187,8 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         damaged.append(path)
     if damaged:
         raise UserError(
-            f"--ckpt_path auto: none of the {len(damaged)} checkpoints under {Path(root, run)} can be read: give "
-            "another --run.name to begin anew, or the path of one elsewhere"
+            f"none of the {len(damaged)} checkpoints under {Path(root, run)} can be read: give another --run.name to "
+            "begin anew, or --ckpt_path with one elsewhere"
         )
     return None
 

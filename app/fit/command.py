@@ -37,7 +37,7 @@ from app.launch.agree import agree, connect, gather_objects
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
 from app.launch.elastic import RUN_DIR, STOPPED, launch, note
 from app.launch.failures import explaining_errors
-from app.launch.process import end_in_order, end_undisturbed, requeue
+from app.launch.process import end_in_order, end_undisturbed, requeue, trust_flags
 from app.launch.rendezvous import NodeRendezvous
 from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
@@ -107,7 +107,7 @@ class CLI(Flags):
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.command = shlex.join(["python", "-m", "app", *argv])
+        self.command = shlex.join(["python", "-m", "app", *argv, *trust_flags()])
         self.exit_code = self.processes = 0
         self.launcher: Launched | None = launched()
         self.asked_for: str | None = None

@@ -204,14 +204,34 @@ def refuse_unusable(arguments: list[str]) -> None:
         value = value if given else following
         if flag.startswith(("--model.optimizer.", "--model.scheduler.")) and NOT_FINITE.fullmatch(value):
             raise UserError(f"{flag} {value}: give a finite number")
-        if flag.removeprefix("--") in SECTIONS and os.path.exists(value):
-            read_yaml(value, flag)  # a section may be in a file of its own
+        if flag.startswith("--"):
+            _look_at(flag, value)
         if flag in ("--config", "-c") and not value.startswith("-"):
             for section, content in read_yaml(value).items():
+                if isinstance(content, str):
+                    _look_at(f"{section} in --config {value}:", content)
                 names_class = section in ("model", "data") and isinstance(content, str)
                 if section in SECTIONS and not names_class and not isinstance(content, dict):
                     said = "null" if content is None else str(content)[:50]
                     raise UserError(f"{section}: {said} in --config {value}: give its settings, or leave it out")
+
+
+def _look_at(flag: str, value: str) -> None:
+    """Refuse a value that is YAML, or names a file of it, which jsonargparse would take for ever to read."""
+    names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeprefix("--") in SECTIONS
+    if names_file and os.path.exists(value):
+        read_yaml(value, flag)
+    elif any(sign in value for sign in "&{"):
+        try:
+            yaml.load(value, Loader=_PlainLoader)
+        except _RefusedError as error:
+            raise UserError(f"{flag}: {one_line(str(error))}") from error
+        except (yaml.YAMLError, ValueError, RecursionError):  # it is something else
+            return
+
+
+class _RefusedError(yaml.YAMLError):
+    """YAML that is well-formed, and that we do not read."""
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -224,13 +244,13 @@ class _PlainLoader(yaml.SafeLoader):
     def _count(self, node: yaml.Node, known: dict[int, int], depth: int) -> int:
         """Nodes below this one; each is looked at once, and counts as often as an alias repeats it."""
         if depth > DEEPEST:
-            raise yaml.YAMLError(f"nested more than {DEEPEST} deep, or in itself, at line {node.start_mark.line + 1}")
+            raise _RefusedError(f"nested more than {DEEPEST} deep, or in itself, at line {node.start_mark.line + 1}")
         if id(node) not in known:
             inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else []
             inner = node.value if isinstance(node, yaml.SequenceNode) else inner
             known[id(node)] = 1 + sum(self._count(each, known, depth + 1) for each in inner)
             if known[id(node)] > MOST_NODES:
-                raise yaml.YAMLError(
+                raise _RefusedError(
                     f"more than {MOST_NODES:,} values, with aliases, at line {node.start_mark.line + 1}"
                 )
         return known[id(node)]
@@ -239,7 +259,7 @@ class _PlainLoader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.YAMLError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
+                raise _RefusedError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
 
 

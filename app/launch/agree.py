@@ -17,7 +17,7 @@ from app.errors import UserError
 from app.launch.cluster_environment import Launched, launch_id, launched
 from app.launch.failures import name_nodes
 from app.launch.rendezvous import Deadline, NodeRendezvous, host_store, reach_store
-from app.system.interconnect import own_addresses, use_interface_to
+from app.system.interconnect import own_addresses, use_interface_to, use_loopback
 
 STORE = "app/store"  # key in the agents' store: port of the one that rank zero hosts
 
@@ -109,6 +109,8 @@ def connect(trainer: Trainer, environment: ClusterEnvironment, timeout: float) -
         return
     if launcher.nodes > 1:
         use_interface_to(environment.main_address)
+    else:
+        use_loopback()
     place = f"{environment.main_address}:{environment.main_port}"
     what = f"all {launcher.world_size} processes of {launcher.by} at {place}"
 

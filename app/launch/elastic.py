@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import distributed
@@ -120,6 +120,8 @@ def launch(
             rank, failure = root_cause(failed.failures)
             if failure.exitcode in EXIT_CODES.values():
                 return failure.exitcode
+            if failure.exitcode in (-signal.SIGINT, -signal.SIGTERM):  # a rank that was still starting
+                return 128 - failure.exitcode
             error = explain(rank, failure)
             if type(error) is RankError and failure.local_rank:
                 for log in reversed(files(f"{failure.local_rank}/*.log")):  # stdout, stderr
@@ -158,4 +160,5 @@ def note(name: str, text: str) -> None:
     """Tell the agent that started this rank, if one did, of RUN_DIR, or of the exit code of a rank that has STOPPED."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if AGENT in os.environ and error_file:
-        Path(error_file).with_name(name).write_text(text)
+        with suppress(OSError):  # $TMPDIR is full: then the agent does not know
+            Path(error_file).with_name(name).write_text(text)

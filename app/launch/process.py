@@ -21,6 +21,11 @@ SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 
 
+def trust_flags() -> list[str]:
+    """The `--trust` flags that were given."""
+    return [part for module in os.environ.get(TRUST, "").split(",") if module for part in ("--trust", module)]
+
+
 def is_task_of_srun() -> bool:
     """Whether srun has started this process as a task of a step; a batch script and a shell of salloc are none.
 

@@ -22,6 +22,7 @@ from app.launch.rendezvous import host_store
 from app.launch.signals import CAUSES, Signals
 from app.launch.watchdog import watched
 from app.system import lightning_patches
+from app.system.interconnect import use_loopback
 
 
 class SpawnLauncher(lightning_patches.SpawnLauncher):
@@ -129,7 +130,9 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
                 assert self.timeout is not None
                 self._store = use_own_store(strategy.node_rank * strategy.num_processes + process_idx, self.timeout)
                 strategy.cluster_environment = LightningEnvironment()
-            elif process_idx == 0 and self.timeout is not None:  # on loopback: torch's own listens everywhere
-                place = strategy.cluster_environment
-                self._store = host_store(place.main_address, place.main_port, self.timeout)
+            elif self.timeout is not None:
+                use_loopback()
+                if process_idx == 0:  # torch's own store would listen everywhere
+                    place = strategy.cluster_environment
+                    self._store = host_store(place.main_address, place.main_port, self.timeout)
             super()._wrapping_function(process_idx, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,7 +43,7 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            self.failed = True
+            self.failed = self.unsent = True
             rank_zero_warn(f"Weights & Biases failed, training goes on without it: {one_line(str(error))}")
 
     return call
@@ -149,7 +150,11 @@ class Tracker(WandbLogger):
     def _settle(self) -> None:
         """Be offline where the server has not answered."""
         asked, self._answers = self._answers, None
-        if asked is not None and not asked.result():
+        try:
+            there = asked is None or asked.result(PROBE_TIMEOUT)
+        except TimeoutError:  # a name server that does not answer, or many addresses
+            there = False
+        if not there:
             rank_zero_info("Weights & Biases does not answer: offline from here on")
             self._fall_back("offline")
 
@@ -169,7 +174,7 @@ class Tracker(WandbLogger):
         if self.unsent:
             folders += sorted(Path(str(self.save_dir), "wandb").glob(f"run-*-{self.id}"))
         if folders:
-            return f"offline; upload with  wandb sync {' '.join(map(str, folders))}"
+            return f"offline; upload with  {shlex.join(['wandb', 'sync', *map(str, folders)])}"
         return getattr(open_experiment(self), "url", None) or self.mode
 
     @_never_fatal
@@ -224,16 +229,14 @@ class Tracker(WandbLogger):
         """Close what Lightning closes after each stage."""
         super().finalize(status)
 
-    @_never_fatal
     def finish(self) -> None:
         """End the run: everything has been logged."""
-        run = open_experiment(self)
-        if run is None:
-            return
         try:
-            run.finish()
-        except TimeoutError:
+            if run := open_experiment(self):
+                run.finish()
+        except Exception as error:  # TimeoutError, or whatever the tracker raises
             self.unsent = True
+            rank_zero_info(f"Weights & Biases has not taken all of the run: {one_line(str(error))}")
 
 
 class MetricsFile(CSVLogger):

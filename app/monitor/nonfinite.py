@@ -20,7 +20,8 @@ class NonFinite(Callback):
 
     Each rank keeps the losses of a logging window where they are and looks at them when it ends; also before a
     checkpoint is written, together with its weights: what has been saved is finite. To leave a step out, the gradients
-    are looked at before each update, which costs one read of the device per step.
+    are looked at before each update, which costs a read of the device and a small all-reduce on each step; in float16
+    the scaler of the gradients does so anyway.
 
     Args:
         action: `stop` ends the run with an error; `warn` says it once; `skip` leaves out the updates whose gradients
@@ -35,9 +36,8 @@ class NonFinite(Callback):
         self.action = action
         self.since: int | None = None
         self.skipped = 0
-        self._losses: list[Tensor] = []
-        self._batch = 0  # the last one whose loss is among them
-        self._window, self._looked = 1, 0
+        self._losses: list[tuple[int, Tensor]] = []  # with the batch
+        self._window, self._looked, self._last = 1, 0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with an empty window."""
@@ -49,8 +49,7 @@ class NonFinite(Callback):
         """Keep the loss, and look at those of a window that ends here."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
-            self._losses.append(loss)
-            self._batch = batch_idx
+            self._losses.append((batch_idx, loss))
         step = trainer.global_step
         if step % self._window == 0 and step != self._looked:  # where the sums of `app.modules` are read, too
             self._looked = step
@@ -60,15 +59,15 @@ class NonFinite(Callback):
         """Look at the rest of the epoch."""
         self._look(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Look at what is to be saved."""
+    def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Look at what is to be saved; of weights alone, Lightning tells no callback."""
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
             self._look(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Leave an update out: an optimizer passes over parameters without a gradient."""
-        if self.action != "skip":
+        if self.action != "skip" or getattr(trainer.precision_plugin, "scaler", None):  # which skips them itself
             return
         found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         bad = torch.tensor(not _finite(found), dtype=torch.int64, device=trainer.strategy.root_device)
@@ -87,11 +86,12 @@ class NonFinite(Callback):
             UserError: On every rank, when one of them is not finite on any, and the run is to stop.
         """
         losses, self._losses = self._losses, []
+        self._last = losses[-1][0] if losses else self._last
         first = NONE
         if losses:
-            finite = torch.stack(losses).isfinite().flatten().tolist()
+            finite = torch.stack([loss for _, loss in losses]).isfinite().flatten().tolist()
             if not all(finite):
-                first = (self._batch - len(losses) + 1 + finite.index(False)) * trainer.world_size + trainer.global_rank
+                first = losses[finite.index(False)][0] * trainer.world_size + trainer.global_rank
         found = torch.tensor([first, int(not weights or _finite(weights))], device=trainer.strategy.root_device)
         first, whole = trainer.strategy.reduce(found, reduce_op="min").tolist()
         if first == NONE and whole:
@@ -100,7 +100,7 @@ class NonFinite(Callback):
         step, every = trainer.global_step, trainer.accumulate_grad_batches
         what = f"the weights are not finite after step {step}"
         if first != NONE:
-            step -= self._batch // every - batch // every
+            step -= self._last // every - batch // every
             at = f"batch {batch + 1} of epoch {trainer.current_epoch + 1}"
             what = f"the training loss is not finite since step {step} ({at}, rank {rank})"
         if self.action == "stop":
@@ -113,7 +113,7 @@ class NonFinite(Callback):
                 f"{f', and go on from {good}' if good else ''}; --run.on_nonfinite warn goes on all the same, and skip "
                 "leaves out such steps"
             )
-        if self.since is None:
+        if self.since is None and self.action == "warn":
             self.since = trainer.current_epoch
             rank_zero_info(f"{what}: lower the learning rate, or take another --trainer.precision")
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.errors import ExitStatus, RankError
+from app.errors import ExitStatus, RankError, UserError
 from app.launch.agree import gather_objects
 from app.launch.process import AGENT
 from app.launch.signals import cause
@@ -71,6 +71,8 @@ def load_record(path: Path) -> dict[str, Any]:
             return None if isinstance(form, type | tuple) and isinstance(value, form) else place
         return next(filter(None, found), None)
 
+    if not isinstance(record.get("status"), str):
+        raise ValueError(f"{path} cannot be read (it has no status)")
     if place := wrong(record, FORM, ""):
         raise ValueError(f"{path} cannot be read ({place[1:]} is not what it should be)")
     return record
@@ -232,6 +234,15 @@ class RunRecord(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note how the model is executed, and count the accelerator's peak memory from here."""
+        data = getattr(trainer, "datamodule", None)
+        if isinstance(data, ImageData) and data.source.skips:
+            found = gather_objects((trainer.node_rank, data.content))
+            for node, content in found:
+                if content != found[0][1]:
+                    raise UserError(
+                        f"--data.on_bad_image skip: node {node} reads other images than node 0 ({content}, "
+                        f"{found[0][1]}): give all nodes the same files"
+                    )
         profiles = (callback for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
         self._profile = next(profiles, None)
         self._trace = next((c for c in trainer.callbacks if isinstance(c, StepTrace)), None)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from app.data.module import ImageData
 from app.launch.cluster_environment import OWN_AGENT
+from app.launch.process import trust_flags
 from app.modules import ImageClassifier
 from app.monitor.loggers import Tracker
 
@@ -135,7 +137,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, test
         if isinstance(logger, Tracker):
             yield f"tracked         {logger.where()}"
     if fitted and checkpoints.get("last"):
-        again = f"--config {directory}/config.yaml"
+        again = shlex.join([*trust_flags(), "--config", f"{directory}/config.yaml"])
         alone = record["num_nodes"] == 1 and all(launcher.startswith(OWN_AGENT) for launcher in record["launchers"])
         resume = f"python -m app fit {again}" if alone else "the same command, with"
         resume += f" --ckpt_path {checkpoints['last']}"

@@ -65,7 +65,7 @@ def sync_folder(folder: Path) -> None:
 def remove_parts(folder: Path) -> None:
     """Remove what killed processes have left of files that they were writing."""
     for part in folder.glob(f".*{PART}"):
-        with suppress(OSError), part.open("rb") as file:
+        with suppress(OSError), part.open("r+b") as file:  # NFS locks what is open for writing
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while it is written
             part.unlink()
 

@@ -152,6 +152,12 @@ def outward_address() -> str:
         return (given or own_addresses())[0]
 
 
+def use_loopback() -> None:
+    """Have gloo use the loopback, where all processes are on this machine, unless an interface was chosen."""
+    if "lo" in psutil.net_if_addrs():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def use_interface_to(address: str) -> None:
     """Have gloo and NCCL use the network interface over which the main node is reached, unless one was chosen.
 

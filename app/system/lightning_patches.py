@@ -101,11 +101,12 @@ _CONNECTOR_OF_CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_con
     f"{_TRAINER}._checkpoint_connector",
     f"{_CONNECTOR_OF_CHECKPOINTS}._restore_modules_and_callbacks",
     f"{_CONNECTOR_OF_CHECKPOINTS}.restore_training_state",
+    f"{_CONNECTOR_OF_CHECKPOINTS}.dump_checkpoint",
 )
 class Restoring(_CheckpointConnector):
     """Restores a run from a checkpoint, and says in one line that it cannot: Lightning reads whatever stands there.
 
-    At an upgrade: are these two methods still what `Trainer._run` calls?
+    At an upgrade: are these methods still what `Trainer._run` and `save_checkpoint` call?
     """
 
     @classmethod
@@ -117,6 +118,14 @@ class Restoring(_CheckpointConnector):
         with self._naming_it():
             super()._restore_modules_and_callbacks(*args, **kwargs)
 
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """What is to be saved, after a look at it by the callbacks that have one, also where it is weights alone."""
+        checkpoint = super().dump_checkpoint(weights_only)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "before_saving"):
+                callback.before_saving(self.trainer, checkpoint)
+        return checkpoint
+
     def restore_training_state(self) -> None:
         """Restore optimizers, schedulers, loops and precision."""
         with self._naming_it():
@@ -126,7 +135,7 @@ class Restoring(_CheckpointConnector):
     def _naming_it(self) -> Iterator[None]:
         try:
             yield
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             if not self.trainer.ckpt_path:
                 raise
             said = f"nothing can be restored from it ({type(error).__name__}: {one_line(str(error))[:200]})"
