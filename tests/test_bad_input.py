@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from harness import QUIET, error_of
 
+from app.cli import main
+
 App = Callable[..., tuple[int, str]]
 TINY = ["--data", "Synthetic", "--data.size", "64", "--trainer.max_epochs", "1", "--run.test", "false", *QUIET]
 RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
@@ -127,6 +129,11 @@ def test_a_pipe_is_no_config(app: App) -> None:
     assert "--config pipe: not a file" in error_of(*app("fit", *TINY, "--config", "pipe"))
 
 
+def test_a_pipe_is_no_checkpoint(app: App) -> None:
+    os.mkfifo("pipe.ckpt")
+    assert "--ckpt_path pipe.ckpt: not a file" in error_of(*app("test", *TINY, "--ckpt_path", "pipe.ckpt"))
+
+
 def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the current folder is, unasked; one that is installed elsewhere, by name."""
     Path("mine.py").write_text("from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n")
@@ -141,3 +148,5 @@ def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> 
     )
     code, out = app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs")
     assert code == 0, out
+    assert "python -m app test --trust theirs --config " in out, "the commands that are printed can be followed"
+    assert main(["--trust", "theirs"]) == 0, "of no command there is the help"

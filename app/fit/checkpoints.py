@@ -150,7 +150,7 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
         checkpoint = read(path)
     except UserError as error:
         return str(error)
-    return f"{path}: {WEIGHTS_ALONE}" if whole and "loops" not in checkpoint else None
+    return f"{path}: {WEIGHTS_ALONE}" if whole and not checkpoint.keys() >= {"loops", "optimizer_states"} else None
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
@@ -172,23 +172,21 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
             for folder, content in records.items()
             if content.get("command") == of[0] and set(of[1]) & set(content.get("launchers") or ())
         ]
-    damaged: list[Path] = []
+    unusable: list[tuple[Path, str]] = []
     for path in _newest_first(folders):
         wrong = _wrong_with(path, whole=True)
-        if wrong is not None and wrong.endswith(WEIGHTS_ALONE):
-            continue
         if wrong is None:
-            for each in damaged:
+            for each in (path for path, wrong in unusable if not wrong.endswith(WEIGHTS_ALONE)):
                 aside = each.with_name(f"{each.name}.damaged")
                 each.replace(aside)
                 rank_zero_info(f"{each} is damaged: it is kept as {aside.name}, and the run goes on from {path}")
             return str(path)
         rank_zero_info(wrong)
-        damaged.append(path)
-    if damaged:
+        unusable.append((path, wrong))
+    if unusable:
         raise UserError(
-            f"none of the {len(damaged)} checkpoints under {Path(root, run)} can be read: give another --run.name to "
-            "begin anew, or --ckpt_path with one elsewhere"
+            f"from none of the {len(unusable)} checkpoints under {Path(root, run)} can training go on: give another "
+            "--run.name to begin anew, or --ckpt_path with one elsewhere"
         )
     return None
 
