@@ -224,7 +224,6 @@ def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {"WANDB_MODE": "disabled", "TMPDIR": str(temporary)}
-    shared = set(os.listdir("/dev/shm"))
     for turn in range(count):
         with started(tmp_path / "runs", *flags, env=env) as run:
             if turn % 2:
@@ -233,7 +232,6 @@ def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
             out = run.end(60)
         assert run.process.returncode in ((0, 130, -signal.SIGINT) if turn % 2 else (0,)), out
         assert not list(temporary.iterdir())
-        assert set(os.listdir("/dev/shm")) <= shared
     tally("start and stop of `ddp` on two devices, half of them by Ctrl-C at a random moment", count)
 
 
