@@ -1,7 +1,7 @@
 """A checkpoint as a file: written whole or not at all, and refused where a bit of it has changed.
 
-The file is a zip archive, as `torch.save` makes it. Its comment holds a SHA-256 of all that comes before: torch does
-not look at the archive's own checksums, which others' checkpoints have to do with.
+The file is a zip archive, as `torch.save` makes it, whose comment holds a SHA-256 of all that comes before. Of other
+people's checkpoints the archive's own checksums are compared, at which torch does not look.
 """
 
 import hashlib
