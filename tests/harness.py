@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 import torch
 from cluster.hosts import awaited
 
@@ -110,6 +111,12 @@ def family(mark: str) -> set[int]:
         except OSError:  # it has ended
             continue
     return found
+
+
+def listening(processes: Iterable[int]) -> set[str]:
+    """Addresses on which processes listen."""
+    found = (each for pid in processes for each in psutil.Process(pid).net_connections("inet"))
+    return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
 
 
 class Running:

@@ -80,10 +80,12 @@ def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: P
 
 
 @pytest.mark.cluster
-def test_temporary_files_elsewhere_do_not_matter(disk: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_path: Path) -> None:
     """A full $TMPDIR is no reason to lose a run whose folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
-    code, out = start_app("fit", *FIT, *BIG, "--run.root", tmp_path / "runs", env={"TMPDIR": str(disk)})
+    flags = [*FIT, *BIG, "--trainer.accelerator", "cpu", "--trainer.devices", devices, "--run.root", tmp_path / "runs"]
+    code, out = start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)})
     assert code == 0, out
     assert torch.load(tmp_path / "runs/cifar_cnn/version_0/checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
     assert [path.name for path in disk.iterdir()] == ["filler"]

@@ -3,9 +3,8 @@
 import ipaddress
 from pathlib import Path
 
-import psutil
 import pytest
-from harness import QUIET, family, free_port, started
+from harness import QUIET, family, free_port, listening, started
 
 from app.system.interconnect import own_addresses
 
@@ -13,12 +12,6 @@ pytestmark = pytest.mark.slow
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--trainer.max_epochs", "100000"]
 ONE = ["--trainer.devices", "2"]
 TWO = ["--trainer.devices", "1", "--trainer.num_nodes", "2", "--trainer.strategy", "ddp"]
-
-
-def listening(mark: str) -> set[str]:
-    """Addresses on which the processes of a run listen."""
-    found = (each for pid in family(mark) for each in psutil.Process(pid).net_connections("inet"))
-    return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.parametrize("way", ["ddp", "ddp_spawn", "tcp", "file"])
@@ -32,10 +25,10 @@ def test_nothing_listens_on_all_interfaces(way: str, tmp_path: Path) -> None:
         if way in ("tcp", "file"):
             with started(tmp_path, *flags, "1") as other:
                 run.trained(1)
-                found = listening(run.mark) | listening(other.mark)
+                found = listening(family(run.mark) | family(other.mark))
         else:
             run.trained(1)
-            found = listening(run.mark)
+            found = listening(family(run.mark))
         assert run.process.poll() is None
     assert found
     loopback = {address for address in found if ipaddress.ip_address(address).is_loopback}

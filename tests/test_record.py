@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import QUIET, start_app
+from harness import QUIET, free_port, start_app
 from PIL import Image
 from rich.console import Console
 
@@ -301,20 +303,51 @@ def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> N
     assert (tmp_path / "cifar_cnn" / "version_1" / "metrics.csv").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("server", ["refuses", "never answers"])
-def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
-    """The run is kept offline, whole, under the command that is printed; training begins within seconds of it."""
+class OutOfQuota(BaseHTTPRequestHandler):
+    """Weights & Biases with no room left, to whatever is asked."""
+
+    def _answer(self) -> None:
+        said = json.dumps({"errors": [{"message": "storage limit reached"}]}).encode()
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    do_GET = do_POST = _answer  # noqa: N815
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def tracker(server: str) -> Iterator[str]:
+    """The address of a server of Weights & Biases that does not take the run."""
+    if server == "is out of quota":
+        with ThreadingHTTPServer(("127.0.0.1", 0), OutOfQuota) as full:
+            threading.Thread(target=full.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{full.server_port}"
+            full.shutdown()
+        return
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
         if server == "refuses":
             silent.close()
-        env = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY, "WANDB_MODE": None}
+            yield f"http://127.0.0.1:{free_port()}"
+        else:
+            yield f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["refuses", "never answers", "is out of quota"])
+def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
+    """The run is kept offline, whole, under the command that is printed; training begins within seconds of it."""
+    with tracker(server) as url:
+        env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
         flags = [*SMALL, "--trainer.max_epochs", "2", "--run.root", tmp_path]
         code, out = start_app("fit", *flags, env=env)
     assert code == 0, out
     assert out.count("Weights & Biases") == 1, "it is said once"
-    assert "Weights & Biases does not answer: offline from here on" in out
+    said = "does not start (.*limit reached.*)" if server == "is out of quota" else "does not answer"
+    assert re.search(f"Weights & Biases {said}: offline from here on", out)
     run = tmp_path / "cifar_cnn" / "version_0"
     file, summary = inspect(run)
     assert f"wandb sync {file.parent}\n" in out

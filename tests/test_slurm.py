@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from harness import QUIET, ROOT, largest_difference, losses, weights
+from harness import QUIET, ROOT, largest_difference, listening, losses, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"
@@ -93,6 +93,10 @@ def test_it_goes_on_exactly(slurm: Slurm, app: Callable[..., tuple[int, str]], t
 def test_scancel_saves_and_leaves_no_process(slurm: Slurm, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, epochs=100000)
     trained(slurm, job, tmp_path, 2)
+    ranks = [pid for pid, variables in slurm.processes(job).items() if "SLURM_STEP_TASKS_PER_NODE" in variables]
+    found = listening(ranks)
+    assert found
+    assert not found & {"0.0.0.0", "::"}
     slurm.run("scancel", job)
     slurm.reaches(job, "CANCELLED")
     assert slurm.processes(job) == {}

@@ -1,5 +1,6 @@
 """The ranks of a run come together; then rank zero decides, all hear it, every node checks, and all hear who cannot."""
 
+import errno
 import hashlib
 import json
 import os
@@ -115,15 +116,18 @@ def connect(trainer: Trainer, environment: ClusterEnvironment, timeout: float) -
     what = f"all {launcher.world_size} processes of {launcher.by} at {place}"
 
     def begin() -> distributed.TCPStore | None:
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = use_own_store(trainer.global_rank, timeout) if agent else None
+        store = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = use_own_store(trainer.global_rank, timeout)
+        elif trainer.global_rank == 0:  # torch's own would listen on all interfaces
+            store = host_store(environment.main_address, environment.main_port, timeout)
         strategy.setup_environment()
         return store  # which it has used
 
     try:  # torch waits longer than it was told where a foreign listener has the port
         Deadline(timeout).within(begin, what, say=trainer.local_rank == 0)
     except (RuntimeError, OSError) as error:  # those of gloo are RuntimeErrors
-        if "EADDRINUSE" in str(error):
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":

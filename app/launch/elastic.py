@@ -24,6 +24,7 @@ from app.errors import EXIT_CODES, RankError, RankLostError, UserError
 from app.launch.failures import explain, lost, root_cause, said
 from app.launch.process import AGENT
 from app.launch.rendezvous import Cluster, NodeRendezvous
+from app.launch.watchdog import watched
 from app.system.machine import usable_cores
 
 TAIL = 30  # lines of a failed rank's output that are shown
@@ -58,7 +59,8 @@ def launch(
     """
     error: UserError | RankError
     # torch's own temporary folder would stay behind
-    with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as own, _agent(processes, cluster.timeout):
+    own_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
+    with own_folder as own, _agent(processes, cluster.timeout), watched(cluster.timeout):
         folder = Path(cluster.log_dir or own)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         self._processes = []
         try:
-            with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:
+            with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, watched(self.timeout):
                 self._error_file = f"{folder}/error_{{}}.json"
                 try:
                     results = super().launch(function, *args, trainer=trainer, **kwargs)
