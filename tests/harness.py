@@ -115,8 +115,12 @@ def family(mark: str) -> set[int]:
 
 def listening(processes: Iterable[int]) -> set[str]:
     """Addresses on which processes listen."""
-    found = (each for pid in processes for each in psutil.Process(pid).net_connections("inet"))
-    return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
+    found = set()
+    for pid in processes:
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            connections = psutil.Process(pid).net_connections("inet")
+            found |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    return {address.removeprefix("::ffff:") for address in found}
 
 
 class Running:
@@ -124,7 +128,7 @@ class Running:
 
     def __init__(self, root: Path, *flags: str | Path, launcher: Sequence[str], env: dict[str, str]) -> None:
         self.mark = uuid.uuid4().hex
-        self.root = root
+        self.root, self.launcher = root, launcher
         command = [*(launcher or [sys.executable]), "-m", "app", "fit", "--run.root", *map(str, [root, *flags])]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -152,8 +156,10 @@ class Running:
                 os.kill(pid, getattr(signal, name))
 
     def trained(self, epochs: int) -> None:
-        """Wait until it has trained so many epochs, or has ended."""
+        """Wait until it has trained so many epochs, or has ended; nothing of it listens on all interfaces."""
         awaited(lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 240)
+        if not self.launcher:
+            assert not listening(family(self.mark)) & {"0.0.0.0", "::"}
 
     def end(self, seconds: float = 120) -> str:
         """What it printed; none of its processes is left a little later."""

