@@ -1,8 +1,6 @@
 """The ranks of a run come together; then rank zero decides, all hear it, every node checks, and all hear who cannot."""
 
 import errno
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -53,11 +51,14 @@ def agree(
             not do on one of them.
     """
     gather = rendezvous.gather if rendezvous else gather_objects
-    digest = hashlib.sha256(json.dumps(settings).encode()).digest()
-    ids, nodes, digests = zip(*gather((launch_id(), (node, own_addresses()), digest)), strict=True)
+    ids, nodes, everyones = zip(*gather((launch_id(), (node, own_addresses()), settings)), strict=True)
     name_nodes(list(nodes), node)
-    if len(set(digests)) > 1:  # on every rank; the settings are a page or two
-        _refuse_difference(gather((node, settings)))
+    for rank, theirs in enumerate(everyones):
+        for flag in {**everyones[0], **theirs}:
+            here, there = (each.get(flag, "not set") for each in (everyones[0], theirs))
+            if here != there:
+                where = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
+                raise UserError(f"--{flag} is {here} on node 0 and {there} on {where}: give the same")
     decided, wrong = {}, None
     if node == 0 and (not distributed.is_initialized() or distributed.get_rank() == 0):
         try:
@@ -79,16 +80,6 @@ def agree(
         if reason is not None:
             raise UserError(reason if other == node else f"node {other}: {reason}")
     return decided
-
-
-def _refuse_difference(everyone: list[tuple[int, dict[str, str]]]) -> None:
-    _, first = everyone[0]
-    for rank, (node, settings) in enumerate(everyone):
-        for flag in [*first, *settings]:
-            here, there = first.get(flag, "not set"), settings.get(flag, "not set")
-            if here != there:
-                where = f"node {node}" if node else f"rank {rank}"
-                raise UserError(f"--{flag} is {here} on node 0 and {there} on {where}: give the same")
 
 
 def connect(trainer: Trainer, environment: ClusterEnvironment, timeout: float) -> None:
