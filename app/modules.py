@@ -208,7 +208,7 @@ class ImageClassifier(LightningModule):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Loss whose gradient, averaged over ranks, is the mean over the global batch."""
+        """Loss whose gradient, averaged over ranks and added up over what is accumulated, is the mean over samples."""
         images, labels = batch
         try:
             losses, logits = (self.step_graph or self._score)(images, labels)
@@ -224,7 +224,11 @@ class ImageClassifier(LightningModule):
         loader = trainer.train_dataloader
         if not isinstance(loader, GlobalBatches):  # somebody's own loader: the usual mean of equal shares
             return losses.mean()
-        return losses.sum() * (trainer.world_size / loader.global_count(batch_idx))
+        accumulated = trainer.accumulate_grad_batches
+        if accumulated == 1:
+            return losses.sum() * (trainer.world_size / loader.global_count(batch_idx))
+        count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
+        return losses.sum() * (trainer.world_size * accumulated / count)  # Lightning divides by what is accumulated
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the loss of the window that this step ends."""

@@ -180,10 +180,25 @@ class GlobalBatches:
         """Number of samples of all ranks at a step."""
         return min(self.batch_size, self._samples - step * self.batch_size)
 
+    def window_count(self, step: int, length: int, steps: int) -> int:
+        """Number of samples of all ranks in the window of batches to which a step belongs.
+
+        Args:
+            step: Number of the batch in its epoch.
+            length: Batches whose gradients are accumulated; the last window of an epoch may have fewer.
+            steps: Batches of the epoch.
+        """
+        first = step - step % length
+        return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
+
     def samples(self, step: int) -> Tensor:
-        """Rows of the split that this rank has at a step of an unshuffled epoch, int64 (n,)."""
-        assert not self.shuffle
-        return self.rows[self._share(torch.arange(len(self.rows)), step)]
+        """Rows of the split that this rank has at a step of the epoch, int64 (n,)."""
+        return self.rows[self._share(self._order(self.epoch), step)]
+
+    def _order(self, epoch: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(len(self.rows))
+        return torch.randperm(len(self.rows), generator=stream(self.seed, 1, epoch))
 
     def _share(self, per_sample: Tensor, step: int) -> Tensor:
         batch = per_sample[step * self.batch_size : (step + 1) * self.batch_size]
@@ -191,20 +206,22 @@ class GlobalBatches:
 
     def __iter__(self) -> Iterator[RawBatch]:
         epoch, steps = self.epoch, range(self.position(), len(self))
-        order = torch.arange(len(self.rows))
-        if self.shuffle:
-            order = torch.randperm(len(self.rows), generator=stream(self.seed, 1, epoch))
+        order = self._order(epoch)
+        drawn = self._draw(epoch)
         if self._workers is not None:
-            self._shares[:] = [self._items(order, epoch, step) for step in steps]
+            seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, epoch))
+            self._shares[:] = [self._items(order, seeds, step) for step in steps]
             labels = self._take(self._labels, order)
             for step, images in zip(steps, self._workers, strict=True):
-                yield RawBatch(images, self._share(labels, step), self._draw(epoch, step))
+                yield RawBatch(images, self._share(labels, step), None if drawn is None else self._share(drawn, step))
             return
         order = order.to(self._where.device)
         labels, where = self._take(self._labels, order), self._where[order]
         batches = (
             RawBatch(
-                self._take(self._images, self._share(where, step)), self._share(labels, step), self._draw(epoch, step)
+                self._take(self._images, self._share(where, step)),
+                self._share(labels, step),
+                None if drawn is None else self._share(drawn, step),
             )
             for step in steps
         )
@@ -217,23 +234,19 @@ class GlobalBatches:
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
         return torch.index_select(values, 0, rows, out=out)
 
-    def _items(self, order: Tensor, epoch: int, step: int) -> list[tuple[int, int]]:
+    def _items(self, order: Tensor, seeds: Tensor, step: int) -> list[tuple[int, int]]:
         """Row of each sample of this rank, and the seed of its augmentation."""
         rows = self.rows[self._share(order, step)].tolist()
         if not self._augmented:
             return [(row, 0) for row in rows]
-        generator = stream(self.seed, 3, epoch, step)
-        seeds = torch.randint(2**62, (self.global_count(step),), generator=generator).tensor_split(self.world_size)
-        return list(zip(rows, seeds[self.rank].tolist(), strict=True))
+        return list(zip(rows, self._share(seeds, step).tolist(), strict=True))
 
-    def _draw(self, epoch: int, step: int) -> Tensor | None:
-        """Draw for the whole global batch and take this rank's part: a sample's draws do not tell ranks apart."""
+    def _draw(self, epoch: int) -> Tensor | None:
+        """Draw for a whole epoch: what a sample gets depends neither on the ranks nor on the size of a batch."""
         if not self.draws:
             return None
-        shape = (self.global_count(step), self.draws)
-        generator = stream(self.seed, 2, epoch, step)
-        drawn = torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin)
-        return drawn.tensor_split(self.world_size)[self.rank]
+        shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)
+        return torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin)
 
     def state_dict(self) -> dict[str, Any]:
         """What a position in an epoch is relative to; the position itself is the trainer's."""
