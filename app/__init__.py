@@ -4,6 +4,8 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
 
     __main__            calls cli.main
     cli                 routes a command line; turns what happened into an exit status and one line
+    verify              proves that ways of running are the same training: recording (what a run does), differences
+                        (where two part), causes (why), proof (runs them all), report, command
     compare             many runs: experiment (what), runner (each in processes of its own), results, advice, figures,
                         report, command
     plan                predicts scaling: measure (a step), cost_model (the formulas), command

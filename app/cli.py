@@ -26,6 +26,7 @@ commands:
   test       measure a checkpoint on the test split
   predict    write predictions.csv for the test split or a folder of images
   compare    measure which way of running is best on this machine, with a report and advice
+  verify     prove that all ways of running are the same training, on your model and data
   plan       predict what more devices or nodes would gain
   doctor     say what this machine has and what will work on it, and test it
 
@@ -36,7 +37,7 @@ commands:
 --verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another module
 than those of the application, torch, torchvision, lightning, torchmetrics and the current folder: their code is run."""
 
-COMMANDS = ("fit", "validate", "test", "predict", "compare", "plan", "doctor")
+COMMANDS = ("fit", "validate", "test", "predict", "compare", "verify", "plan", "doctor")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -101,6 +102,10 @@ def _route(argv: list[str]) -> int:
         from app.compare.command import run as compare
 
         return compare(argv[1:])
+    if argv[0] == "verify":
+        from app.verify.command import run as verify
+
+        return verify(argv[1:])
     if argv[0] == "plan":
         from app.plan.command import run as plan
 

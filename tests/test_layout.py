@@ -21,6 +21,7 @@ LEVELS = (
     {"fit"},
     {"plan", "doctor"},
     {"compare"},
+    {"verify"},
     {"cli"},
     {"__main__"},
 )

@@ -66,7 +66,7 @@ def write_report(
     long += [f"{name}:\n\n{_code(typed)}" for name, typed in commands.items()]
     text = "\n\n".join(part for part in long if part) + "\n"
     (folder / "report.md").write_text(text)
-    (folder / "report.html").write_text(_html(str(experiment.name), text, pictures))
+    (folder / "report.html").write_text(page(str(experiment.name), text, pictures))
     return "\n\n".join(part for part in short if part), table, pictures
 
 
@@ -217,8 +217,8 @@ def _head(head: dict[str, Any]) -> str:
     )
 
 
-def _html(title: str, text: str, pictures: dict[str, Path]) -> str:
-    """Make a page that needs no other file; HTML in a name or an output is shown, not interpreted."""
+def page(title: str, text: str, pictures: dict[str, Path]) -> str:
+    """Make a page of Markdown that needs no other file; HTML in a name or an output is shown, not interpreted."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     for path in pictures.values():
         data = base64.b64encode(path.read_bytes()).decode()

@@ -104,15 +104,8 @@ class StopTogether(Callback):
     ) -> None:
         """Stop here if that was asked for and no gradients are being accumulated."""
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if not whole or not self._agree(trainer):
-            return
-        trainer.should_stop = True
-        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
-        if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
-            return  # a validation that is due would not be made good by the run that goes on
-        trainer.limit_val_batches = 0
-        for callback in trainer.early_stopping_callbacks:  # they would miss the validation
-            check_after_validation_only(callback)
+        if whole and self._agree(trainer):
+            stop_training(trainer, batch_idx)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Wait for no other rank from here on: not where Lightning moves the model back to the host, either."""
@@ -149,6 +142,17 @@ class StopTogether(Callback):
         (least, answer), self._asked = self._asked, None
         answer.wait()
         return int(least[0]) % signal.NSIG
+
+
+def stop_training(trainer: Trainer, batch_idx: int) -> None:
+    """End training with the step in hand, such that a run that goes on from there misses nothing."""
+    trainer.should_stop = True
+    trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
+    if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
+        return  # a validation that is due would not be made good by the run that goes on
+    trainer.limit_val_batches = 0
+    for callback in trainer.early_stopping_callbacks:  # they would miss the validation
+        check_after_validation_only(callback)
 
 
 def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:

@@ -1,0 +1,43 @@
+"""Proves that ways of running are the same training, on anybody's model and data."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # every rank that is recorded imports this package
+    from app.verify.proof import Verdict
+
+
+def same_training(
+    model: str,
+    data: str,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    ways: Mapping[str, dict[str, Any]] | None = None,
+    steps: int = 30,
+    quick: bool = False,
+) -> "Verdict":
+    """Find whether a training is the same in every way of running.
+
+    In a test: `assert same_training("my.Model", "my.Data")`.
+
+    Args:
+        model: Import path of the LightningModule.
+        data: Import path of the LightningDataModule.
+        flags: Flags of `fit`, without dashes: `{"data.batch_size": 32}`.
+        ways: Further ways of running: names, with their flags of `fit`.
+        steps: Optimizer steps of each run.
+        quick: Only one device, two processes, and stop and resume.
+
+    Returns:
+        What was found: true where all ways are the same; its text is the table, with the causes.
+
+    Raises:
+        UserError: When the training cannot be run on one device.
+    """
+    from app.verify.proof import Prover, Settings
+
+    settings = Settings(steps=steps, ways=dict(ways or {}), quick=quick)
+    with tempfile.TemporaryDirectory() as folder:
+        return Prover(settings, [], {"model": model, "data": data, **(flags or {})}, Path(folder)).run()

@@ -1,0 +1,71 @@
+"""`python -m app verify`: reads its flags, runs the ways, and says what differs and why."""
+
+import shlex
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from app.errors import UserError
+from app.fit.configuration import split_flags
+from app.fit.parser import PlainParser, read_yaml
+from app.monitor.loggers import claim_version
+from app.system.files import write_json
+from app.verify.proof import Prover, Settings
+from app.verify.report import as_json, show, write
+
+USAGE = """\
+python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]
+
+Runs a few steps of a training on one device and in every other way that this machine allows, and says where they part,
+why, and what to do. Exit code 0: all are the same training; 1: something differs; 2: it cannot be run."""
+
+
+def run(arguments: list[str]) -> int:
+    """Verify, and write the report.
+
+    Args:
+        arguments: The arguments after `verify`.
+
+    Returns:
+        Exit code: 0 when all ways are the same training, 1 when one is not.
+
+    Raises:
+        UserError: For what a user did wrong, also when the training cannot be run on one device.
+    """
+    own, flags = split_flags(arguments)
+    parser = PlainParser(prog="python -m app verify", usage=USAGE)
+    parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")
+    parser.add_argument("--json", default=None, type=str | None, help="write the result to this file, too")
+    parser.add_argument("--ways", default=None, type=str | None, help="YAML file: names of further ways: their flags")
+    parser.add_class_arguments(Settings, skip={"ways"})
+    if {"-h", "--help"} & set(own):
+        parser.parse_args(["--help"])
+    options = parser.parse_args(own)
+    names = [each.name for each in fields(Settings) if each.name != "ways"]
+    settings = Settings(**{name: options[name] for name in names}, ways=_ways(options.ways))
+    configs = [value for flag, value in flags if flag == "--config"]
+    typed: dict[str, Any] = {flag[2:]: value for flag, value in flags if flag != "--config"}
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    prover = Prover(settings, configs, typed, Path(), lambda line: console.print(line, style="dim", highlight=False))
+    prover.folder = Path(options.root, "verify", claim_version(options.root, "verify"))
+    verdict = prover.run()
+    show(verdict, console)
+    command = shlex.join(["python", "-m", "app", "verify", *arguments])
+    console.print(f"report  {write(verdict, command, prover.folder)}", soft_wrap=True, highlight=False)
+    if options.json is not None:
+        try:
+            write_json(Path(options.json), as_json(verdict))
+        except OSError as error:
+            raise UserError(f"--json {options.json}: {error.strerror}: name a file that can be written") from error
+    return int(not verdict)
+
+
+def _ways(file: str | None) -> dict[str, dict[str, Any]]:
+    ways = {} if file is None else read_yaml(file, "--ways")
+    for name, flags in ways.items():
+        if not isinstance(name, str) or not isinstance(flags, dict):
+            raise UserError(f"--ways {file}: {name}: expected a name and its flags of fit, as in compare's variants")
+    return ways

@@ -1,0 +1,257 @@
+"""Where two recordings of one training part, from the samples of a step to what the optimizer ends with."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from app.errors import UserError
+from app.verify.recording import FOLDER
+
+COLUMNS = ("samples", "rate", "loss", "gradients", "weights", "evaluation", "optimizer")
+TOLERANCE = 1e-5  # of float32, relative for what is larger than 1
+EXACT = 1e-10  # of float64, in which only rounding shrinks so
+
+
+class Recorded:
+    """What was recorded of a run, by all of its ranks.
+
+    Args:
+        run_dir: Directory of the run.
+        earlier: What was recorded before it was stopped and went on.
+
+    Raises:
+        UserError: When it has recorded nothing.
+    """
+
+    def __init__(self, run_dir: Path, earlier: "Recorded | None" = None) -> None:
+        files = sorted((run_dir / FOLDER).glob("rank_*.json"), key=lambda file: int(file.stem.partition("_")[2]))
+        if not files:
+            raise UserError(f"{run_dir}: no steps were recorded")
+        self.ranks: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
+        self.weights: dict[str, torch.Tensor] = torch.load(run_dir / FOLDER / "weights.pt", weights_only=True)
+        self.facts: dict[str, Any] = self.ranks[0]["facts"]
+        self.resumed_at: int | None = None
+        if earlier is not None:
+            self.resumed_at = len(earlier.steps)
+            for here, before in zip(self.ranks, earlier.ranks, strict=True):
+                here["steps"] = before["steps"] + here["steps"]
+
+    @cached_property
+    def steps(self) -> list["Step"]:
+        """The steps, each as its ranks have seen it."""
+        return [Step(list(each)) for each in zip(*(rank["steps"] for rank in self.ranks), strict=False)]
+
+    def epoch(self, number: int) -> list["Step"]:
+        """The steps of an epoch."""
+        return [step for step in self.steps if step.epoch == number]
+
+    @cached_property
+    def evaluated(self) -> Counter[Any]:
+        """How often each sample was evaluated, in the last validation."""
+        batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
+        return Counter(sample for batch in batches for sample in batch)
+
+    def metrics(self, rank: int = 0) -> dict[str, float]:
+        """Metrics of the evaluation, as a rank has them."""
+        return {name: value for name, value in self.ranks[rank]["metrics"].items() if not name.startswith("train")}
+
+
+class Step:
+    """One optimizer step.
+
+    Args:
+        ranks: As recorded by each rank.
+    """
+
+    def __init__(self, ranks: list[dict[str, Any]]) -> None:
+        self.ranks = ranks
+        self.epoch: int = ranks[0]["epoch"]
+        self.number: int = ranks[0]["step"]
+
+    @property
+    def samples(self) -> list[Any]:
+        """Samples of all ranks and micro-batches."""
+        return [sample for rank in self.ranks for batch in rank["samples"] for sample in batch]
+
+    @property
+    def labels(self) -> list[str]:
+        """Digests of what is integer in them."""
+        return [label for rank in self.ranks for batch in rank["labels"] for label in batch]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of samples of each rank."""
+        return [sum(map(len, rank["samples"])) for rank in self.ranks]
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of batches of a rank whose gradients were accumulated."""
+        return len(self.ranks[0]["samples"])
+
+    @property
+    def loss(self) -> float:
+        """The loss whose gradient was followed: the mean over the ranks."""
+        return sum(rank["loss"] for rank in self.ranks) / len(self.ranks)
+
+    @property
+    def weighted_loss(self) -> float:
+        """The mean of the ranks' and micro-batches' losses, weighted by their samples."""
+        parts = [
+            (loss, len(batch))
+            for rank in self.ranks
+            for loss, batch in zip(rank["losses"], rank["samples"], strict=True)
+        ]
+        count = sum(n for _, n in parts)
+        return sum(loss * n for loss, n in parts) / count if count else math.nan
+
+    @property
+    def rates(self) -> tuple[list[float], list[float]]:
+        """Learning rate and weight decay of each group of parameters."""
+        return self.ranks[0].get("rates", []), self.ranks[0].get("decays", [])
+
+    @property
+    def gradients(self) -> dict[str, float]:
+        """Norm of each parameter's gradient."""
+        return self.ranks[0].get("gradients", {})
+
+
+class Parting(NamedTuple):
+    """Where a run first parts from the reference.
+
+    Attributes:
+        where: Step, parameter or metric.
+        figures: What it is there, and in the reference.
+        size: How large the difference is, relative where the value is larger than 1; infinite where it is no number.
+        step: Number of the step, if it has one.
+    """
+
+    where: str
+    figures: str
+    size: float = math.inf
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.figures}"
+
+
+def apart(here: float, there: float) -> float:
+    """Difference of two figures, relative where they are larger than 1; none of two that are not finite alike."""
+    if here == there or (math.isnan(here) and math.isnan(there)):
+        return 0.0
+    difference = abs(here - there) / max(1.0, abs(there))
+    return difference if math.isfinite(difference) else math.inf
+
+
+def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Parting]:
+    """Where a way of running parts from the reference, by column; a column that is not in it is the same."""
+    found: dict[str, Parting] = {}
+    for name, look in (("samples", _samples), ("rate", _rates), ("loss", _losses), ("gradients", _gradients)):
+        pairs = zip(way.steps, reference.steps, strict=False)
+        if first := next((place for pair in pairs for place in look(*pair, tolerance)), None):
+            found[name] = first
+    if "samples" not in found and len(way.steps) != len(reference.steps):
+        found["samples"] = Parting("end", f"{len(way.steps)} steps were made, {len(reference.steps)} in the reference")
+    for name, places in (
+        ("weights", weights_apart(reference, way, tolerance)),
+        ("evaluation", _evaluation(reference, way, tolerance)),
+        ("optimizer", _optimizer(reference, way, tolerance)),
+    ):
+        worst = max(places, key=lambda place: place.size, default=None)
+        if worst is not None:
+            found[name] = worst
+    return found
+
+
+def largest(reference: Recorded, way: Recorded) -> float:
+    """The largest difference of losses, gradients and weights, over all steps."""
+    pairs = list(zip(way.steps, reference.steps, strict=False))
+    places = [place for here, there in pairs for look in (_losses, _gradients) for place in look(here, there, 0.0)]
+    return max((place.size for place in [*places, *weights_apart(reference, way, 0.0)]), default=0.0)
+
+
+def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
+    if Counter(map(str, here.samples)) != Counter(map(str, there.samples)):
+        shared = sum((Counter(map(str, here.samples)) & Counter(map(str, there.samples))).values())
+        said = f"{len(here.samples)} samples, of which {shared} are among the {len(there.samples)} of the reference"
+        yield Parting(f"step {there.number + 1}", said, step=there.number)
+
+
+def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
+    for what, ours, theirs in zip(("learning rate", "weight decay"), here.rates, there.rates, strict=True):
+        for group, (value, wanted) in enumerate(zip(ours, theirs, strict=False)):
+            if not math.isclose(value, wanted, rel_tol=1e-9):
+                of = f" of group {group}" if len(theirs) > 1 else ""
+                said = f"{what}{of} {value:.6g}, {wanted:.6g} in the reference"
+                yield Parting(f"step {there.number + 1}", said, step=there.number)
+
+
+def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
+    if (size := apart(here.loss, there.loss)) > tolerance:
+        said = f"{here.loss:.9g}, {there.loss:.9g} in the reference"
+        yield Parting(f"step {there.number + 1}", said, size, there.number)
+
+
+def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
+    sizes = {
+        name: apart(here.gradients.get(name, math.nan), there.gradients.get(name, math.nan))
+        for name in {*here.gradients, *there.gradients}
+    }
+    name = max(sizes, key=lambda each: sizes[each], default="")
+    if name and sizes[name] > tolerance:
+        ours, theirs = (step.gradients.get(name, math.nan) for step in (here, there))
+        said = f"norm of {name} {ours:.9g}, {theirs:.9g} in the reference"
+        yield Parting(f"step {there.number + 1}", said, sizes[name], there.number)
+
+
+def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
+    """Weights and buffers that differ at the end."""
+    for name in {*reference.weights, *way.weights}:
+        if name not in reference.weights or name not in way.weights:
+            yield Parting(name, "there in one of them only")
+            continue
+        here, there = way.weights[name].double(), reference.weights[name].double()
+        if here.numel() and (size := float(((here - there).abs() / there.abs().clamp(min=1)).max())) > tolerance:
+            yield Parting(name, f"differs by up to {size:.2g}", size)
+
+
+def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
+    ours, theirs = way.evaluated, reference.evaluated
+    if ours != theirs:
+        twice, missing = sum((ours - theirs).values()), sum((theirs - ours).values())
+        said = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
+        yield Parting("samples", f"{' and '.join(said)}, of {sum(theirs.values())}")
+    for rank in range(len(way.ranks)):
+        yield from _metrics(way.metrics(rank), reference.metrics(), f" on rank {rank}" if rank else "", tolerance)
+
+
+def _metrics(ours: Mapping[str, float], theirs: Mapping[str, float], where: str, tolerance: float) -> Iterator[Parting]:
+    for name in sorted({*ours, *theirs}):
+        here, there = ours.get(name, math.nan), theirs.get(name, math.nan)
+        if (size := apart(here, there)) > tolerance:
+            yield Parting(f"{name}{where}", f"{here:.6g}, {there:.6g} in the reference", size)
+
+
+def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
+    """State of optimizers and schedulers on rank zero, by their norms."""
+    ours, theirs = ({name: each.ranks[0][name] for name in ("optimizers", "schedulers")} for each in (way, reference))
+    for path, here, there in _leaves(ours, theirs, ""):
+        size = apart(here, there) if isinstance(here, float | int) and isinstance(there, float | int) else math.inf
+        if here != there and size > tolerance:
+            yield Parting(path, f"{here}, {there} in the reference", size)
+
+
+def _leaves(here: Any, there: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(here, dict) and isinstance(there, dict):
+        for key in {*here, *there}:
+            yield from _leaves(here.get(key), there.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        for index, pair in enumerate(zip(here, there, strict=True)):
+            yield from _leaves(*pair, f"{path}.{index}".lstrip("."))
+    else:
+        yield path, here, there

@@ -1,0 +1,279 @@
+"""Runs one training in several ways, and finds whether they are the same."""
+
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from app.compare.experiment import OWN, Experiment, Variant, expand
+from app.compare.runner import Outcome, Runner
+from app.errors import UserError
+from app.fit.configuration import resolve
+from app.verify.causes import Case, Cause, causes
+from app.verify.differences import COLUMNS, EXACT, Parting, Recorded, differences, largest
+
+REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
+MAY_BE_ROUNDING = 1e-2  # a first difference that is larger than this is none, in 16 bits either
+UNUSED = re.compile("find_unused_parameters|finished reduction")
+
+
+@dataclass
+class Settings:
+    """What `verify` does beside what `fit` is told.
+
+    Args:
+        steps: Optimizer steps of each run.
+        ways: Further ways of running: names, with their flags of `fit`.
+        quick: Only one device, two processes, and stop and resume.
+        time_limit: Seconds after which a run is ended and counts as failed.
+    """
+
+    steps: int = 30
+    ways: dict[str, dict[str, Any]] = field(default_factory=dict)
+    quick: bool = False
+    time_limit: float = 600.0
+
+
+@dataclass
+class Way:
+    """A way of running, beside the reference.
+
+    Attributes:
+        name: Its name.
+        command: What a person would type for it.
+        recorded: What its run has recorded; None where it has failed or was left out.
+        found: Where it parts from the reference, by column.
+        causes: Why, as far as that can be told.
+        rounding: The largest difference in float64, where it is due to rounding alone.
+        not_rounding: The largest difference in float64, where it does not shrink.
+        failed: Why it has not run to the end.
+        left_out: Why it was not tried.
+    """
+
+    name: str
+    command: list[str]
+    recorded: Recorded | None = None
+    found: dict[str, Parting] = field(default_factory=dict)
+    causes: list[Cause] = field(default_factory=list)
+    rounding: float | None = None
+    not_rounding: float | None = None
+    failed: str | None = None
+    left_out: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether it is the same training, or was not tried."""
+        return self.failed is None and (not self.found or self.rounding is not None)
+
+
+@dataclass(repr=False)
+class Verdict:
+    """What was found; true where every way is the same training.
+
+    Attributes:
+        reference: What the run on one device has recorded.
+        ways: The others.
+    """
+
+    reference: Recorded
+    ways: list[Way]
+
+    def __bool__(self) -> bool:
+        return all(way.same for way in self.ways)
+
+    def __repr__(self) -> str:
+        """The table and the causes, as pytest shows them."""
+        from app.verify.report import show
+
+        console = Console(width=110, file=io.StringIO(), record=True)
+        show(self, console)
+        return f"\n{console.export_text()}"
+
+
+class Prover:
+    """Runs the ways, and compares what they record.
+
+    Args:
+        settings: What to run.
+        configs: Config files of `fit`.
+        typed: Flags of `fit`, without dashes.
+        folder: Where the runs are kept.
+        say: Told what is going on, line by line.
+
+    Raises:
+        UserError: When a flag cannot be read, or this application sets it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        configs: Sequence[str],
+        typed: Mapping[str, Any],
+        folder: Path,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if settings.steps < 4:
+            raise UserError(f"--steps {settings.steps}: give 4 or more")
+        for flag in typed:
+            if flag in OWN:
+                raise UserError(f"--{flag} is set by verify itself: leave it out")
+            if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
+                raise UserError(
+                    f"--{flag} is what the ways differ in: leave it out, or name a way of your own in --ways"
+                )
+        self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
+        self.epoch_steps = math.ceil(settings.steps / 2)
+        flags = [part for key, value in typed.items() for part in (f"--{key}", str(value))]
+        stacked = [part for config in configs for part in ("--config", config)]
+        self.config = resolve(["fit", *stacked, *flags])
+        accelerator = self.config.trainer.accelerator
+        several_gpus = torch.cuda.device_count() > 1 and accelerator in ("auto", "gpu", "cuda")
+        self.device = (
+            {} if "trainer.accelerator" in typed else {"trainer.accelerator": "gpu" if several_gpus else "cpu"}
+        )
+
+    def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Names and flags of the ways beside the reference; and why some are left out."""
+        ddp = {"trainer.strategy": "ddp", "trainer.devices": 2}
+        left_out: dict[str, str] = {}
+        if self.settings.quick:
+            return {"ddp × 2": ddp, **self.settings.ways}, left_out
+        ways: dict[str, dict[str, Any]] = {
+            "dp × 2": {"trainer.strategy": "dp", "trainer.devices": 2},
+            "ddp × 2": ddp,
+            "ddp × 4": {**ddp, "trainer.devices": 4},
+            "ddp_spawn × 2": {**ddp, "trainer.strategy": "ddp_spawn"},
+            "ddp, 2 nodes": {**ddp, "trainer.devices": 1, "trainer.num_nodes": 2},
+        }
+        accumulated = "accumulation × 2"
+        size = self.config.data.get("init_args.batch_size")
+        if self.config.trainer.accumulate_grad_batches != 1:
+            left_out[accumulated] = "--trainer.accumulate_grad_batches is given"
+        elif not isinstance(size, int) or size % 2:
+            left_out[accumulated] = f"there is no --data.batch_size that can be halved: it is {size}"
+        else:
+            ways[accumulated] = {
+                "trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2, "trainer.devices": 1,
+            }  # fmt: skip
+        return ways | self.settings.ways, left_out
+
+    def run(self) -> Verdict:
+        """Run everything.
+
+        Raises:
+            UserError: When the reference cannot be run.
+        """
+        (reference,) = self._run({REFERENCE: {"trainer.devices": 1}})
+        if not reference.records:
+            raise UserError(f"the run on one device cannot be made: {reference.reason}")
+        recorded = Recorded(self._run_dir(reference))
+        flags, left_out = self.ways()
+        outcomes = self._run(flags)
+        ways = [self._way(outcome, recorded) for outcome in outcomes]
+        ways += [Way(name, [], left_out=reason) for name, reason in left_out.items()]
+        ways.append(self._resume(recorded))
+        for way, outcome in zip(ways, outcomes, strict=False):
+            if way.found and not way.left_out:
+                self._prove(way, flags[way.name], outcome.variant.replicas)
+        return Verdict(recorded, ways)
+
+    def _run(self, flags: Mapping[str, Mapping[str, Any]], steps: int | None = None, more: str = "") -> list[Outcome]:
+        recording = "app.verify.recording.Recording"
+        own = {
+            "trainer.callbacks+": recording,
+            "trainer.callbacks.steps": steps or self.settings.steps,
+            "trainer.callbacks.epoch_steps": self.epoch_steps,
+            "run.wandb": "false",
+        }
+        experiment = Experiment(
+            name="verify",
+            configs=self.configs,
+            flags={**self.device, **self.typed},
+            variants={name: dict(each) for name, each in flags.items()},
+            repeats=1,
+            warmup_epochs=0,
+            time_limit=self.settings.time_limit,
+        )
+        variants = expand(experiment)
+        for variant in variants:
+            if variant.settings.trainer.accelerator == "cpu":
+                variant.lacking = None  # threads and processes share cores: slow, but the same
+        arguments = [f"--{key}={value}" for key, value in own.items()]
+        runner = Runner(experiment, variants, self.folder / more, arguments)
+        told: set[str] = set()
+
+        def show(now: Runner) -> None:
+            if now.running is not None and (name := now.running[0].variant.name) not in told:
+                told.add(name)
+                self.say(name + (f", {more}" if more else ""))
+
+        runner.show = show
+        runner.run()
+        self._runner = runner
+        return runner.outcomes
+
+    def _run_dir(self, outcome: Outcome) -> Path:
+        return Path(outcome.records[1]["run_dir"])
+
+    def _way(self, outcome: Outcome, reference: Recorded, earlier: Recorded | None = None) -> Way:
+        variant: Variant = outcome.variant
+        way = Way(variant.name, variant.arguments)
+        if outcome.status == "skipped":
+            way.left_out = outcome.reason
+        elif not outcome.records:
+            way.failed = outcome.reason
+            if UNUSED.search(" ".join([outcome.reason or "", *outcome.tail])):
+                way.causes = [_unused(reference)]
+        else:
+            way.recorded = Recorded(self._run_dir(outcome), earlier)
+            way.found = differences(reference, way.recorded)
+            way.causes = causes(Case(reference, way.recorded, way.found, variant.replicas))
+        return way
+
+    def _resume(self, reference: Recorded) -> Way:
+        """Stop in the middle of the first epoch, and go on from the checkpoint."""
+        middle = max(len(reference.epoch(0)) // 2, 1)
+        (stopped,) = self._run({STOPPED: {"trainer.devices": 1}}, middle)
+        if not stopped.records:
+            return Way(RESUMED, stopped.variant.arguments, failed=stopped.reason)
+        earlier = Recorded(self._run_dir(stopped))
+        checkpoint = self._run_dir(stopped) / "checkpoints" / "last.ckpt"
+        (resumed,) = self._run({RESUMED: {"trainer.devices": 1, "ckpt_path": str(checkpoint)}})
+        return self._way(resumed, reference, earlier)
+
+    def _prove(self, way: Way, flags: Mapping[str, Any], replicas: int) -> None:
+        """Tell rounding from other differences: in float64 it all but vanishes."""
+        numbers = [way.found[name] for name in ("loss", "gradients", "weights") if name in way.found]
+        exact = str(self.config.trainer.precision).startswith("64")
+        if exact or {"samples", "rate"} & way.found.keys() or not numbers or numbers[0].size > MAY_BE_ROUNDING:
+            return
+        double = {"trainer.precision": "64-true"}
+        both = self._run(
+            {REFERENCE: {"trainer.devices": 1, **double}, way.name: {**flags, **double}}, more="in float64"
+        )
+        if not all(outcome.records for outcome in both):
+            return
+        reference, here = (Recorded(self._run_dir(outcome)) for outcome in both)
+        size = largest(reference, here)
+        if size < EXACT:
+            way.rounding, way.causes = size, []
+        else:
+            way.not_rounding = size
+            way.causes = way.causes or causes(Case(reference, here, differences(reference, here, EXACT), replicas))
+
+
+def _unused(reference: Recorded) -> Cause:
+    used = reference.steps[0].gradients
+    names = [name for name in reference.ranks[0]["parameters"] if name not in used]
+    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return Cause(
+        COLUMNS,
+        f"parameters that take no part in the loss: {which or 'of some steps'}: ddp waits for their gradients",
+        "--trainer.strategy ddp_find_unused_parameters_true, or leave them out of the model",
+    )

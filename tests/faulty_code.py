@@ -1,0 +1,296 @@
+"""Models and data with one mistake each, which `verify` has to name; and what they are right without it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
+from torchmetrics.classification import MulticlassAccuracy
+
+BATCH, COUNT, VALIDATED = 8, 61, 21  # neither of the last batches can be halved
+
+
+class Model(LightningModule):
+    """A small network without a mistake, whatever the size of a rank's share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 2))
+        self.accuracy = MulticlassAccuracy(2, average="micro")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        total = torch.tensor(float(len(y)))
+        total = self.trainer.strategy.reduce(total, reduce_op="sum")
+        return cross_entropy(self(x), y, reduction="sum") * self.trainer.world_size / total
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy.update(self(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_acc", self.accuracy.compute())
+        self.accuracy.reset()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Shares(Sampler[list[int]]):
+    """Global batches of one permutation for each epoch, of which each rank takes its share."""
+
+    def __init__(self, data: "Data", count: int, shuffle: bool) -> None:
+        self.data, self.count, self.shuffle, self.epoch = data, count, shuffle, 0
+
+    def __len__(self) -> int:
+        return -(-self.count // BATCH)
+
+    def order(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.data.trainer.current_epoch)
+        return torch.randperm(self.count, generator=generator) if self.shuffle else torch.arange(self.count)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        trainer = self.data.trainer
+        position = trainer.fit_loop.batch_idx + 1 if self.shuffle else 0  # where a resumed epoch goes on
+        for batch in self.order().split(BATCH)[position:]:
+            yield batch.tensor_split(trainer.world_size)[trainer.global_rank].tolist()
+
+
+class Data(LightningDataModule):
+    """Images of 3×2×2, shared out without a mistake; for `--trainer.use_distributed_sampler false`."""
+
+    sampler: type[Shares] = Shares
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn((COUNT, 3, 2, 2), generator=generator)
+        self.dataset: Any = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, batch_sampler=self.sampler(self, COUNT, True))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.dataset, batch_sampler=Shares(self, VALIDATED, False))
+
+
+# -- samples --------------------------------------------------------------------------------------------------------
+
+
+class Stock(Data):
+    """An ordinary loader, with the batch size of one device, for Lightning's sampler."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, batch_size=BATCH, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.utils.data.Subset(self.dataset, range(VALIDATED)), batch_size=4)
+
+
+class Halved(Stock):
+    """The same, with a batch size for each rank."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return DataLoader(self.dataset, batch_size=BATCH // self.trainer.world_size, shuffle=True)
+
+
+class Everything(IterableDataset[Any]):
+    """Gives every rank all of it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        assert get_worker_info() is None
+        return iter([self.dataset[i] for i in range(COUNT)])
+
+
+class Unshared(Data):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Everything(self.dataset), batch_size=BATCH)
+
+
+class OwnSeeds(Shares):
+    def order(self) -> Tensor:
+        trainer = self.data.trainer
+        generator = torch.Generator().manual_seed(100 * trainer.global_rank + trainer.current_epoch)
+        return torch.randperm(self.count, generator=generator)
+
+
+class SeedOfTheRank(Data):
+    sampler = OwnSeeds
+
+
+class OneOrder(Shares):
+    def order(self) -> Tensor:
+        if self.data.trainer.world_size == 1:
+            return super().order()
+        return torch.randperm(self.count, generator=torch.Generator().manual_seed(5))
+
+
+class NoSetEpoch(Data):
+    sampler = OneOrder
+
+
+class Noisy(Data):
+    """Augments from torch's global random state."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return (x + 0.1 * torch.randn(x.shape) if self.trainer.training else x), y
+
+
+# -- evaluation -----------------------------------------------------------------------------------------------------
+
+
+class DropsLast(Data):
+    def val_dataloader(self) -> Any:
+        assert self.trainer is not None
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        rows = range(rank * (VALIDATED // world), (rank + 1) * (VALIDATED // world))
+        return DataLoader(torch.utils.data.Subset(self.dataset, rows), batch_size=4)
+
+
+class LogsItsOwn(Model):
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
+
+
+class MeanOfMeans(LogsItsOwn):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+
+# -- learning rate --------------------------------------------------------------------------------------------------
+
+
+class ScaledRate(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+
+class ByEpoch(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [StepLR(optimizer, 1, 0.5)]
+
+
+class ByEstimate(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = OneCycleLR(optimizer, 0.2, total_steps=int(self.trainer.estimated_stepping_batches))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class ByBatch(Model):
+    """Advances its schedule itself, with each batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.schedule = LambdaLR(optimizer, lambda step: 0.99**step)
+        return [optimizer], [{"scheduler": self.schedule, "interval": "epoch", "frequency": 10**6}]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.schedule.step()
+
+
+class LosesItsSchedule(Model):
+    """Keeps its schedule from Lightning, and so from the checkpoint."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.mine = getattr(self, "mine", 0) + 1
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 * 0.9**self.mine
+
+
+# -- network --------------------------------------------------------------------------------------------------------
+
+
+class Normalised(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+class Dropping(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(12, 2))
+
+
+class Remembers(Model):
+    """Forward keeps a mean in an attribute, which the loss is made of."""
+
+    mean: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean()
+        return self.net(x) + torch.tensor([1.0, 0.0]) * self.mean
+
+
+class PartlyUsed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+class DriftsOnOneRank(Model):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1:
+            self.net[1].bias.data += 0.01
+
+
+class CountsItsOwn(Model):
+    """Keeps the mean of what its rank has seen in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += batch[0].mean()
+
+
+class ClipsTooEarly(Model):
+    """Clips each rank's gradient, and not their mean."""
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+
+class PlainMean(Model):
+    """Means of unequal shares."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self(batch[0]), batch[1])
+
+
+class Average(Callback):
+    """Evaluates with an average of the weights, which is in no checkpoint."""
+
+    def __init__(self) -> None:
+        self.average: Any = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        now = pl_module.net[1].weight.detach().clone()
+        self.average = now if self.average is None else 0.9 * self.average + 0.1 * now
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.average is not None:
+            self.kept = pl_module.net[1].weight.detach().clone()
+            pl_module.net[1].weight.data.copy_(self.average)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.average is not None:
+            pl_module.net[1].weight.data.copy_(self.kept)

@@ -1,0 +1,172 @@
+"""`verify`: what is the same is found to be so, and each mistake is named."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import QUIET, ForkServer, error_of, start_app
+
+from app.verify.causes import Case, Cause, causes
+from app.verify.differences import Parting, Recorded, differences
+
+App = Callable[..., tuple[int, str]]
+CPU = ["--trainer.accelerator", "cpu"]
+RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
+WAYS = {
+    "ddp": ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2"],
+    "dp": ["--trainer.strategy", "dp", "--trainer.devices", "2"],
+    "accumulation": ["--trainer.accumulate_grad_batches", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    with ForkServer(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+class Runs:
+    """Runs of one training in several ways, compared as `verify` does."""
+
+    def __init__(self, server: ForkServer, root: Path, model: str, data: str, *flags: str) -> None:
+        self.server, self.root = server, root
+        self.flags = ["--model", f"faulty_code.{model}", "--data", f"faulty_code.{data}", *CPU, *QUIET, *flags]
+        sampled = data in ("Stock", "Halved")
+        self.flags += ["--trainer.use_distributed_sampler", str(sampled).lower(), "--run.test", "false"]
+
+    def record(self, name: str, *flags: str, steps: int = 16, earlier: Recorded | None = None) -> Recorded:
+        own = [*RECORDING, f"--trainer.callbacks.steps={steps}", "--trainer.callbacks.epoch_steps=8"]
+        way = [*self.flags, *flags, *own, "--run.root", str(self.root), "--run.name", name]
+        code, out = self.server.run("fit", *way, env={"WANDB_MODE": "disabled"})
+        assert code == 0, out
+        return Recorded(self.root / name / "version_0", earlier)
+
+    def resumed(self, *flags: str) -> Recorded:
+        earlier = self.record("stopped", *flags, steps=4)
+        last = self.root / "stopped" / "version_0" / "checkpoints" / "last.ckpt"
+        return self.record("resumed", *flags, "--ckpt_path", str(last), earlier=earlier)
+
+    def case(self, way: str, *flags: str) -> tuple[dict[str, Parting], list[Cause]]:
+        reference = self.record("reference", "--trainer.devices", "1", *flags)
+        recorded = self.resumed(*flags) if way == "resume" else self.record("way", *WAYS[way], *flags)
+        found = differences(reference, recorded)
+        return found, causes(Case(reference, recorded, found, 1 if way in ("resume", "accumulation") else 2))
+
+
+@pytest.mark.parametrize("way", ["ddp", "dp"])
+def test_a_right_one(way: str, server: ForkServer, tmp_path: Path) -> None:
+    """Whatever divides the batch, and its smaller last one."""
+    assert Runs(server, tmp_path, "Model", "Data").case(way) == ({}, [])
+
+
+FAULTS: list[tuple[str, str, str, set[str], str]] = [
+    ("Model", "Stock", "ddp", {"samples"}, "the batch size is that of each rank: 16 samples a step, 8 in the"),
+    ("Model", "Halved", "ddp", {"samples"}, "another order: here by DistributedSampler, there by RandomSampler"),
+    ("Model", "Unshared", "ddp", {"samples"}, "every rank sees all samples: the same 8 on each of 2 ranks"),
+    ("Model", "SeedOfTheRank", "ddp", {"samples"}, "ranks draw their shares from different permutations"),
+    ("Model", "NoSetEpoch", "ddp", {"samples"}, "every epoch has the same order: nobody calls set_epoch"),
+    ("Model", "Noisy", "ddp", {"samples"}, "the same samples with other pixels: augmentation is drawn from global"),
+    ("Model", "Stock", "ddp", {"evaluation"}, "1 of 21 samples are evaluated twice: the shares are filled up"),
+    ("Model", "DropsLast", "ddp", {"evaluation"}, "1 of 21 samples are not evaluated"),
+    ("LogsItsOwn", "Data", "ddp", {"evaluation"}, "each rank has its own val_loss: logged without sync_dist"),
+    ("MeanOfMeans", "Data", "ddp", {"evaluation"}, "a mean of the ranks' means, of unequal shares: val_loss"),
+    ("ScaledRate", "Data", "ddp", {"rate"}, "the learning rate is 2 times that of the reference from the first"),
+    ("ByEpoch", "Stock", "ddp", {"rate"}, "StepLR advances with each epoch, which has 4 steps, 8 in the reference"),
+    ("ByEstimate", "Stock", "ddp", {"rate"}, "its total_steps is 200, 400 in the reference"),
+    ("LosesItsSchedule", "Data", "resume", {"rate"}, "the schedule is lost on resume: step 5"),
+    ("Normalised", "Data", "ddp", {"loss"}, "BatchNorm normalises each replica's part of a batch by itself: net.2"),
+    ("Normalised", "Data", "dp", {"loss"}, "BatchNorm normalises each replica's part of a batch by itself: net.2"),
+    ("Dropping", "Data", "ddp", {"loss"}, "dropout (net.1) drawn from torch's global random state"),
+    ("Dropping", "Data", "resume", {"loss"}, "from torch's global random state, whose state is lost on resume"),
+    ("Remembers", "Data", "dp", {"loss"}, "what forward keeps in attributes is lost with dp's replicas: mean"),
+    ("DriftsOnOneRank", "Data", "ddp", {"loss"}, "parameters differ between ranks at the end: net.1.bias were changed"),
+    ("CountsItsOwn", "Data", "ddp", {"weights"}, "buffers are computed from each rank's own share: seen"),
+    ("ClipsTooEarly", "Data", "ddp", {"gradients"}, "hooks of parameters change each rank's gradients before"),
+    ("PlainMean", "Data", "ddp", {"gradients"}, "the mean of the ranks' means, of unequal shares (3, 2 samples)"),
+    ("PlainMean", "Stock", "resume", {"samples"}, "the order of samples is lost on resume, which repeats some"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "data", "way", "columns", "said"), FAULTS, ids=lambda each: str(each)[:40])
+def test_a_mistake_is_named(
+    model: str, data: str, way: str, columns: set[str], said: str, server: ForkServer, tmp_path: Path
+) -> None:
+    found, named = Runs(server, tmp_path, model, data).case(way)
+    assert columns <= found.keys(), found
+    assert any(said in cause.said for cause in named), [cause.said for cause in named]
+    assert all(cause.remedy for cause in named)
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+OURS = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true"]
+THEIRS = ["--data", "faulty_code.Data", "--trainer.use_distributed_sampler", "false"]
+
+
+def verdict(folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    file = folder / "found.json"
+    ended, out = start_app("verify", *CPU, *flags, "--root", folder, "--json", file, timeout=400)
+    assert ended == code, out
+    return json.loads(file.read_text()), out
+
+
+@pytest.mark.slow
+def test_every_way(tmp_path: Path) -> None:
+    """And one more, which compresses gradients and is not the same."""
+    (tmp_path / "ways.yaml").write_text("in 16 bits: {trainer.strategy: ddp_fp16, trainer.devices: 2}\n")
+    found, out = verdict(tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "18", code=1)
+    same = {way["name"]: way["same"] for way in found["ways"]}
+    assert same.pop("in 16 bits") is False, out
+    assert len(same) == 7, out
+    assert all(same.values()), out
+    assert "Not the same training as on one device: in 16 bits." in out
+    page = (tmp_path / "verify" / "version_0" / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 1
+
+
+@pytest.mark.slow
+def test_what_ends_a_run_is_explained(tmp_path: Path) -> None:
+    found, out = verdict(tmp_path, *THEIRS, "--model", "faulty_code.PartlyUsed", "--quick", "true", code=1)
+    (cause,) = found["ways"][0]["causes"]
+    assert "parameters that take no part in the loss: spare.weight, spare.bias" in cause["said"], out
+    assert "ddp_find_unused_parameters_true" in cause["remedy"]
+
+
+@pytest.mark.slow
+def test_rounding_is_proven(tmp_path: Path) -> None:
+    """A high learning rate makes much of the last digit; in float64 it is not to be seen."""
+    flags = ["--model.optimizer.lr", "0.05", "--data.size", "1003", "--quick", "true", "--steps", "120"]
+    found, out = verdict(tmp_path, *OURS, *flags)
+    way = found["ways"][0]
+    assert way["differences"], out
+    assert 0 < way["rounding"] < 1e-10
+    assert "rounding (" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--steps", "3"], "--steps 3: give 4 or more"),
+        (["--trainer.devices", "2"], "--trainer.devices is what the ways differ in: leave it out"),
+        (["--run.root", "x"], "run.root is set by verify itself"),
+        (["--ways", "none.yaml"], "--ways none.yaml: there is no such file"),
+        (["--nonsense", "1"], "--nonsense: there is no such flag"),
+        (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
+    ],
+)
+def test_what_cannot_be(flags: list[str], said: str, app: App, tmp_path: Path) -> None:
+    assert said in error_of(*app("verify", *OURS, *flags))
+    assert not list(tmp_path.rglob("version_*"))
+
+
+@pytest.mark.slow
+def test_in_a_test_of_ones_own() -> None:
+    """As the README has it."""
+    from app.verify import same_training
+
+    found = same_training("faulty_code.LogsItsOwn", "faulty_code.Data", quick=True, steps=8,
+                          flags={"trainer.use_distributed_sampler": "false", "trainer.accelerator": "cpu"})  # fmt: skip
+    assert not found
+    assert "logged without sync_dist" in repr(found)
