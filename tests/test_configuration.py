@@ -84,7 +84,7 @@ def test_a_section_that_is_null(section: str, app: App, tmp_path: Path) -> None:
 def test_an_unknown_command_is_told_all_of_them(app: App) -> None:
     said = error_of(*app("nope"))
     assert said.startswith("error: nope: there is no such command")
-    assert said.endswith("(fit, validate, test, predict, compare, plan, doctor)")
+    assert said.endswith("(fit, validate, test, predict, compare, verify, plan, doctor)")
 
 
 def test_a_switch_takes_a_value_too() -> None:

@@ -19,6 +19,7 @@ from app.errors import UserError
 from app.fit.configuration import resolve
 from app.fit.rules import check
 from app.plan.command import _parse as parse_plan
+from app.verify.command import _parse as parse_verify
 
 EXAMPLES = 100 * int(os.environ.get("FAULTS", "1"))
 
@@ -180,6 +181,29 @@ def test_experiments(tmp_path_factory: pytest.TempPathFactory, content: dict[str
     except UnicodeEncodeError:
         return
     refused(read_experiment, path)
+
+
+def read_verify(argv: list[str]) -> None:
+    _, prover = parse_verify(argv)
+    prover.expand(prover.ways()[0])
+
+
+@pytest.mark.slow
+@examples(1)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["steps", "quick", "time_limit", "json", "ways", "nope", *FLAGS]), values), max_size=3
+    ),
+    st.dictionaries(st.text(max_size=5) | st.integers(), trees | settings_of, max_size=2),
+)
+def test_ways(tmp_path_factory: pytest.TempPathFactory, given: list[tuple[str, str]], ways: dict[Any, Any]) -> None:
+    path = tmp_path_factory.getbasetemp() / "ways.yaml"
+    try:
+        path.write_text(yaml.safe_dump(ways, allow_unicode=True))
+    except UnicodeEncodeError:
+        return
+    argv = [part for flag, value in given for part in (f"--{flag}", value)]
+    refused(read_verify, ["--data", "Synthetic", "--ways", str(path), *argv])
 
 
 @pytest.mark.slow

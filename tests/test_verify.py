@@ -152,6 +152,7 @@ def test_rounding_is_proven(tmp_path: Path) -> None:
         (["--trainer.devices", "2"], "--trainer.devices is what the ways differ in: leave it out"),
         (["--run.root", "x"], "run.root is set by verify itself"),
         (["--ways", "none.yaml"], "--ways none.yaml: there is no such file"),
+        (["--trainer.callbacks+=X", "--trainer.callbacks+=Y"], "--trainer.callbacks+= is given twice, and taken once"),
         (["--nonsense", "1"], "--nonsense: there is no such flag"),
         (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
     ],

@@ -22,7 +22,7 @@ from app.compare.experiment import Experiment, Variant, command, expand
 from app.compare.report import write_report
 from app.compare.runner import Runner
 from app.errors import UserError, nearest
-from app.fit.configuration import split_flags
+from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import Tracker, make_loggers, next_version
 from app.monitor.step_profiler import PHASES
@@ -130,7 +130,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     experiment = Experiment(**{name: options[name] for name in settings})
     experiment.name = experiment.name or Path(file).stem
     experiment.configs += [value for flag, value in flags if flag == "--config"]
-    typed = {flag[2:]: value for flag, value in flags if flag not in ("--config", "--experiment")}
+    typed = by_name([(flag, value) for flag, value in flags if flag not in ("--config", "--experiment")])
     return options, experiment, typed
 
 

@@ -187,3 +187,16 @@ def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[s
         else:
             remaining.append(argument)
     return remaining, flags
+
+
+def by_name(flags: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Flags of `fit` by their names without dashes; of one that is given twice, the last value.
+
+    Raises:
+        UserError: When one that adds to a list is given twice: both are meant.
+    """
+    names = [flag[2:] for flag, _ in flags]
+    for name in names:
+        if name.endswith("+") and names.count(name) > 1:
+            raise UserError(f"--{name}= is given twice, and taken once here: put what it adds into a --config")
+    return dict(zip(names, (value for _, value in flags), strict=True))

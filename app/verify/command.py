@@ -6,10 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from rich.console import Console
 
 from app.errors import UserError
-from app.fit.configuration import split_flags
+from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import claim_version
 from app.system.files import write_json
@@ -35,32 +36,35 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: For what a user did wrong, also when the training cannot be run on one device.
     """
-    own, flags = split_flags(arguments)
-    parser = PlainParser(prog="python -m app verify", usage=USAGE)
-    parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")
-    parser.add_argument("--json", default=None, type=str | None, help="write the result to this file, too")
-    parser.add_argument("--ways", default=None, type=str | None, help="YAML file: names of further ways: their flags")
-    parser.add_class_arguments(Settings, skip={"ways"})
-    if {"-h", "--help"} & set(own):
-        parser.parse_args(["--help"])
-    options = parser.parse_args(own)
-    names = [each.name for each in fields(Settings) if each.name != "ways"]
-    settings = Settings(**{name: options[name] for name in names}, ways=_ways(options.ways))
-    configs = [value for flag, value in flags if flag == "--config"]
-    typed: dict[str, Any] = {flag[2:]: value for flag, value in flags if flag != "--config"}
     console = Console() if sys.stdout.isatty() else Console(width=110)
-    prover = Prover(settings, configs, typed, Path(), lambda line: console.print(line, style="dim", highlight=False))
+    options, prover = _parse(arguments)
+    prover.say = lambda line: console.print(line, style="dim", highlight=False)
     prover.folder = Path(options.root, "verify", claim_version(options.root, "verify"))
     verdict = prover.run()
     show(verdict, console)
     command = shlex.join(["python", "-m", "app", "verify", *arguments])
     console.print(f"report  {write(verdict, command, prover.folder)}", soft_wrap=True, highlight=False)
     if options.json is not None:
-        try:
-            write_json(Path(options.json), as_json(verdict))
-        except OSError as error:
-            raise UserError(f"--json {options.json}: {error.strerror}: name a file that can be written") from error
+        write_json(Path(options.json), as_json(verdict))
     return int(not verdict)
+
+
+def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
+    """Read the options of verify itself, and the flags of `fit` that were typed."""
+    own, flags = split_flags(arguments)
+    parser = PlainParser(prog="python -m app verify", usage=USAGE)
+    parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")
+    parser.add_argument("--json", default=None, type=str | None, help="write the result to this file, too")
+    parser.add_argument("--ways", default=None, type=str | None, help="YAML file: names of further ways: their flags")
+    parser.add_class_arguments(Settings, skip={"ways"})
+    options = parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own)
+    if options.json is not None and (Path(options.json).is_dir() or not Path(options.json).parent.is_dir()):
+        raise UserError(f"--json {options.json}: no file can be written there: name another one")
+    names = [each.name for each in fields(Settings) if each.name != "ways"]
+    settings = Settings(**{name: options[name] for name in names}, ways=_ways(options.ways))
+    configs = [value for flag, value in flags if flag == "--config"]
+    typed = by_name([(flag, value) for flag, value in flags if flag != "--config"])
+    return options, Prover(settings, configs, typed, Path(options.root))
 
 
 def _ways(file: str | None) -> dict[str, dict[str, Any]]:

@@ -169,11 +169,12 @@ class Prover:
         Raises:
             UserError: When the reference cannot be run.
         """
+        flags, left_out = self.ways()
+        self.expand(flags)  # before anything is run
         (reference,) = self._run({REFERENCE: {"trainer.devices": 1}})
         if not reference.records:
             raise UserError(f"the run on one device cannot be made: {reference.reason}")
         recorded = Recorded(self._run_dir(reference))
-        flags, left_out = self.ways()
         outcomes = self._run(flags)
         ways = [self._way(outcome, recorded) for outcome in outcomes]
         ways += [Way(name, [], left_out=reason) for name, reason in left_out.items()]
@@ -183,14 +184,12 @@ class Prover:
                 self._prove(way, flags[way.name], outcome.variant.replicas)
         return Verdict(recorded, ways)
 
-    def _run(self, flags: Mapping[str, Mapping[str, Any]], steps: int | None = None, more: str = "") -> list[Outcome]:
-        recording = "app.verify.recording.Recording"
-        own = {
-            "trainer.callbacks+": recording,
-            "trainer.callbacks.steps": steps or self.settings.steps,
-            "trainer.callbacks.epoch_steps": self.epoch_steps,
-            "run.wandb": "false",
-        }
+    def expand(self, flags: Mapping[str, Mapping[str, Any]]) -> tuple[Experiment, list[Variant]]:
+        """Check the flags of some ways.
+
+        Raises:
+            UserError: When one of them cannot be read by `fit`.
+        """
         experiment = Experiment(
             name="verify",
             configs=self.configs,
@@ -204,6 +203,17 @@ class Prover:
         for variant in variants:
             if variant.settings.trainer.accelerator == "cpu":
                 variant.lacking = None  # threads and processes share cores: slow, but the same
+        return experiment, variants
+
+    def _run(self, flags: Mapping[str, Mapping[str, Any]], steps: int | None = None, more: str = "") -> list[Outcome]:
+        recording = "app.verify.recording.Recording"
+        own = {
+            "trainer.callbacks+": recording,
+            "trainer.callbacks.steps": steps or self.settings.steps,
+            "trainer.callbacks.epoch_steps": self.epoch_steps,
+            "run.wandb": "false",
+        }
+        experiment, variants = self.expand(flags)
         arguments = [f"--{key}={value}" for key, value in own.items()]
         runner = Runner(experiment, variants, self.folder / more, arguments)
         told: set[str] = set()
@@ -215,7 +225,6 @@ class Prover:
 
         runner.show = show
         runner.run()
-        self._runner = runner
         return runner.outcomes
 
     def _run_dir(self, outcome: Outcome) -> Path:
