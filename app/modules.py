@@ -98,6 +98,10 @@ def _mean(total: float, samples: float) -> Tensor:
     return torch.tensor(total / samples if samples else math.nan)
 
 
+def _leave_gradients(epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+    pass
+
+
 class ImageClassifier(LightningModule):
     """What both models share: one step, its metrics, the optimizer, predictions.
 
@@ -146,6 +150,7 @@ class ImageClassifier(LightningModule):
         self.execution = Execution(channels_last, compile, matmul_precision)
         self.cuda_graph = cuda_graph
         self.step_graph: StepGraph | None = None
+        self.micro_batch: int | None = None  # from setup on
         self.executed: dict[str, Any] = {}
         self.criterion = LOSSES[loss]
         self.make_optimizer = optimizer
@@ -177,6 +182,9 @@ class ImageClassifier(LightningModule):
                 metric.reset()
         if stage == "fit":
             self._sums = Sums(self.trainer.strategy.root_device)
+            self.micro_batch = getattr(self.trainer.datamodule, "micro_batch", None)  # type: ignore[attr-defined]
+            if self.micro_batch is not None:  # zeroed before the first part, and not after it
+                self.optimizer_zero_grad = _leave_gradients  # type: ignore[method-assign]
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Refuse images (C, H, W) that the network does not take: the command asks, before it starts a process."""
@@ -210,6 +218,22 @@ class ImageClassifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Loss whose gradient, averaged over ranks and added up over what is accumulated, is the mean over samples."""
         images, labels = batch
+        trainer = self.trainer
+        loader = trainer.train_dataloader
+        if not isinstance(loader, GlobalBatches):  # somebody's own loader: the usual mean of equal shares
+            return self._training_losses(images, labels, batch_idx).mean()
+        accumulated = trainer.accumulate_grad_batches
+        if accumulated == 1:
+            scale = trainer.world_size / loader.global_count(batch_idx)
+        else:  # Lightning divides by what is accumulated
+            count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
+            scale = trainer.world_size * accumulated / count
+        if self.micro_batch is not None:
+            return self._in_parts(images, labels, batch_idx, scale)
+        return self._training_losses(images, labels, batch_idx).sum() * scale
+
+    def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
+        """Score and count images (B, C, H, W): losses of the samples (B,)."""
         try:
             losses, logits = (self.step_graph or self._score)(images, labels)
         except ValueError as error:
@@ -220,15 +244,28 @@ class ImageClassifier(LightningModule):
                 "use --data.drop_last true or another --data.batch_size"
             ) from error
         self._sums.add(losses.detach(), logits, labels)
+        return losses
+
+    def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float) -> Tensor:
+        """The loss of a batch, of which all micro-batches but the last have already left their gradients.
+
+        DistributedDataParallel averages the gradients in the backward pass of what is returned, and in no other: it
+        does not listen before its forward pass, of which this is a part, has ended.
+        """
         trainer = self.trainer
-        loader = trainer.train_dataloader
-        if not isinstance(loader, GlobalBatches):  # somebody's own loader: the usual mean of equal shares
-            return losses.mean()
+        assert self.micro_batch is not None
         accumulated = trainer.accumulate_grad_batches
-        if accumulated == 1:
-            return losses.sum() * (trainer.world_size / loader.global_count(batch_idx))
-        count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
-        return losses.sum() * (trainer.world_size * accumulated / count)  # Lightning divides by what is accumulated
+        if batch_idx % accumulated == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
+        scaler, earlier = getattr(trainer.precision_plugin, "scaler", None), torch.zeros((), device=images.device)
+        parts = list(zip(images.split(self.micro_batch), labels.split(self.micro_batch), strict=True))
+        for part in parts[:-1]:
+            loss = self._training_losses(*part, batch_idx).sum() * scale
+            earlier += loss.detach()
+            with torch.autocast(images.device.type, enabled=False):
+                (loss if scaler is None else scaler.scale(loss)).div(accumulated).backward()
+        return self._training_losses(*parts[-1], batch_idx).sum() * scale + earlier
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the loss of the window that this step ends."""

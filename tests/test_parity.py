@@ -80,13 +80,30 @@ def test_parity(
 
 
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)
-@pytest.mark.parametrize(("batches", "strategy"), [(4, "auto"), (2, "dp"), pytest.param(2, "ddp", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("batches", "micro_batch", "strategy"),
+    [
+        (4, None, "auto"),
+        (2, None, "dp"),
+        (1, 10, "auto"),
+        (2, 5, "auto"),
+        (1, 10, "dp"),
+        pytest.param(2, None, "ddp", marks=SLOW),
+        pytest.param(2, 5, "ddp", marks=SLOW),
+    ],
+)
 def test_accumulated_gradients(
-    single: tuple[str, Path], batches: int, strategy: str, app: Callable[..., tuple[int, str]], tmp_path: Path
+    single: tuple[str, Path],
+    batches: int,
+    micro_batch: int | None,
+    strategy: str,
+    app: Callable[..., tuple[int, str]],
+    tmp_path: Path,
 ) -> None:
-    """Of batches that are weighted by their samples: the last window has fewer of them, and smaller ones."""
+    """Of batches and parts of batches, weighted by their samples: the last window has fewer, and smaller ones."""
     model, expected = single
     flags = [*MODELS[model], *STEPS, "--data.batch_size", str(64 // batches), "--trainer.accelerator", "cpu"]
+    flags += ["--data.micro_batch", str(micro_batch)] if micro_batch else []
     flags += ["--trainer.strategy", strategy, "--trainer.devices", "1" if strategy == "auto" else "2"]
     flags += ["--trainer.accumulate_grad_batches", str(batches), "--run.root", str(tmp_path), "--run.name", "x"]
     code, out = (start_app if strategy == "ddp" else app)("fit", *flags)

@@ -43,6 +43,8 @@ class ImageData(LightningDataModule):
     Args:
         source: Where the images come from.
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
+        micro_batch: Images of a rank that the network is given at once in training; it takes its share of a global
+            batch in parts, and the same step, in less memory.
         val_size: Images of the training set kept for validation, a count or a fraction, where the source
             has no validation set of its own.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
@@ -70,6 +72,7 @@ class ImageData(LightningDataModule):
         source: Source,
         *,
         batch_size: int | float = 64,
+        micro_batch: int | None = None,
         val_size: int | float = 0.1,
         placement: Literal["auto", "disk", "memory", "device"] = "auto",
         cache: str | bool = "auto",
@@ -84,6 +87,8 @@ class ImageData(LightningDataModule):
         super().__init__()
         if batch_size <= 0 or (isinstance(batch_size, float) and batch_size > 1):
             raise UserError(f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0")
+        if micro_batch is not None and micro_batch < 1:
+            raise UserError(f"--data.micro_batch {micro_batch}: give a count of at least 1")
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
             raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
         workers = 0 if num_workers == "auto" else num_workers
@@ -93,7 +98,7 @@ class ImageData(LightningDataModule):
         if augment is not None and placement not in ("auto", "disk"):
             raise UserError(f"--data.augment is done by worker processes: --data.placement disk, not {placement}")
         self.source, self.augment = source, augment
-        self.batch_size, self.val_size = batch_size, val_size
+        self.batch_size, self.micro_batch, self.val_size = batch_size, micro_batch, val_size
         self.requested_placement, self.requested_workers = placement, num_workers
         self.drop_last = drop_last
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed

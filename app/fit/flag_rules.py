@@ -185,6 +185,7 @@ def _not_in_a_graph(s: Asked) -> Found:
     conflicts = (
         ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the gradients are not seen before the update"),
         ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "each batch is an update"),
+        ("data.micro_batch", s.config.data.get("init_args.micro_batch"), "a graph is of one pass"),
         ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
         ("model.scheduler_interval step", by_step, "the captured step has its learning rate"),
         ("model.compile reduce-overhead", s.given("compile") == "reduce-overhead", "that has graphs of its own"),
@@ -265,6 +266,20 @@ FLAGS = (
         "leave it out",
     ),
     Rule(_not_in_a_graph, "--model.cuda_graph true with --{flag}: {why}", "leave one of them out"),
+    Rule(
+        lambda s: s.config.data.get("init_args.micro_batch") is not None and s.model is None,
+        "--data.micro_batch {s.config.data.init_args.micro_batch} is for the models of this application",
+        "leave it out, or use --trainer.accumulate_grad_batches",
+    ),
+    Rule(
+        lambda s: (
+            s.config.data.get("init_args.micro_batch") is not None
+            and not issubclass(s.strategy, (*COMPILES, SplitForward))
+        ),
+        "--data.micro_batch {s.config.data.init_args.micro_batch} does not work with --trainer.strategy {s.name}, "
+        "which takes the network apart",
+        "leave it out, or use --trainer.strategy ddp",
+    ),
     Rule(
         lambda s: s.given("channels_last") is True and not s.model.convolutional,
         "--model.channels_last true: {s.model.__name__} has no convolutions, to which alone it matters",

@@ -99,6 +99,7 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "images_left_out": own and own.left_out,
         "threads": torch.get_num_threads(),
         "global_batch_size": own and own.global_batch_size,
+        "micro_batch": own and own.micro_batch,
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
         "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
