@@ -106,8 +106,8 @@ def out_of_memory(error: BaseException) -> str | None:
         "--data.placement disk" if "what" not in known else "--trainer.precision bf16-mixed, or --data.placement memory"
     )
     return (
-        f"out of memory on the {known.get('what', 'host')}{asked}{free}: lower --data.batch_size, with "
-        f"--trainer.accumulate_grad_batches for the same training; or give {less}, or more --trainer.devices"
+        f"out of memory on the {known.get('what', 'host')}{asked}{free}: give --data.micro_batch, for "
+        f"the same training in parts, or a lower --data.batch_size; or {less}; or more --trainer.devices"
     )
 
 

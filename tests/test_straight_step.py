@@ -336,7 +336,13 @@ RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "o
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "cifar_resnet18"))
+        for path in sorted((ROOT / "configs").glob("*.yaml"))
+    ],
+)
 def test_every_config(
     config: Path,
     app: App,
