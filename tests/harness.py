@@ -230,7 +230,7 @@ class ForkServer:
         self.folder, self.out = folder, folder / "output.txt"
         self.server = subprocess.Popen(
             [sys.executable, "-c", SERVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
         )  # fmt: skip
 
     def __enter__(self) -> "ForkServer":
