@@ -98,10 +98,6 @@ def _mean(total: float, samples: float) -> Tensor:
     return torch.tensor(total / samples if samples else math.nan)
 
 
-def _leave_gradients(epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-    pass
-
-
 class ImageClassifier(LightningModule):
     """What both models share: one step, its metrics, the optimizer, predictions.
 
@@ -151,6 +147,7 @@ class ImageClassifier(LightningModule):
         self.cuda_graph = cuda_graph
         self.step_graph: StepGraph | None = None
         self.micro_batch: int | None = None  # from setup on
+        self._has_gradients = False  # of earlier parts of the batch
         self.executed: dict[str, Any] = {}
         self.criterion = LOSSES[loss]
         self.make_optimizer = optimizer
@@ -183,8 +180,10 @@ class ImageClassifier(LightningModule):
         if stage == "fit":
             self._sums = Sums(self.trainer.strategy.root_device)
             self.micro_batch = getattr(self.trainer.datamodule, "micro_batch", None)  # type: ignore[attr-defined]
-            if self.micro_batch is not None:  # zeroed before the first part, and not after it
-                self.optimizer_zero_grad = _leave_gradients  # type: ignore[method-assign]
+            if self.micro_batch is None:
+                vars(self).pop("optimizer_zero_grad", None)
+            else:
+                self.optimizer_zero_grad = self._zero_unless_in_parts  # type: ignore[method-assign]
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Refuse images (C, H, W) that the network does not take: the command asks, before it starts a process."""
@@ -220,6 +219,7 @@ class ImageClassifier(LightningModule):
         images, labels = batch
         trainer = self.trainer
         loader = trainer.train_dataloader
+        self._has_gradients = False
         if not isinstance(loader, GlobalBatches):  # somebody's own loader: the usual mean of equal shares
             return self._training_losses(images, labels, batch_idx).mean()
         accumulated = trainer.accumulate_grad_batches
@@ -229,7 +229,8 @@ class ImageClassifier(LightningModule):
             count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
             scale = trainer.world_size * accumulated / count
         if self.micro_batch is not None:
-            return self._in_parts(images, labels, batch_idx, scale)
+            share = math.ceil(loader.global_count(batch_idx) / trainer.world_size)
+            return self._in_parts(images, labels, batch_idx, scale, math.ceil(share / self.micro_batch))
         return self._training_losses(images, labels, batch_idx).sum() * scale
 
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
@@ -241,25 +242,29 @@ class ImageClassifier(LightningModule):
                 raise
             raise UserError(
                 f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm: "
-                "use --data.drop_last true or another --data.batch_size"
+                "use --data.drop_last true, or another --data.batch_size or --data.micro_batch"
             ) from error
         self._sums.add(losses.detach(), logits, labels)
         return losses
 
-    def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float) -> Tensor:
+    def _zero_unless_in_parts(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        if not self._has_gradients:
+            optimizer.zero_grad()
+
+    def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float, count: int) -> Tensor:
         """The loss of a batch, of which all micro-batches but the last have already left their gradients.
 
-        DistributedDataParallel averages the gradients in the backward pass of what is returned, and in no other: it
-        does not listen before its forward pass, of which this is a part, has ended.
+        All ranks have as many, for SyncBatchNorm computes each together. DistributedDataParallel averages the gradients
+        in the backward pass of what is returned, and in no other: it does not listen before its forward pass, of which
+        this is a part, has ended.
         """
-        trainer = self.trainer
-        assert self.micro_batch is not None
+        trainer, self._has_gradients = self.trainer, True
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
         scaler, earlier = getattr(trainer.precision_plugin, "scaler", None), torch.zeros((), device=images.device)
-        parts = list(zip(images.split(self.micro_batch), labels.split(self.micro_batch), strict=True))
+        parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
         for part in parts[:-1]:
             loss = self._training_losses(*part, batch_idx).sum() * scale
             earlier += loss.detach()

@@ -49,7 +49,7 @@ class Shares(Sampler[list[int]]):
         self.data, self.count, self.shuffle, self.epoch = data, count, shuffle, 0
 
     def __len__(self) -> int:
-        return -(-self.count // BATCH)
+        return -(-self.count // self.data.batch_size)
 
     def order(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.data.trainer.current_epoch)
@@ -58,7 +58,7 @@ class Shares(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         trainer = self.data.trainer
         position = trainer.fit_loop.batch_idx + 1 if self.shuffle else 0  # where a resumed epoch goes on
-        for batch in self.order().split(BATCH)[position:]:
+        for batch in self.order().split(self.data.batch_size)[position:]:
             yield batch.tensor_split(trainer.world_size)[trainer.global_rank].tolist()
 
 
@@ -67,8 +67,9 @@ class Data(LightningDataModule):
 
     sampler: type[Shares] = Shares
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int = BATCH) -> None:
         super().__init__()
+        self.batch_size = batch_size
         generator = torch.Generator().manual_seed(0)
         images = torch.randn((COUNT, 3, 2, 2), generator=generator)
         self.dataset: Any = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy
 
+from app.data import ImageData
 from app.fit.devices import (
     accelerator_name,
     class_of,
@@ -84,6 +85,12 @@ class Asked:
     def given(self, flag: str) -> Any:
         """The value of a flag of our models; None where the model has none of this name."""
         return self.config.model.get(f"init_args.{flag}") if self.model else None
+
+    @property
+    def micro_batch(self) -> int | None:
+        """`--data.micro_batch`, where the data is of this application."""
+        cls = class_of(self.config.data)
+        return self.config.data.get("init_args.micro_batch") if cls and issubclass(cls, ImageData) else None
 
     @property
     def compiled(self) -> bool:

@@ -185,7 +185,7 @@ def _not_in_a_graph(s: Asked) -> Found:
     conflicts = (
         ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the gradients are not seen before the update"),
         ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "each batch is an update"),
-        ("data.micro_batch", s.config.data.get("init_args.micro_batch"), "a graph is of one pass"),
+        ("data.micro_batch", s.micro_batch, "a graph is of one pass"),
         ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
         ("model.scheduler_interval step", by_step, "the captured step has its learning rate"),
         ("model.compile reduce-overhead", s.given("compile") == "reduce-overhead", "that has graphs of its own"),
@@ -256,9 +256,9 @@ FLAGS = (
         "give a function of state and bucket",
     ),
     Rule(
-        lambda s: s.options.get("static_graph") and s.trainer.accumulate_grad_batches > 1,
+        lambda s: s.options.get("static_graph") and (s.trainer.accumulate_grad_batches > 1 or s.micro_batch),
         "--trainer.strategy.static_graph true: torch fails where gradients are accumulated",
-        "leave it out, or --trainer.accumulate_grad_batches {s.trainer.accumulate_grad_batches}",
+        "leave it out, or --trainer.accumulate_grad_batches and --data.micro_batch",
     ),
     Rule(
         lambda s: s.given("cuda_graph") and (s.world_size > 1 or s.strategy is not SingleDeviceStrategy),
@@ -267,16 +267,13 @@ FLAGS = (
     ),
     Rule(_not_in_a_graph, "--model.cuda_graph true with --{flag}: {why}", "leave one of them out"),
     Rule(
-        lambda s: s.config.data.get("init_args.micro_batch") is not None and s.model is None,
-        "--data.micro_batch {s.config.data.init_args.micro_batch} is for the models of this application",
+        lambda s: s.micro_batch is not None and s.model is None,
+        "--data.micro_batch {s.micro_batch} is for the models of this application",
         "leave it out, or use --trainer.accumulate_grad_batches",
     ),
     Rule(
-        lambda s: (
-            s.config.data.get("init_args.micro_batch") is not None
-            and not issubclass(s.strategy, (*COMPILES, SplitForward))
-        ),
-        "--data.micro_batch {s.config.data.init_args.micro_batch} does not work with --trainer.strategy {s.name}, "
+        lambda s: s.micro_batch is not None and not issubclass(s.strategy, (*COMPILES, SplitForward)),
+        "--data.micro_batch {s.micro_batch} does not work with --trainer.strategy {s.name}, "
         "which takes the network apart",
         "leave it out, or use --trainer.strategy ddp",
     ),
@@ -291,9 +288,9 @@ FLAGS = (
         "leave it out, or use --trainer.strategy ddp",
     ),
     Rule(
-        lambda s: s.given("compile") == "reduce-overhead" and s.trainer.accumulate_grad_batches > 1,
+        lambda s: s.given("compile") == "reduce-overhead" and (s.trainer.accumulate_grad_batches > 1 or s.micro_batch),
         "--model.compile reduce-overhead: the next batch overwrites the gradients that are accumulated",
-        "use default, or leave --trainer.accumulate_grad_batches out",
+        "use default, or leave --trainer.accumulate_grad_batches and --data.micro_batch out",
     ),
     Rule(
         lambda s: (

@@ -48,39 +48,42 @@ OURS = "subclass app.data.ImageData, whose ranks share one permutation and every
 
 def causes(case: Case) -> list[Cause]:
     """The causes of the differences, the first one first."""
-    found = [cause for look in LOOKS for cause in look(case)]
-    explained = {column for cause in found for column in cause.columns}
-    # what follows from a difference of samples needs no cause of its own
-    return found if explained or not case.found else []
+    return [cause for look in LOOKS for cause in look(case)] if case.found else []
 
 
 def _samples(case: Case) -> Iterator[Cause]:
-    way, reference = case.way, case.reference
-    if "samples" not in case.found:
+    way, reference, place = case.way, case.reference, case.found.get("samples")
+    if place is None:
         return
-    here, there, world = way.steps[0], reference.steps[0], len(way.ranks)
-    everything = ("samples", *NUMBERS)
+    everything, world = ("samples", *NUMBERS), len(way.ranks)
+    if place.step is None:
+        epochs = f"an epoch has {way.facts['batches']} batches, {reference.facts['batches']} in the reference"
+        yield Cause(everything, f"training ends at another step: {epochs}", f"keep the global batch; or {OURS}")
+        return
+    here, there = way.steps[place.step], reference.steps[place.step]
     if way.resumed_at is not None:
-        yield from _resumed_samples(case)
+        yield _lost_order(case, place.step)
         return
-    if len(here.samples) == world * len(there.samples) and world > 1:
-        same = Counter(map(str, here.ranks[0]["samples"])) == Counter(map(str, here.ranks[1]["samples"]))
-        if same:
-            yield Cause(
-                everything,
-                f"every rank sees all samples: the same {here.counts[0]} on each of {world} ranks",
-                "leave --trainer.use_distributed_sampler on, or have an iterable data set give each rank its share",
-            )
-            return
-        epochs = f"{way.facts['batches']} steps an epoch, {reference.facts['batches']} in the reference"
+    shares = [[str(s) for step in way.epoch(0) for b in step.ranks[r]["samples"] for s in b] for r in range(world)]
+    if world > 1 and shares[0] and all(Counter(each) == Counter(shares[0]) for each in shares):
         yield Cause(
-            ("samples", "rate", *NUMBERS),
+            everything,
+            f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of {world} ranks",
+            "leave --trainer.use_distributed_sampler on, or have an iterable data set give each rank its share",
+        )
+        return
+    if world > 1 and len(here.samples) == world * len(there.samples):
+        epochs = f"{way.facts['batches']} batches an epoch, {reference.facts['batches']} in the reference"
+        yield Cause(
+            ("rate", *everything),
             f"the batch size is that of each rank: {len(here.samples)} samples a step, {len(there.samples)} in the "
             f"reference ({epochs})",
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
         )
         return
-    if here.labels and Counter(here.labels) == Counter(there.labels):
+    pairs = list(zip(way.steps, reference.steps, strict=False))
+    shared = set(map(str, here.samples)) & set(map(str, there.samples))
+    if here.labels and not shared and all(Counter(a.labels) == Counter(b.labels) for a, b in pairs):
         yield Cause(
             everything,
             "the same samples with other pixels: augmentation is drawn from global random state, which differs "
@@ -88,30 +91,31 @@ def _samples(case: Case) -> Iterator[Cause]:
             "draw it from a generator that is seeded by seed, epoch and sample",
         )
         return
-    rank_samples = [
-        [str(s) for step in way.epoch(0) for b in step.ranks[r]["samples"] for s in b] for r in range(world)
-    ]
-    seen = Counter(sample for each in rank_samples for sample in each)
-    twice = sum(count - 1 for count in seen.values())
-    total = sum(seen.values())
-    if twice >= world > 1 and all(len(set(each)) == len(each) for each in rank_samples):
-        if all(Counter(each) == Counter(rank_samples[0]) for each in rank_samples):
-            said = f"every rank sees all samples: each of {len(seen)} was seen by all {world} ranks in the first epoch"
-            yield Cause(everything, said, "leave --trainer.use_distributed_sampler on, or give each rank its share")
-        else:
-            said = f"ranks draw their shares from different permutations: {twice} of {total} samples of the first epoch"
-            yield Cause(everything, f"{said} were seen twice", "seed the sampler alike on all ranks")
+    twice = sum(count - 1 for count in Counter(sample for each in shares for sample in each).values())
+    if place.step and twice:
+        yield Cause(
+            everything,
+            f"shares are filled up to one size: {twice} samples of the first epoch were seen twice",
+            f"weight each rank's loss by its samples instead (torch's DistributedSampler repeats); or {OURS}",
+        )
         return
-    orders = [[list(map(str, step.samples)) for step in way.epoch(number)] for number in (0, 1)]
-    shortest = min(map(len, orders))
-    if shortest and orders[0][:shortest] == orders[1][:shortest] and world > 1:
+    if twice >= world > 1:
+        yield Cause(
+            everything,
+            f"ranks draw their shares from different permutations: {twice} of {sum(map(len, shares))} samples of the "
+            "first epoch were seen twice",
+            "seed the sampler alike on all ranks",
+        )
+        return
+    same = [_same_order(each) for each in (way, reference)]
+    if same == [True, False]:
         yield Cause(
             everything,
             "every epoch has the same order: nobody calls set_epoch of the sampler",
             "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start",
         )
         return
-    ours, theirs = (each.facts["loader"]["sampler"] for each in (way, reference))
+    ours, theirs = (each.facts["sampler"] for each in (way, reference))
     by = f": here by {ours}, there by {theirs}" if ours != theirs else ""
     yield Cause(
         everything,
@@ -120,17 +124,24 @@ def _samples(case: Case) -> Iterator[Cause]:
     )
 
 
-def _resumed_samples(case: Case) -> Iterator[Cause]:
-    way, reference, at = case.way, case.reference, case.way.resumed_at or 0
-    if at >= len(way.steps):
-        return
-    first = Counter(map(str, way.steps[at].samples))
-    match = next((step for step in reference.steps if Counter(map(str, step.samples)) == first), None)
-    where = f"those of step {match.number + 1}" if match else "none of one step of the reference"
-    again = "repeats" if match and match.number < at else "skips" if match else "draws anew"
-    yield Cause(
+def _same_order(recorded: Recorded) -> bool:
+    """Whether the second epoch has the first one's order, as far as it was run."""
+    orders = [[list(map(str, step.samples)) for step in recorded.epoch(number)] for number in (0, 1)]
+    count = min(map(len, orders))
+    return bool(count) and orders[0][:count] == orders[1][:count]
+
+
+def _lost_order(case: Case, number: int) -> Cause:
+    found = Counter(map(str, case.way.steps[number].samples))
+    match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == found), None)
+    step = f"step {number + 1}"
+    if match is None:
+        said = f"{step} has samples that are drawn anew"
+    else:
+        said = f"{step} {'repeats' if match < number else 'skips to'} those of step {match + 1}"
+    return Cause(
         ("samples", *NUMBERS),
-        f"the order of samples is lost on resume, which {again} some: step {at + 1} has {where}",
+        f"the order of samples is lost on resume: {said}",
         f"give the loader a state_dict, as torchdata's StatefulDataLoader has, and a seed of its own; or {OURS}",
     )
 
@@ -139,10 +150,19 @@ def _rates(case: Case) -> Iterator[Cause]:
     if "rate" not in case.found:
         return
     way, reference, place = case.way, case.reference, case.found["rate"]
-    pairs = [(a, b) for a, b in zip(way.steps[0].rates[0], reference.steps[0].rates[0], strict=False) if b]
+    here, there = way.steps[place.step or 0].rates[0], reference.steps[place.step or 0].rates[0]
+    pairs = [(a, b) for a, b in zip(here, there, strict=False) if b]
     ratios = {round(a / b, 6) for a, b in pairs}
     columns = ("rate", *NUMBERS)
-    if place.step == 0 and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
+    if way.facts["accumulate"] > reference.facts["accumulate"]:
+        yield Cause(
+            columns,
+            f"the learning rate advances with each batch, of which a step accumulates {way.facts['accumulate']}",
+            "advance it when an optimizer step was made: leave that to Lightning (interval: step)",
+        )
+        return
+    first = next((step.number for step in reference.steps if any(step.rates[0])), 0)  # of a warm-up from 0
+    if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
         by = "the number of ranks" if ratio == len(way.ranks) else "something that differs"
         yield Cause(
             columns,
@@ -176,11 +196,12 @@ def _rates(case: Case) -> Iterator[Cause]:
                 "have it advance with each step, or keep the global batch",
             )
             return
-        if way.facts["accumulate"] > 1 and mine["interval"] == "step":
+        if mine["interval"] == "step" and way.facts["estimated_steps"] != reference.facts["estimated_steps"]:
+            counts = [f"{each.facts['estimated_steps']:g}" for each in (way, reference)]
             yield Cause(
                 columns,
-                f"{mine['class']} advances with each batch, of which a step accumulates {way.facts['accumulate']}",
-                "advance it when an optimizer step was made: leave that to Lightning (interval: step)",
+                f"{mine['class']} is counted in estimated_stepping_batches: {counts[0]}, {counts[1]} in the reference",
+                "compute its length from the global batch and the size of the data set",
             )
             return
 
@@ -194,9 +215,10 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
         yield Cause(
             NUMBERS,
             f"BatchNorm normalises each replica's part of a batch by itself: {_some(facts['batchnorm'])}",
-            "--trainer.sync_batchnorm true under ddp; or GroupNorm",
+            "--trainer.sync_batchnorm true in ways of several processes on GPUs; or GroupNorm",
         )
-    if any(rank.get("draws") for rank in case.way.ranks) and (case.splits or case.way.resumed_at is not None):
+    draws = bool(facts["dropout"]) or any(rank.get("draws") for rank in case.way.ranks)
+    if draws and (case.splits or case.way.resumed_at is not None):
         what = f"dropout ({_some(facts['dropout'])})" if facts["dropout"] else "random numbers in the step"
         state = (
             "whose state is lost on resume" if case.way.resumed_at is not None else "of which each process has its own"
@@ -220,7 +242,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
             f"hooks of parameters change each rank's gradients before they are averaged: {_some(way.facts['hooked'])}",
             "clip or change them in on_before_optimizer_step, or by --trainer.gradient_clip_val: after the reduction",
         )
-    if here.micro_batches < way.facts["accumulate"] and here.micro_batches != there.micro_batches:
+    if here.micro_batches < way.facts["accumulate"] != reference.facts["accumulate"]:
         yield Cause(
             NUMBERS,
             f"the last window of an epoch accumulates {here.micro_batches} of {way.facts['accumulate']} batches, "
@@ -230,15 +252,17 @@ def _gradients(case: Case) -> Iterator[Cause]:
     elif len(set(here.counts)) > 1 and "loss" in found and apart(here.weighted_loss, there.loss) < 1e-5:
         yield Cause(
             NUMBERS,
-            f"the mean of the ranks' means, of unequal shares ({', '.join(map(str, here.counts))} samples), at step "
+            f"a mean of means, of unequal shares ({', '.join(map(str, here.counts))} samples), at step "
             f"{place.step + 1}",
-            f"multiply each rank's summed loss by ranks / samples of all ranks; or drop the last batch; or {OURS}",
+            f"multiply each summed loss by shares / samples of all of them; or drop the last batch; or {OURS}",
         )
     skipped = [step.number for step in way.steps if any(rank.get("skipped") for rank in step.ranks)]
-    if skipped != [step.number for step in reference.steps if any(rank.get("skipped") for rank in step.ranks)]:
+    theirs = [step.number for step in reference.steps if any(rank.get("skipped") for rank in step.ranks)]
+    if skipped != theirs:
+        which = [_some([str(number + 1) for number in each]) or "none" for each in (skipped, theirs)]
         yield Cause(
             NUMBERS,
-            f"float16's scaler has left out other steps: {_some([str(number + 1) for number in skipped])}",
+            f"float16's scaler has left out steps {which[0]}, and {which[1]} in the reference",
             "--trainer.precision bf16-mixed, or a lower init_scale",
         )
 
@@ -270,7 +294,7 @@ def _state(case: Case) -> Iterator[Cause]:
             "reduce what they are computed from over all ranks",
         )
     mine, theirs = way.ranks[0]["attributes"], reference.ranks[0]["attributes"]
-    lost = [name for name in theirs if mine.get(name) != theirs[name]]
+    lost = [name for name in theirs if name not in mine or apart(mine[name], theirs[name]) > TOLERANCE]
     numbers = {"loss", "gradients", "weights", "evaluation"} & case.found.keys()
     if lost and numbers and "samples" not in case.found:
         if way.resumed_at is not None:
@@ -308,24 +332,23 @@ def _evaluation(case: Case) -> Iterator[Cause]:
             f"evaluate the last, smaller batch, too; or {OURS}",
         )
     if len(way.ranks) > 1:
-        first = way.metrics()
-        own = [
-            name
-            for name in first
-            for rank in range(1, len(way.ranks))
-            if apart(way.metrics(rank).get(name, 0), first[name]) > 1e-12
-        ]
+        first, others = way.metrics(), [way.metrics(rank) for rank in range(1, len(way.ranks))]
+        own = {
+            name for other in others for name in other.keys() & first.keys() if apart(other[name], first[name]) > 1e-12
+        }
         trained = {"loss", "gradients", "weights"} & case.found.keys()
+        shares = {sum(len(batch) for loader in rank["evaluation"].values() for batch in loader) for rank in way.ranks}
         if own:
             yield Cause(
                 ("evaluation",),
-                f"each rank has its own {_some(sorted(set(own)))}: logged without sync_dist",
+                f"each rank has its own {_some(sorted(own))}: logged without sync_dist",
                 "self.log(…, sync_dist=True), or a metric of torchmetrics, which adds up over ranks",
             )
         elif not more and not fewer and not trained:
+            of = "of unequal shares" if len(shares) > 1 else "which is not that of all samples"
             yield Cause(
                 ("evaluation",),
-                f"a mean of the ranks' means, of unequal shares: {case.found['evaluation']}",
+                f"a mean of the ranks' values, {of}: {case.found['evaluation']}",
                 "log a metric of torchmetrics, which counts samples, instead of a value with sync_dist=True",
             )
 

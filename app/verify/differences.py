@@ -45,7 +45,8 @@ class Recorded:
     @cached_property
     def steps(self) -> list["Step"]:
         """The steps, each as its ranks have seen it."""
-        return [Step(list(each)) for each in zip(*(rank["steps"] for rank in self.ranks), strict=False)]
+        together = zip(*(rank["steps"] for rank in self.ranks), strict=False)
+        return [Step(number, list(ranks)) for number, ranks in enumerate(together)]
 
     def epoch(self, number: int) -> list["Step"]:
         """The steps of an epoch."""
@@ -59,20 +60,20 @@ class Recorded:
 
     def metrics(self, rank: int = 0) -> dict[str, float]:
         """Metrics of the evaluation, as a rank has them."""
-        return {name: value for name, value in self.ranks[rank]["metrics"].items() if not name.startswith("train")}
+        return self.ranks[rank]["metrics"]
 
 
 class Step:
     """One optimizer step.
 
     Args:
+        number: From 0.
         ranks: As recorded by each rank.
     """
 
-    def __init__(self, ranks: list[dict[str, Any]]) -> None:
-        self.ranks = ranks
+    def __init__(self, number: int, ranks: list[dict[str, Any]]) -> None:
+        self.number, self.ranks = number, ranks
         self.epoch: int = ranks[0]["epoch"]
-        self.number: int = ranks[0]["step"]
 
     @property
     def samples(self) -> list[Any]:
@@ -86,8 +87,8 @@ class Step:
 
     @property
     def counts(self) -> list[int]:
-        """Number of samples of each rank."""
-        return [sum(map(len, rank["samples"])) for rank in self.ranks]
+        """Number of samples of each batch of each rank."""
+        return [len(batch) for rank in self.ranks for batch in rank["samples"]]
 
     @property
     def micro_batches(self) -> int:
@@ -216,18 +217,29 @@ def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Itera
             yield Parting(name, "there in one of them only")
             continue
         here, there = way.weights[name].double(), reference.weights[name].double()
-        if here.numel() and (size := float(((here - there).abs() / there.abs().clamp(min=1)).max())) > tolerance:
-            yield Parting(name, f"differs by up to {size:.2g}", size)
+        if here.shape != there.shape:
+            yield Parting(name, f"{tuple(here.shape)}, {tuple(there.shape)} in the reference")
+        elif here.numel():
+            size = float(((here - there).abs() / there.abs().clamp(min=1)).max())
+            if not size <= tolerance:  # or not finite in one of them
+                yield Parting(name, f"differs by up to {size:.2g}", math.inf if math.isnan(size) else size)
+    for rank, recorded in enumerate(way.ranks):
+        for name in way.ranks[0]["parameters"]:
+            if recorded["digests"].get(name) != way.ranks[0]["digests"].get(name):
+                yield Parting(name, f"differs between rank 0 and rank {rank}")
 
 
 def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
-    ours, theirs = way.evaluated, reference.evaluated
-    if ours != theirs:
-        twice, missing = sum((ours - theirs).values()), sum((theirs - ours).values())
+    seen, wanted = way.evaluated, reference.evaluated
+    if seen != wanted:
+        twice, missing = sum((seen - wanted).values()), sum((wanted - seen).values())
         said = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
-        yield Parting("samples", f"{' and '.join(said)}, of {sum(theirs.values())}")
+        yield Parting("samples", f"{' and '.join(said)}, of {sum(wanted.values())}")
     for rank in range(len(way.ranks)):
-        yield from _metrics(way.metrics(rank), reference.metrics(), f" on rank {rank}" if rank else "", tolerance)
+        ours, theirs = way.metrics(rank), reference.metrics()
+        if rank:  # it may leave to rank zero what to log
+            theirs = {name: value for name, value in theirs.items() if name in ours}
+        yield from _metrics(ours, theirs, f" on rank {rank}" if rank else "", tolerance)
 
 
 def _metrics(ours: Mapping[str, float], theirs: Mapping[str, float], where: str, tolerance: float) -> Iterator[Parting]:

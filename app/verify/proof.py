@@ -14,11 +14,11 @@ from rich.console import Console
 from app.compare.experiment import OWN, Experiment, Variant, expand
 from app.compare.runner import Outcome, Runner
 from app.errors import UserError
-from app.fit.configuration import resolve
 from app.verify.causes import Case, Cause, causes
 from app.verify.differences import COLUMNS, EXACT, Parting, Recorded, differences, largest
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
+ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
 MAY_BE_ROUNDING = 1e-2  # a first difference that is larger than this is none, in 16 bits either
 UNUSED = re.compile("find_unused_parameters|finished reduction")
 
@@ -50,8 +50,8 @@ class Way:
         recorded: What its run has recorded; None where it has failed or was left out.
         found: Where it parts from the reference, by column.
         causes: Why, as far as that can be told.
-        rounding: The largest difference in float64, where it is due to rounding alone.
-        not_rounding: The largest difference in float64, where it does not shrink.
+        rounding: What parts by rounding alone, by column.
+        in_float64: The largest difference of the numbers of a step in float64, where that was tried.
         failed: Why it has not run to the end.
         left_out: Why it was not tried.
     """
@@ -61,15 +61,15 @@ class Way:
     recorded: Recorded | None = None
     found: dict[str, Parting] = field(default_factory=dict)
     causes: list[Cause] = field(default_factory=list)
-    rounding: float | None = None
-    not_rounding: float | None = None
+    rounding: dict[str, Parting] = field(default_factory=dict)
+    in_float64: float | None = None
     failed: str | None = None
     left_out: str | None = None
 
     @property
     def same(self) -> bool:
         """Whether it is the same training, or was not tried."""
-        return self.failed is None and (not self.found or self.rounding is not None)
+        return self.failed is None and not self.found
 
 
 @dataclass(repr=False)
@@ -129,23 +129,19 @@ class Prover:
                 )
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
-        flags = [part for key, value in typed.items() for part in (f"--{key}", str(value))]
-        stacked = [part for config in configs for part in ("--config", config)]
-        self.config = resolve(["fit", *stacked, *flags])
-        accelerator = self.config.trainer.accelerator
-        several_gpus = torch.cuda.device_count() > 1 and accelerator in ("auto", "gpu", "cuda")
-        self.device = (
-            {} if "trainer.accelerator" in typed else {"trainer.accelerator": "gpu" if several_gpus else "cpu"}
-        )
+        self.device: dict[str, Any] = {}
+        self.config = self.expand({REFERENCE: ALONE})[1][0].settings
+        if self.config.trainer.accelerator == "auto":
+            self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
 
     def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Names and flags of the ways beside the reference; and why some are left out."""
-        ddp = {"trainer.strategy": "ddp", "trainer.devices": 2}
+        ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
         left_out: dict[str, str] = {}
         if self.settings.quick:
             return {"ddp × 2": ddp, **self.settings.ways}, left_out
         ways: dict[str, dict[str, Any]] = {
-            "dp × 2": {"trainer.strategy": "dp", "trainer.devices": 2},
+            "dp × 2": {**ddp, "trainer.strategy": "dp"},
             "ddp × 2": ddp,
             "ddp × 4": {**ddp, "trainer.devices": 4},
             "ddp_spawn × 2": {**ddp, "trainer.strategy": "ddp_spawn"},
@@ -158,9 +154,7 @@ class Prover:
         elif not isinstance(size, int) or size % 2:
             left_out[accumulated] = f"there is no --data.batch_size that can be halved: it is {size}"
         else:
-            ways[accumulated] = {
-                "trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2, "trainer.devices": 1,
-            }  # fmt: skip
+            ways[accumulated] = {**ALONE, "trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2}
         return ways | self.settings.ways, left_out
 
     def run(self) -> Verdict:
@@ -170,8 +164,8 @@ class Prover:
             UserError: When the reference cannot be run.
         """
         flags, left_out = self.ways()
-        self.expand(flags)  # before anything is run
-        (reference,) = self._run({REFERENCE: {"trainer.devices": 1}})
+        self.expand(dict.fromkeys((REFERENCE, STOPPED, RESUMED), ALONE) | flags)  # before anything is run
+        (reference,) = self._run({REFERENCE: ALONE})
         if not reference.records:
             raise UserError(f"the run on one device cannot be made: {reference.reason}")
         recorded = Recorded(self._run_dir(reference))
@@ -240,7 +234,11 @@ class Prover:
             if UNUSED.search(" ".join([outcome.reason or "", *outcome.tail])):
                 way.causes = [_unused(reference)]
         else:
-            way.recorded = Recorded(self._run_dir(outcome), earlier)
+            try:
+                way.recorded = Recorded(self._run_dir(outcome), earlier)
+            except UserError as error:
+                way.failed = str(error)
+                return way
             way.found = differences(reference, way.recorded)
             way.causes = causes(Case(reference, way.recorded, way.found, variant.replicas))
         return way
@@ -248,12 +246,12 @@ class Prover:
     def _resume(self, reference: Recorded) -> Way:
         """Stop in the middle of the first epoch, and go on from the checkpoint."""
         middle = max(len(reference.epoch(0)) // 2, 1)
-        (stopped,) = self._run({STOPPED: {"trainer.devices": 1}}, middle)
+        (stopped,) = self._run({STOPPED: ALONE}, middle)
         if not stopped.records:
             return Way(RESUMED, stopped.variant.arguments, failed=stopped.reason)
         earlier = Recorded(self._run_dir(stopped))
         checkpoint = self._run_dir(stopped) / "checkpoints" / "last.ckpt"
-        (resumed,) = self._run({RESUMED: {"trainer.devices": 1, "ckpt_path": str(checkpoint)}})
+        (resumed,) = self._run({RESUMED: {**ALONE, "ckpt_path": str(checkpoint)}})
         return self._way(resumed, reference, earlier)
 
     def _prove(self, way: Way, flags: Mapping[str, Any], replicas: int) -> None:
@@ -263,18 +261,18 @@ class Prover:
         if exact or {"samples", "rate"} & way.found.keys() or not numbers or numbers[0].size > MAY_BE_ROUNDING:
             return
         double = {"trainer.precision": "64-true"}
-        both = self._run(
-            {REFERENCE: {"trainer.devices": 1, **double}, way.name: {**flags, **double}}, more="in float64"
-        )
+        both = self._run({REFERENCE: {**ALONE, **double}, way.name: {**flags, **double}}, more="in float64")
         if not all(outcome.records for outcome in both):
             return
         reference, here = (Recorded(self._run_dir(outcome)) for outcome in both)
-        size = largest(reference, here)
-        if size < EXACT:
-            way.rounding, way.causes = size, []
-        else:
-            way.not_rounding = size
+        way.in_float64 = largest(reference, here)
+        if way.in_float64 > EXACT:
             way.causes = way.causes or causes(Case(reference, here, differences(reference, here, EXACT), replicas))
+            return
+        others = differences(reference, here).keys() - {"loss", "gradients", "weights"}
+        way.rounding = {name: place for name, place in way.found.items() if name not in others}
+        way.found = {name: place for name, place in way.found.items() if name in others}
+        way.causes = [cause for cause in way.causes if others & set(cause.columns)]
 
 
 def _unused(reference: Recorded) -> Cause:

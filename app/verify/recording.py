@@ -1,8 +1,10 @@
 """What a training does at every step, as a callback sees it on each rank."""
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from app.data.batches import GlobalBatches
@@ -35,20 +36,24 @@ class Recording(Callback):
         self._step: dict[str, Any] | None = None  # between two updates
         self._random = torch.empty(0)
         self._scale = 0.0
+        self._before: dict[str, float] = {}  # metrics, when the last validation began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what a difference may come from, and cut the epochs."""
         self.record["facts"] = facts(trainer, pl_module)
+        self._scale = scale_of(trainer)
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
-            trainer.val_check_batch = min(trainer.val_check_batch or batches, batches)
+            if trainer.val_check_batch == float("inf"):  # of data without a length, which Lightning validates by this
+                trainer.limit_train_batches = batches
+            elif trainer.val_check_batch is not None:
+                trainer.val_check_batch = min(trainer.val_check_batch, batches)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the samples of a batch."""
-        if self._step is None:
-            self._step = {"step": trainer.global_step, "epoch": trainer.current_epoch, "loss": 0.0}
-            self._step |= {"samples": [], "labels": [], "losses": []}
+        if self._step is None or self._step["epoch"] != trainer.current_epoch:
+            self._step = {"epoch": trainer.current_epoch, "samples": [], "labels": [], "losses": []}
         samples, labels = contents(trainer.train_dataloader, batch, batch_idx)
         self._step["samples"].append(samples)
         self._step["labels"].append(labels)
@@ -56,19 +61,21 @@ class Recording(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note learning rates and gradients, as they have been reduced, before they are clipped."""
-        assert self._step is not None
-        groups = optimizer.param_groups
-        self._step["rates"] = [float(group["lr"]) for group in groups]
-        self._step["decays"] = [float(group.get("weight_decay") or 0.0) for group in groups]
+        if self._step is None:  # not within a batch
+            return
+        for group in optimizer.param_groups:
+            self._step.setdefault("rates", []).append(float(group.get("lr") or 0.0))
+            self._step.setdefault("decays", []).append(float(group.get("weight_decay") or 0.0))
         gradients = {name: each.grad for name, each in pl_module.named_parameters() if each.grad is not None}
-        self._step["gradients"] = {name: each.detach().double().norm().item() for name, each in gradients.items()}
+        self._step["gradients"] = {name: size(each) for name, each in gradients.items()}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note the loss; end training after the last step."""
         step = self._step
-        assert step is not None
+        if step is None:  # the collate function gave nothing
+            return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # Lightning has divided it by the number of batches that are accumulated
         step["losses"].append(float("nan") if loss is None else float(loss) * trainer.accumulate_grad_batches)
@@ -77,16 +84,23 @@ class Recording(Callback):
         if "rates" not in step and (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
         step["loss"], self._step = sum(step["losses"]) / trainer.accumulate_grad_batches, None
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = scaler.get_scale() if scaler is not None else 0.0
+        scale = scale_of(trainer)
         step["skipped"], self._scale = scale < self._scale, scale
         self.record["steps"].append(step)
-        if trainer.global_step >= self.steps:
+        if trainer.global_step // max(len(trainer.optimizers), 1) >= self.steps:  # it counts the steps of each
             stop_training(trainer, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin another evaluation: the last one counts."""
         self.record["evaluation"] = {}
+        self._before = {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note its metrics: what it has logged."""
+        after = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        own = {name for name, value in after.items() if self._before.get(name) != value} | self.record["metrics"].keys()
+        if not trainer.sanity_checking:
+            self.record["metrics"] = {name: after[name] for name in own if name in after}
 
     def on_validation_batch_end(
         self,
@@ -98,16 +112,17 @@ class Recording(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Note the samples of a batch."""
+        if trainer.sanity_checking:
+            return
         loaders = trainer.val_dataloaders
         loader = loaders[dataloader_idx] if isinstance(loaders, list) else loaders
         self.record["evaluation"].setdefault(str(dataloader_idx), []).append(contents(loader, batch, batch_idx)[0])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write it all, with what the training ends with. Collective."""
-        self.record["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        state = {name: value.detach().cpu() for name, value in pl_module.state_dict().items()}
+        state = {k: v.detach().cpu() for k, v in pl_module.state_dict().items() if isinstance(v, Tensor)}
         self.record["digests"] = {name: digest(value) for name, value in state.items()}
-        self.record["parameters"] = [name for name, _ in pl_module.named_parameters()]
+        self.record["parameters"] = [name for name, each in pl_module.named_parameters() if each.requires_grad]
         self.record["optimizers"] = [sizes(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers]
         self.record["schedulers"] = schedulers(trainer)
         self.record["attributes"] = attributes(trainer, pl_module)
@@ -128,18 +143,41 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     """Which samples a batch holds: rows of our own loaders, else digests of each; and digests of what is integer."""
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    count = len(leaves[0]) if leaves else 0
+    leaves = [leaf for leaf in tensors(batch) if leaf.ndim]
+    count = Counter(map(len, leaves)).most_common(1)[0][0] if leaves else 0
     leaves = [leaf for leaf in leaves if len(leaf) == count]
     whole = [" ".join(digest(leaf[row : row + 1]) for leaf in leaves) for row in range(count)]
     integers = [leaf for leaf in leaves if not leaf.is_floating_point()]
     return whole, [" ".join(digest(leaf[row : row + 1]) for leaf in integers) for row in range(count) if integers]
 
 
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, whatever holds them."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from (leaf for value in batch.values() for leaf in tensors(value))
+    elif isinstance(batch, list | tuple):
+        yield from (leaf for value in batch for leaf in tensors(value))
+    elif dataclasses.is_dataclass(batch):
+        yield from (leaf for value in vars(batch).values() for leaf in tensors(value))
+
+
+def size(value: Tensor) -> float:
+    """The norm of a tensor."""
+    return value.detach().cpu().double().norm().item()
+
+
+def scale_of(trainer: Trainer) -> float:
+    """By what float16's scaler multiplies the loss; 0 without one."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 0.0 if scaler is None else scaler.get_scale()
+
+
 def sizes(state: Any) -> Any:
     """The same structure with the norm in place of each tensor."""
     if isinstance(state, Tensor):
-        return state.detach().double().norm().item()
+        return size(state)
     if isinstance(state, dict):
         return {str(key): sizes(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -162,33 +200,20 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """What may explain a difference: loaders, schedule, and what in the network computes over a batch or by chance."""
     named = list(module.named_modules())
-    loaders = trainer.val_dataloaders
     return {
-        "world_size": trainer.world_size,
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
-        "precision": str(trainer.precision),
         "accumulate": trainer.accumulate_grad_batches,
-        "clip": trainer.gradient_clip_val,
-        "loader": loader_facts(trainer.train_dataloader),
-        "evaluated": [loader_facts(each) for each in (loaders if isinstance(loaders, list) else [loaders])],
+        "sampler": type(getattr(trainer.train_dataloader, "sampler", None)).__name__,
         "batches": trainer.num_training_batches,
         "estimated_steps": float(trainer.estimated_stepping_batches),
         "schedulers": schedulers(trainer),
         "batchnorm": [
-            name for name, each in named if isinstance(each, _BatchNorm) and not isinstance(each, nn.SyncBatchNorm)
+            name
+            for name, each in named
+            if isinstance(each, _BatchNorm) and each.training and not isinstance(each, nn.SyncBatchNorm)
         ],
         "dropout": [name for name, each in named if isinstance(each, _DropoutNd) and each.p > 0],
         "hooked": [name for name, each in module.named_parameters() if each._backward_hooks],
-    }
-
-
-def loader_facts(loader: Any) -> dict[str, Any]:
-    """What a loader is."""
-    sampler = getattr(loader, "sampler", None)
-    return {
-        "ours": isinstance(loader, GlobalBatches),
-        "sampler": type(sampler).__name__,
-        "drop_last": bool(getattr(loader, "drop_last", False)),
     }
 
 

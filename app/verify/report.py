@@ -24,9 +24,7 @@ def cell(way: Way, column: str) -> str:
         return "—"
     place = way.found.get(column)
     if place is None:
-        return "✓"
-    if way.rounding is not None:
-        return "✓ ≈"
+        return "✓ ≈" if column in way.rounding else "✓"
     return f"✗ {place.where}" if place.step is not None else "✗"
 
 
@@ -41,13 +39,13 @@ def said(way: Way) -> list[str]:
     if way.left_out:
         return [f"{way.name}: left out: {way.left_out}"]
     lines = [f"{way.name}: does not run: {way.failed}"] if way.failed else []
-    if way.rounding is not None:
-        shown = ", ".join(f"{name} by {place.size:.1g}" for name, place in way.found.items())
-        return [f"{way.name}: rounding ({shown}): in float64 all agree to {way.rounding:.1g}"]
+    if way.rounding:
+        shown = ", ".join(f"{name} by {place.size:.1g}" for name, place in way.rounding.items())
+        lines.append(f"{way.name}: rounding ({shown}): in float64 they agree to {way.in_float64:.1g}")
     for column, place in way.found.items():
-        lines.append(f"{way.name}: {HEADERS.get(column, column)} parts at {place}")
-    if way.not_rounding is not None:
-        lines.append(f"  it is no rounding: in float64 the difference is {way.not_rounding:.1g}")
+        lines.append(f"{way.name}: {HEADERS.get(column, column)}, {place}")
+    if way.in_float64 is not None and not way.rounding:
+        lines.append(f"  in float64 the difference is {way.in_float64:.1g}; rounding would all but vanish")
     for cause in way.causes:
         lines += [f"  because {cause.said}", f"  do      {cause.remedy}"]
     if way.found and not way.causes:
@@ -59,9 +57,14 @@ def conclusion(verdict: Verdict) -> str:
     """The result, in a sentence."""
     tried = [way for way in verdict.ways if way.left_out is None]
     other = [way.name for way in tried if not way.same]
+    if not tried:
+        return "Nothing was proven: there is no other way of running here."
+    seen, batches = verdict.reference.epoch(0), verdict.reference.facts["batches"]
+    made = sum(step.micro_batches for step in seen)
+    cut = f", in the first {made} of {batches} batches of an epoch" if made < batches else ""
     if not other:
-        return f"The same training in all {len(tried) + 1} ways of running."
-    return f"Not the same training as on one device: {', '.join(other)}."
+        return f"The same training in all {len(tried) + 1} ways of running{cut}."
+    return f"Not the same training as on one device: {', '.join(other)}{cut}."
 
 
 def show(verdict: Verdict, console: Console) -> None:
@@ -81,6 +84,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
     """The verdict for other programs."""
     return {
         "same": bool(verdict),
+        "said": conclusion(verdict),
         "steps": len(verdict.reference.steps),
         "ways": [
             {
@@ -89,7 +93,8 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
                 "same": way.same,
                 "left_out": way.left_out,
                 "failed": way.failed,
-                "rounding": way.rounding,
+                "rounding": {name: place._asdict() for name, place in way.rounding.items()},
+                "in_float64": way.in_float64,
                 "differences": {name: place._asdict() for name, place in way.found.items()},
                 "causes": [cause._asdict() for cause in way.causes],
             }
