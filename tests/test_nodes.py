@@ -231,6 +231,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 def test_nodes_agree(tmp_path: Path) -> None:
     """What node 0 decides, all do; what will not do on one of them is said on every one."""
     nodes = [

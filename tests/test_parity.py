@@ -57,7 +57,6 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         ("cnn", "dp", 2),
         ("mlp", "dp", 2),
         ("cnn", "dp", 4),
-        ("mlp", "dp", 4),
         ("cnn", "ddp", 2),
         pytest.param("mlp", "ddp", 2, marks=SLOW),
     ],
