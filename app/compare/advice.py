@@ -41,6 +41,8 @@ def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> l
         said.append(
             "Their global batches differ: at the same epoch they have taken different steps, so compare losses, too."
         )
+    for name, slow in ranked["slow_rank"].dropna().items():
+        said.append(f"**{name}: {slow}**, in each of its runs: the others wait for it in every step.")
     fewer = [row for row in _as_good(ranked, best) if row["replicas"] < best["replicas"]]
     if fewer:
         taken = min(fewer, key=lambda row: row["replicas"])

@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 
 from app.compare.runner import Outcome
+from app.monitor.rank_times import slow_ranks
 from app.monitor.step_profiler import PHASES
 
 # name in results.csv: how it is headed in the report, with its unit
@@ -41,6 +42,7 @@ COLUMNS = {
     "launch_ms": "of which launching (ms)",
     "accelerator": "accelerator",
     "not_finite_since": "loss not finite since epoch",
+    "slow_rank": "slow rank",
 }
 
 # figure: where it stands in a run record, and how those of several runs become one
@@ -82,7 +84,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
         for repeat, record in outcome.records.items()
     ]
     variants = pd.DataFrame([{"variant": o.variant.name, "status": o.status} for o in outcomes]).set_index("variant")
-    table = variants.join([_figures(records), _accuracy(records), _memory(records)])
+    table = variants.join([_figures(records), _accuracy(records), _memory(records), _slow_rank(records)])
     base = table.loc[[baseline]].iloc[0]
     table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
@@ -118,3 +120,14 @@ def _memory(records: list[dict[str, Any]]) -> pd.DataFrame:
     ]
     accelerator = peaks.groupby("variant")["device"].first().str.replace(":.*", "", regex=True).rename("accelerator")
     return pd.concat([*largest, accelerator], axis=1)
+
+
+def _slow_rank(records: list[dict[str, Any]]) -> pd.Series:
+    """Take what is said of a rank that was slower than the others in every run of a variant."""
+    found: dict[str, list[dict[int, str]]] = {}
+    for record in records:
+        found.setdefault(record["variant"], []).append(slow_ranks(record.get("ranks") or []))
+    always = {
+        name: [said for rank, said in runs[-1].items() if all(rank in r for r in runs)] for name, runs in found.items()
+    }
+    return pd.Series({name: "; ".join(said) or None for name, said in always.items()}, name="slow_rank", dtype=object)

@@ -45,6 +45,7 @@ from app.launch.watchdog import watched
 from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
+from app.monitor.rank_times import RankTimes
 from app.monitor.run_record import RunRecord, load_record, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.step_trace import StepTrace, profile_lines, profile_table
@@ -275,6 +276,7 @@ class CLI(Flags):
             StepProfile(),
             *[StepTrace()] * run.profile,
             NonFinite(run.on_nonfinite),
+            RankTimes(config.cluster.timeout),
             StopTogether(config.cluster.timeout),  # before what reads from the device when there is an error
             RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
             TestFigures(),
@@ -332,7 +334,7 @@ class CLI(Flags):
         if self.processes:  # which have run it
             return
         several = self.trainer.world_size > 1 and not isinstance(self.trainer.strategy.launcher, SpawnLauncher)
-        with watched(self.config[subcommand].cluster.timeout if several else None):
+        with watched(self.config[subcommand].cluster.timeout if several else None), explaining_errors():
             super()._run_subcommand(subcommand)
         self.exit_code = self._exit_code()
 

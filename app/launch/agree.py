@@ -30,6 +30,18 @@ def gather_objects(mine: Any) -> list[Any]:
     return everyone
 
 
+def host_group(timeout: timedelta) -> Any:
+    """A group of all ranks for what is not the user's, between hosts. Collective.
+
+    A collective call that only one rank makes, by a mistake of the user, is then waited for in vain. In the same group
+    it would meet a call of another size, upon which gloo ends the process.
+
+    Args:
+        timeout: For which to wait for another rank.
+    """
+    return distributed.new_group(backend="gloo", timeout=timeout)
+
+
 def agree(
     decide: Callable[[list[str]], dict[str, Any]],
     check: Callable[[dict[str, Any]], None],

@@ -10,6 +10,7 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app.errors import EXIT_CODES, RankError, RankLostError, RankSilentError, UserError, out_of_memory
+from app.launch import watchdog
 from app.system.torch_patches import abort_process_group
 
 # what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
@@ -42,10 +43,18 @@ def lost(text: str) -> RankError | None:
     if GONE.search(text):
         return RankLostError(f"lost the connection to {node_of(text) or ANOTHER}: see what that one says")
     if SILENT.search(text) and "DataLoader" not in text:
-        return RankSilentError(
-            "no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
-        )
+        return RankSilentError(f"no answer from another rank within --cluster.timeout: {who_hangs()}")
     return None
+
+
+def who_hangs() -> str:
+    """Where the ranks of this run are, as far as the watchdogs have written it in a folder that is seen here."""
+    folder = watchdog.heartbeat and watchdog.heartbeat.folder
+    found = folder and watchdog.where(folder)
+    unknown = "it hangs, or the link to it is cut"
+    if not found:
+        return unknown
+    return f"{found if ' is in ' in found else f'{unknown}; {found}'} (stacks: {folder})"
 
 
 def leave_nccl() -> None:
@@ -56,6 +65,19 @@ def leave_nccl() -> None:
     """
     if distributed.is_initialized() and distributed.get_backend() == "nccl":
         abort_process_group()
+
+
+def explained(error: BaseException) -> BaseException:
+    """What an error means, where it is one of a communication, or of memory; else the error itself."""
+    communicated = distributed.is_initialized() and (
+        type(error) is RuntimeError or isinstance(error, distributed.DistError)
+    )
+    # of NCCL's group, which may have been left already
+    communicated = communicated or isinstance(error, distributed.DistBackendError)
+    if communicated and (seen := lost(str(error))):
+        return seen
+    said = out_of_memory(error)
+    return UserError(said) if said else error
 
 
 @contextmanager
@@ -69,15 +91,10 @@ def explaining_errors() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        in_group = distributed.is_initialized()
+        meant = explained(error)
         leave_nccl()
-        communicated = in_group and (type(error) is RuntimeError or isinstance(error, distributed.DistError))
-        # of NCCL's group, which has been left already
-        communicated = communicated or isinstance(error, distributed.DistBackendError)
-        if communicated and (seen := lost(str(error))):
-            raise seen from error
-        if said := out_of_memory(error):
-            raise UserError(said) from error
+        if meant is not error:
+            raise meant from error
         raise
 
 

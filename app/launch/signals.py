@@ -22,6 +22,7 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 from app.data.sources import work_apart
+from app.launch.agree import host_group
 from app.launch.cluster_environment import in_slurm_job
 from app.launch.failures import leave_nccl
 from app.launch.process import is_worker
@@ -93,8 +94,8 @@ class StopTogether(Callback):
         """Leave out Lightning's own agreement, a broadcast on every step, which raises instead of saving."""
         leave_out_sigterm_broadcast(trainer)
         self._asked = None
-        if trainer.world_size > 1 and distributed.get_backend() != "gloo":
-            self._group = distributed.new_group(backend="gloo", timeout=self.timeout)
+        if trainer.world_size > 1:
+            self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
         if isinstance(loader, DataLoader):  # of the user: an agent signals the whole group of a rank
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)

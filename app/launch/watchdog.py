@@ -1,61 +1,273 @@
-"""A small process beside each rank, which ends it where it is stopped for longer than the others wait for it.
+"""A small process beside each rank, which says where the rank is when it hangs, and ends it where nobody else would.
 
-They give up by themselves. It would stay for ever, with its GPU and its port, and may be alone on its node.
+The others give up by themselves after `--cluster.timeout`. A rank that hangs would stay for ever, with its GPU and its
+port, and may be alone on its node. Before the others give up, each watchdog has its rank write the Python stacks of its
+threads, so that they can say for whom they have waited.
+
+The process runs this file alone: the standard library is all that it can import.
 """
 
 import contextlib
+import faulthandler
+import mmap
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 LATER = 5  # seconds, in which the others have said that it does not answer
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # what is sent to all processes of a run, to end in order
+# what a rank is doing; nobody waits for one that is elsewhere
+PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
+ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
+WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # nobody else's; a process that does not expect it would end
+PATH = 64  # offset in the shared memory
+
+
+class Heartbeat:
+    """Step and phase of this process, in memory that its watchdog reads.
+
+    Attributes:
+        values: Step, phase, and a count that differs with every sign of life: assigned, without a call.
+        folder: Where the stacks are written, once a run has one.
+    """
+
+    def __init__(self) -> None:
+        self.files = os.memfd_create("heartbeat"), os.memfd_create("stacks")
+        os.ftruncate(self.files[0], mmap.PAGESIZE)
+        self._memory = mmap.mmap(self.files[0], mmap.PAGESIZE)
+        self.values = memoryview(self._memory).cast("q")
+        self.folder: Path | None = None
+
+    def begin(self, folder: Path, rank: int) -> None:
+        """From here on the others wait for this process.
+
+        Args:
+            folder: Where `rank_N.txt` is to be written when it hangs.
+            rank: Its number.
+        """
+        self.folder, file = folder, folder / f"rank_{rank}.txt"
+        file.unlink(missing_ok=True)
+        name = os.fsencode(file)[: mmap.PAGESIZE - PATH - 1] + b"\0"
+        self._memory[PATH : PATH + len(name)] = name
+        faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
+        self.values[0], self.values[1] = 0, SET_UP
+
+    def end(self) -> None:
+        """From here on nobody waits."""
+        self.values[1] = ELSEWHERE
+
+
+heartbeat: Heartbeat | None = None  # of this process, while it is watched
 
 
 @contextlib.contextmanager
 def watched(timeout: float | None) -> Iterator[None]:
-    """Have this process ended if it is stopped (SIGSTOP) for longer than a time; Linux only.
+    """Have this process ended if it hangs for longer than a time; Linux only.
 
     Args:
         timeout: Seconds; None for a process that nobody waits for.
     """
+    global heartbeat
     if timeout is None or sys.platform != "linux":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    mine, before = Heartbeat(), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:  # the file alone, without what it takes to import this package
-        command = [sys.executable, "-IS", __file__, str(os.getpid()), str(timeout)]
-        watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
+        command = [sys.executable, "-IS", __file__, str(os.getpid()), str(timeout), *map(str, mine.files)]
+        watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=mine.files)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    heartbeat = mine
     try:
         yield
     finally:
+        heartbeat = None
         watchdog.kill()
         watchdog.communicate()
+        for file in mine.files:
+            os.close(file)
 
 
-def watch(process: int, timeout: float) -> None:
-    """End the process that has started this one if it is stopped for too long; return when it has ended.
+# -- in the process beside it -------------------------------------------------------------------------------------
 
-    It counts seconds in which it runs itself: not those in which all of a job is suspended, as by Ctrl-Z.
+
+def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
+    """Watch the process that has started this one; return when it has ended.
+
+    It is ended when it is stopped (SIGSTOP) for too long, or shows no sign of life and others have left it. Counted are
+    seconds in which this process runs itself: not those in which all of a job is suspended, as by Ctrl-Z.
+
+    Args:
+        process: Its id.
+        timeout: Seconds for which the others wait for it.
+        beats: File of its heartbeat.
+        stacks: File into which it writes its stacks.
     """
-    stopped = 0
-    while os.getppid() == process and stopped <= timeout + LATER:
+    memory = mmap.mmap(beats, mmap.PAGESIZE, prot=mmap.PROT_READ)
+    values = memoryview(memory).cast("q")
+    stopped = still = 0
+    last, peers, written = [0] * 3, set[str](), False
+    while os.getppid() == process:
         select.select([sys.stdin], [], [], 1.0)  # readable at once when the process has ended
+        file = Path(os.fsdecode(memory[PATH:].split(b"\0")[0]))
+        now = values[:3].tolist()
+        still, last = (still + 1 if now == last and now[1] != ELSEWHERE else 0), now
         with contextlib.suppress(OSError):
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-            stopped = stopped + 1 if state == "T" else 0
+            stopped = stopped + 1 if state(process) == "T" else 0
+            if still == 1:
+                peers = connections(process)
+            if still == 0 and written:
+                file.unlink(missing_ok=True)
+                written = False
+            if still >= timeout - min(10.0, timeout / 5) and not written:
+                written = True  # tried
+                file.parent.mkdir(parents=True, exist_ok=True)
+                part = file.with_suffix(".part")
+                part.write_text(f"step {now[0]}, in {PHASES[now[1]]}\n{take_stacks(process, stacks)}")
+                part.rename(file)
+        left = still > timeout + LATER and bool(peers - connections(process))
+        if stopped > timeout + LATER or left:
+            break
     if os.getppid() == process:
         os.kill(process, signal.SIGKILL)
         said = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was ended"
+        if stopped <= timeout + LATER:
+            found = where(file.parent, [int(file.stem.removeprefix("rank_"))]) or f"process {process} hangs"
+            said = f"{found}; the others have given up, and it was ended"
         with contextlib.suppress(OSError):  # nobody reads
             print(f"error: {said}", file=sys.stderr, flush=True)
 
 
+def state(process: int) -> str:
+    """What the kernel says of a process: `T` where it is stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def connections(process: int) -> set[str]:
+    """The TCP connections of a process that are established, by the numbers of their sockets."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for table in ("tcp", "tcp6"):
+            rows = Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]
+            found |= {f"socket:[{row.split()[9]}]" for row in rows if row.split()[3] == "01"}
+        return found & {os.readlink(each) for each in Path(f"/proc/{process}/fd").iterdir()}
+    return set()
+
+
+def take_stacks(process: int, stacks: int) -> str:
+    """The stacks of a process, and of those that it has forked, such as the workers of a loader."""
+    if state(process) == "T":
+        return "stopped (SIGSTOP)\n"
+    children = "".join(each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")).split()
+    text = ""
+    for each in (process, *map(int, children)):
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{each}/status").read_text())
+        if caught is None or not int(caught[1], 16) >> (WRITE_STACKS - 1) & 1:
+            continue
+        begin = size = os.fstat(stacks).st_size
+        os.kill(each, WRITE_STACKS)
+        for _ in range(20):  # until it has written, and writes no more
+            time.sleep(0.05)
+            before, size = size, os.fstat(stacks).st_size
+            if begin < size == before:
+                break
+        text += f"\nprocess {each}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
+    return text
+
+
+# -- what the stacks say ------------------------------------------------------------------------------------------
+
+FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+OWN = str(Path(__file__).parents[1])  # this application
+LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<")
+Frame = tuple[str, str, str]  # file, line, function
+LOOP = re.compile(r"lightning/pytorch/(loops|trainer/trainer)|app/fit/straight_step\.py")
+
+
+class Place(NamedTuple):
+    """Where a rank was.
+
+    Attributes:
+        step: The step of the optimizer in hand, from 1 on.
+        phase: One of `PHASES`.
+        line: File, line and function, of the user's code where it was in that.
+        theirs: Whether that is the user's.
+    """
+
+    step: int
+    phase: str
+    line: str
+    theirs: bool
+
+    @classmethod
+    def read(cls, text: str) -> "Place":
+        """From what `watch` has written."""
+        head, _, rest = text.partition("\n")
+        step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
+        stacks = [threads(part) for part in rest.split("\nprocess ")[1:]]
+        inner = [frame for frames in stacks for frame in within_loop(frames)]  # its own first
+        theirs = next((f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None)
+        hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
+        if frame := theirs or hook:
+            return cls(int(step), phase, f"{Path(frame[0]).name}:{frame[1]} {frame[2]}", theirs is not None)
+        return cls(int(step), phase, rest.strip() or "no stack", not stacks)
+
+
+def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Those that the training or evaluation has called."""
+    ends = (index for index, (path, _, _) in enumerate(frames) if LOOP.search(path))
+    return frames[: next(ends, None)]
+
+
+def threads(text: str) -> list[Frame]:
+    """The frames of a process's main thread, innermost first: file, line and function."""
+    parts = re.split(r"^(Current thread|Thread) .*$", text, flags=re.MULTILINE)
+    kinds, stacks = parts[1::2], parts[2::2]
+    if not stacks:
+        return []
+    main = kinds.index("Current thread") if "Current thread" in kinds else -1  # the first one is listed last
+    return FRAME.findall(stacks[main])
+
+
+def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
+    """Say where the ranks are whose stacks are there: first those that hang, then those that wait for them.
+
+    Args:
+        folder: `stacks` of a run.
+        ranks: Which ones; by default all.
+    """
+    places = {}
+    for file in folder.glob("rank_*.txt"):
+        rank = int(file.stem.removeprefix("rank_"))
+        if ranks is None or rank in ranks:
+            with contextlib.suppress(OSError, AttributeError):  # removed, or somebody else's
+                places[rank] = Place.read(file.read_text(errors="replace"))
+    gradients = PHASES[GRADIENTS]
+    waiting = {rank for rank, place in places.items() if place.phase == gradients}
+    if len(waiting) == len(places):  # then in a communication hook of the user, if anywhere
+        waiting = {rank for rank in waiting if not places[rank].theirs}
+    hanging = set(places) - waiting
+    if theirs := {rank for rank in hanging if places[rank].theirs}:  # the others wait for them, wherever that is
+        waiting, hanging = set(places) - theirs, theirs
+    said = []
+    for rank in sorted(hanging):
+        step, phase, line, _ = places[rank]
+        at = "" if phase in PHASES[:2] else "the evaluation, " if phase == PHASES[EVALUATION] else f"step {step:,}, "
+        said.append(f"rank {rank} is in {at}{line}")
+    if waiting:
+        them = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))} wait{'s' * (len(waiting) == 1)}"
+        whose = {0: "gradients", 1: "its gradients"}.get(len(hanging), "their gradients")
+        for_gradients = any(places[rank].phase == gradients for rank in waiting)
+        said.append(f"{them} for {whose if for_gradients else 'it'}")
+    return "; ".join(said) or None
+
+
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), float(sys.argv[2]))
+    watch(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -18,11 +18,13 @@ from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.errors import ExitStatus, RankError, UserError
 from app.launch.agree import gather_objects
+from app.launch.failures import explained
 from app.launch.process import AGENT
 from app.launch.signals import cause
 from app.modules import ImageClassifier, log_window
 from app.monitor.loggers import Tracker
 from app.monitor.nonfinite import NonFinite
+from app.monitor.rank_times import NAMES, RankTimes
 from app.monitor.step_profiler import PHASES, StepProfile
 from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line, finished
@@ -43,6 +45,7 @@ FORM: dict[str, Any] = {
     **dict.fromkeys(("devices", "num_nodes", "world_size", "replicas", "steps", "threads", "global_batch_size"), int),
     **dict.fromkeys(("setup_s", "train_s", "wall_s", "not_finite_since"), NUMBER),
     "launchers": [str],
+    "ranks": [{"rank": int, "node": int, **dict.fromkeys(NAMES, NUMBER)}],
     "epochs": [dict.fromkeys(("epoch", "train_loss", "val_loss", "val_acc", "seconds"), NUMBER)],
     "peak_memory": [{"rank": int, "device": str, "allocated_gib": NUMBER, "host_rss_gib": NUMBER}],
     "checkpoint": {"best": str, "last": str},
@@ -141,6 +144,7 @@ class RunRecord(Callback):
             "tracker": None,
             "epochs": [],
             "peak_memory": [],
+            "ranks": [],
             "steps": 0,
             **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "tested", "setup_s", "train_s", "throughput")),
             "time_per_step": None,
@@ -208,7 +212,7 @@ class RunRecord(Callback):
             self.record["run_dir"] = directory
             with suppress(ValueError):
                 self.record = load_record(self.path)
-        end = ExitStatus.of(exception)
+        end = ExitStatus.of(explained(exception))
         better = end.status == "interrupted" or isinstance(exception, RankError)
         if self.record["status"] == "interrupted" or (self.record["status"] == "failed" and not better):
             return  # a spawned process has said why
@@ -376,6 +380,9 @@ class RunRecord(Callback):
         if self._trace is not None:
             cuda = trainer.strategy.root_device.type == "cuda"
             self.record["profile"] = {"limit": limit(self._trace.rows, cuda), "ranks": self._trace.rows}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RankTimes):
+                self.record["ranks"] = callback.ranks
         self._measured(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

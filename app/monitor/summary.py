@@ -21,6 +21,7 @@ from app.launch.cluster_environment import OWN_AGENT
 from app.launch.process import trust_flags
 from app.modules import ImageClassifier
 from app.monitor.loggers import Tracker
+from app.monitor.rank_times import slow_ranks
 
 SCREEN = 20  # layers that fit on one
 
@@ -131,6 +132,8 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, test
     if fitted and record["train_s"] is not None:
         rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
         yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"
+        for slow in slow_ranks(record["ranks"]).values():
+            yield f"slow            {slow}: the others wait for it in every step"
     kept = sorted(path.name for path in Path(directory).iterdir() if path.name != "wandb")
     yield f"files           {directory}: {', '.join(kept)}"
     for logger in loggers:

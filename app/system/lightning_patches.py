@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import distributed
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -302,7 +303,11 @@ class DDPWithHooks(DDPStrategy):
     """
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        group = None
+        if distributed.get_backend() == "gloo":  # which ends a process whose call meets another one of the user's
+            group = distributed.new_group(backend="gloo", timeout=self._timeout)
+        devices = self.determine_ddp_device_ids()
+        return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
 
     def comm_state(self) -> object | None:
         """The first argument of the hook, made when the processes are connected."""

@@ -1,0 +1,241 @@
+"""Times the step of every rank, finds the rank that is slower than the others, and tells its watchdog where it is."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, distributed
+
+from app.launch import watchdog
+from app.launch.agree import gather_objects, host_group
+from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, STEP, UPDATE
+from app.modules import log_window
+
+SLOWER = 0.1  # than the median of the other ranks
+WINDOWS = 3  # in a row, after which a rank is called slow
+KEPT = 1000  # windows, of which the medians are taken
+
+
+class RankTimes(Callback):
+    """Times, in each rank, waiting for data, computing, and waiting for the other ranks' gradients.
+
+    Nothing is synchronised: on a GPU, events are recorded in its stream, and read when they have long happened. Once in
+    a logging window the ranks tell each other their medians, in the background, and hear of them one window later.
+
+    * data: from the end of a step to the beginning of the next one's computation
+    * compute: the rest of the step; where a rank waits for others before its last gradient is ready, as in
+      SyncBatchNorm or under `fsdp`, that is part of it
+    * wait: from its last gradient to the end of the backward pass, in which the gradients are averaged
+
+    Args:
+        timeout: Seconds to wait for another rank.
+
+    Attributes:
+        ranks: Medians of each rank in milliseconds, for the run record.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timedelta(seconds=timeout)
+        self.ranks: list[dict[str, Any]] = []
+        self._nodes: list[int] = []
+        self._group: Any = None
+        self._handles: list[Any] = []
+        self._beat: Any = [0, 0, 0]  # nobody reads it where there is no watchdog
+        self._steps: list[tuple[Any, ...]] = []
+        self._whole: list[tuple[Any, ...]] = []  # the window before: a GPU has done what was asked of it then
+        self._asked: tuple[list[Tensor], Any] | None = None
+        self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # of each: data, compute and wait of each rank
+        self._streaks: dict[int, int] = {}
+        self._last_parameter: Tensor | None = None
+        self._step = self._window = self._left = 0
+
+    # -- for the watchdog -----------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """From here on the others wait for this rank."""
+        if watchdog.heartbeat is not None and trainer.log_dir is not None:
+            watchdog.heartbeat.begin(Path(trainer.log_dir, "stacks"), trainer.global_rank)
+            self._beat = watchdog.heartbeat.values
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nobody waits any more."""
+        if watchdog.heartbeat is not None:
+            watchdog.heartbeat.end()
+        self._beat = [0, 0, 0]
+
+    def _evaluate(self, *_: Any, **__: Any) -> None:
+        beat = self._beat
+        beat[1], beat[2] = EVALUATION, beat[2] + 1
+
+    on_validation_start = on_validation_batch_start = on_test_start = on_test_batch_start = _evaluate
+    on_predict_start = on_predict_batch_start = _evaluate
+
+    # -- the step -------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Settle how to time."""
+        cuda = trainer.strategy.root_device.type == "cuda"
+        self._now: Callable[[], Any] = _recorded if cuda else time.perf_counter
+        self._seconds: Callable[..., Any] = _since_first if cuda else list
+        self._ready = self._averaged = self._began = self._now()
+        self._steps, self._whole = [], []
+        self._window = self._left = min(log_window(trainer), int(trainer.num_training_batches))
+        if trainer.world_size > 1:
+            self._group = host_group(self.timeout)
+            self._nodes = gather_objects(trainer.node_rank)
+            learnt = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+            self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # a hook that one process lacks
+            self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in learnt]
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to wait for data."""
+        self._step = trainer.global_step + 1
+        self._begin()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to wait for data again, where training was interrupted by it."""
+        self._begin()
+
+    def _begin(self) -> None:
+        beat = self._beat
+        beat[0], beat[1], beat[2] = self._step, DATA, beat[2] + 1
+        self._ended = self._now() if hasattr(self, "_now") else None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The data is there."""
+        self._beat[1] = STEP
+        self._ready = self._averaged = self._began = self._now()
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._last_parameter, self._ready = parameter, self._now()
+        self._beat[1] = GRADIENTS
+
+    def _on_averaged(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._beat[1] = UPDATE
+        self._averaged = self._now()
+        if len(self._handles) > 1 and self._last_parameter is not None:  # only the one that comes last is looked at
+            self._unhook()
+            self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the times of the step, and share those of a window that ends here."""
+        now = self._now()
+        self._steps.append((self._ended, self._began, self._ready, self._averaged, now))
+        self._ended = now
+        self._step += 1
+        beat = self._beat
+        beat[0], beat[1] = self._step, DATA
+        self._left -= 1
+        if not self._left:
+            self._left = self._window
+            self._whole, whole, self._steps = self._steps, self._whole, []
+            self._share(trainer, whole)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Share what is left, and sum up. Collective."""
+        self._unhook()
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+        self._share(trainer, self._whole + self._steps)
+        self._share(trainer, [])
+        columns = torch.tensor(list(self._windows)).permute(1, 2, 0).tolist() if self._windows else []
+        self.ranks = [
+            {
+                "rank": rank,
+                "node": node,
+                **{name: round(1000 * statistics.median(times), 4) for name, times in zip(NAMES, parts, strict=True)},
+                "unit": "ms",
+            }
+            for rank, (node, parts) in enumerate(zip(self._nodes or [trainer.node_rank], columns, strict=False))
+        ]
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- the ranks ------------------------------------------------------------------------------------------
+
+    def _share(self, trainer: Trainer, steps: list[tuple[Any, ...]]) -> None:
+        """Hear what was shared last, and share the medians of a window."""
+        if self._asked is not None:
+            (rows, answer), self._asked = self._asked, None
+            answer.wait()
+            self._hear([row.tolist() for row in rows])
+        if not steps:
+            return
+        ended, began, ready, averaged, now = np.array(self._seconds(steps)).T
+        wait = averaged - ready
+        own = [float(np.median(times)) for times in (began - ended, now - began - wait, wait)]
+        if trainer.world_size == 1:
+            self._hear([own])
+            return
+        mine = torch.tensor(own, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(trainer.world_size)]
+        self._asked = rows, distributed.all_gather(rows, mine, self._group, async_op=True)
+
+    def _hear(self, rows: list[list[float]]) -> None:
+        self._windows.append(rows)
+        slow = slower(rows, self._nodes)
+        self._streaks = {rank: self._streaks.get(rank, 0) + 1 for rank in slow}
+        for rank, streak in self._streaks.items():
+            if streak == WINDOWS:
+                rank_zero_info(slow[rank])
+
+
+NAMES = ("data", "compute", "wait")
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
+    """Seconds from the first event to each."""
+    first = steps[0][0]
+    return [[first.elapsed_time(event) / 1000 for event in step] for step in steps]
+
+
+def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, str]:
+    """The ranks that take longer for a step than the others, without the time in which they wait for each other.
+
+    Args:
+        rows: Data, compute and wait of each rank, in any unit.
+        nodes: On which node each rank is.
+
+    Returns:
+        A line for each such rank, which says by how much, and in what.
+    """
+    found = {}
+    for rank, row in enumerate(rows):
+        others = [other for index, other in enumerate(rows) if index != rank]
+        if not others:
+            continue
+        usual = [statistics.median(other[part] for other in others) for part in range(2)]
+        whole = statistics.median(other[0] + other[1] for other in others)
+        excess = (row[0] + row[1]) / whole - 1 if whole else 0.0
+        if excess > SLOWER:
+            part = NAMES[row[1] - usual[1] > row[0] - usual[0]]
+            found[rank] = f"rank {rank} (node {nodes[rank]}): {100 * excess:.0f} % slower than the median, in {part}"
+    return found
+
+
+def slow_ranks(ranks: Sequence[dict[str, Any]]) -> dict[int, str]:
+    """The ranks of a run that were slower than the others, each with a line that says so.
+
+    Args:
+        ranks: `ranks` of the run record.
+    """
+    return slower([[row[name] for name in NAMES] for row in ranks], [row["node"] for row in ranks])
