@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import QUIET, error_of, start_app
+from harness import QUIET, error_of, fork_app
 from torch import Tensor, nn
 
 from app.data.batches import GlobalBatches
@@ -138,7 +138,7 @@ def test_augmentation_that_cannot_be(app: App) -> None:
 def test_spawned_processes_have_workers(tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", "--data.size", "80", "--data.placement", "disk", "--data.num_workers", "1"]
     flags += ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--trainer.devices", "2"]
-    code, out = start_app("fit", *flags, *TWO_STEPS, "--run.root", tmp_path, "--run.test", "false")
+    code, out = fork_app("fit", *flags, *TWO_STEPS, "--run.root", tmp_path, "--run.test", "false")
     assert code == 0, out
 
 

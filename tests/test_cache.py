@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, error_of, losses, start_app
+from harness import QUIET, error_of, fork_app, losses
 from test_data import attach
 
 from app.data import CIFAR10, ImageFolder
@@ -269,7 +269,7 @@ def test_the_cache_holds_what_the_pickles_hold(cifar_root: Path, cache: Path) ->
 # -- several ranks ------------------------------------------------------------------------------------------------
 
 
-def way(strategy: str = "ddp", devices: int = 2) -> list[str]:
+def way(strategy: str = "ddp_fork", devices: int = 2) -> list[str]:
     return ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
 
 
@@ -288,7 +288,7 @@ def test_ranks_map_what_one_process_has_read(cifar_root: Path, cache: Path, tmp_
     data += ["--data.cache", str(cache), *UNTESTED]
     read = []
     for _ in range(2):
-        code, out = start_app("fit", *data, *way(), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
+        code, out = fork_app("fit", *data, *way(), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
         assert code == 0, out
         first, second = notes(tmp_path)
         assert first["process"] != second["process"]
@@ -309,14 +309,14 @@ def test_however_ranks_start(
         "ImageFolder": ["--data.root", image_root],
     }
     data = ["--data", name, *flags[name], "--data.batch_size", "8", "--data.cache", cache, *UNTESTED]
-    code, out = start_app("fit", *data, *way(strategy), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
+    code, out = fork_app("fit", *data, *way(strategy), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
     assert code == 0, out
     assert out.count("Decoding 36 images") == (name == "ImageFolder")
     first, second = notes(tmp_path)
     assert first["path"] == second["path"]
     where = fashion_root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte" if name == "FashionMNIST" else cache
     assert first["path"].startswith(str(where))
-    code, out = start_app("fit", *data, *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
+    code, out = fork_app("fit", *data, *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
     assert code == 0, out
     assert notes(tmp_path, 1)[0]["sums"] == first["sums"] == second["sums"]
 
@@ -327,7 +327,7 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
     image = image_root / "train" / "dog" / "02.jpg"
     image.write_bytes(b"not an image")
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--run.root", tmp_path]
-    said = error_of(*start_app("fit", *flags, *way(strategy), *QUIET))
+    said = error_of(*fork_app("fit", *flags, *way(strategy), *QUIET))
     assert said == f"error: {image} cannot be read (not an image): replace or remove this file"
 
 
@@ -335,7 +335,7 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
     flags = ["--data", "user_code.FillsUpOnRank1", "--data.size", "200", "--data.batch_size", "8"]
     flags += ["--run.root", str(tmp_path), *UNTESTED]
-    code, out = start_app("fit", *flags, *way(), *STEPS, "--data.num_workers", "0")
+    code, out = fork_app("fit", *flags, *way(), *STEPS, "--data.num_workers", "0")
     assert code == 0, out
     assert json.loads(next(tmp_path.glob("*/*/run.json")).read_text())["placement"] == "disk"
 
@@ -344,9 +344,9 @@ def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
     """Of the training images, in `test`: rank zero's record asks for it where the others do not."""
     flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
-    code, out = start_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED)
+    code, out = fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED)
     assert code == 0, out
-    code, out = start_app("test", *flags, *way(), "--data.val_size", "20", "--ckpt_path", "last")
+    code, out = fork_app("test", *flags, *way(), "--data.val_size", "20", "--ckpt_path", "last")
     assert code == 0, out
 
 

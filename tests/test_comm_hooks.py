@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import QUIET, error_of, free_port, largest_difference, losses, start_app, weights
+from harness import QUIET, error_of, fork_app, free_port, largest_difference, losses, start_app, weights
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
@@ -75,7 +75,7 @@ def test_ring_all_reduce(tmp_path: Path) -> None:
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a run on one device."""
     root = tmp_path_factory.mktemp("single")
-    code, out = start_app("fit", *MODELS["cnn"], *STEPS, "--run.root", root, "--run.name", "x")
+    code, out = fork_app("fit", *MODELS["cnn"], *STEPS, "--run.root", root, "--run.name", "x")
     assert code == 0, out
     return root / "x" / "version_0"
 
@@ -83,7 +83,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_parity_of_the_ring(single: Path, tmp_path: Path) -> None:
     flags = [*MODELS["cnn"], *STEPS, *forked("ddp_ring"), "--trainer.devices", "4"]
-    code, out = start_app("fit", *flags, "--run.root", tmp_path, "--run.name", "x")
+    code, out = fork_app("fit", *flags, "--run.root", tmp_path, "--run.name", "x")
     assert code == 0, out
     run = tmp_path / "x" / "version_0"
     np.testing.assert_allclose(losses(run), losses(single), rtol=0, atol=TOLERANCE)
@@ -101,7 +101,7 @@ EXACT = [*SMALL, "--trainer.precision", "64-true", "--trainer.max_epochs", "4", 
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Last checkpoint of a run on one device in float64, where rounding hides nothing."""
     root = tmp_path_factory.mktemp("exact")
-    code, out = start_app("fit", *EXACT, "--run.root", root, "--run.name", "x")
+    code, out = fork_app("fit", *EXACT, "--run.root", root, "--run.name", "x")
     assert code == 0, out
     return root / "x" / "version_0" / "checkpoints" / "last.ckpt"
 
@@ -125,7 +125,7 @@ def check_effect(root: Path, exact: Path, effect: bool) -> None:
     ],
 )
 def test_hooks_act_on_cpu(strategy: str, options: list[str], said: str, exact: Path, tmp_path: Path) -> None:
-    code, out = start_app("fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x")
+    code, out = fork_app("fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x")
     assert code == 0, out
     assert said in out
     check_effect(tmp_path, exact, effect=True)
@@ -135,7 +135,7 @@ def test_hooks_act_on_cpu(strategy: str, options: list[str], said: str, exact: P
 def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
     way = forked("ddp", "ddp_comm_hook", "user_code.speaking_hook")
     flags = [*SMALL, *way, "--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "1", "--run.test", "false"]
-    code, out = start_app("fit", *flags, "--run.root", tmp_path)
+    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
     assert code == 0, out
     assert out.count("averaged a bucket") == 4  # 64 images: 4 batches, 2 steps, on 2 ranks
     assert "static graph" not in out
@@ -144,12 +144,12 @@ def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_a_checkpoint_does_not_hold_is_said(exact: Path, tmp_path: Path) -> None:
     flags = [*EXACT, *forked("ddp_powersgd"), "--run.root", tmp_path, "--run.name", "x"]
-    code, out = start_app("fit", *flags)
+    code, out = fork_app("fit", *flags)
     assert code == 0, out
     assert "training ended after 16 steps, and nothing was compressed" in out
     assert "does not hold" not in out
     check_effect(tmp_path, exact, effect=False)
-    code, out = start_app("fit", *flags, "--trainer.max_epochs", "5", "--ckpt_path", "last")
+    code, out = fork_app("fit", *flags, "--trainer.max_epochs", "5", "--ckpt_path", "last")
     assert code == 0, out
     assert out.count("the checkpoint does not hold the error feedback of PowerSGD") == 1
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, losses, start_app
+from harness import QUIET, fork_app, losses
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
@@ -218,10 +218,10 @@ def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
         "32",
         *QUIET,
     ]
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_fork", "--trainer.devices", "2"]
     steps = ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1", "--run.root", str(tmp_path)]
     for name, strategy in (("ddp", way), ("single", [])):
-        code, out = start_app("fit", *flags, *steps, *strategy, "--run.name", name)
+        code, out = fork_app("fit", *flags, *steps, *strategy, "--run.name", name)
         assert code == 0, out
     ours, single = (losses(tmp_path / name / "version_0") for name in ("ddp", "single"))
     assert len(single) == 6

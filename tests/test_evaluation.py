@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import QUIET, start_app
+from harness import QUIET, fork_app
 
 App = Callable[..., tuple[int, str]]
 # 1,003 test images in batches of 64: 15 whole ones and one of 43, which neither 2 nor 4 divides
@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 WAYS = [
     ("dp", 2),
     ("dp", 4),
-    pytest.param("ddp", 2, marks=SLOW),
+    pytest.param("ddp_fork", 2, marks=SLOW),
     pytest.param("ddp_spawn", 2, marks=SLOW),
 ]
 
@@ -46,14 +46,14 @@ def confusion(run: Path) -> list[list[str]]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trained")
     learn = ["--model.optimizer.lr", "0.02", "--trainer.max_epochs", "1"]
-    code, out = start_app("fit", *DATA, *learn, "--run.root", root, "--run.name", "x")
+    code, out = fork_app("fit", *DATA, *learn, "--run.root", root, "--run.name", "x")
     assert code == 0, out
     return root / "x" / "version_0"
 
 
 @pytest.mark.parametrize(("strategy", "devices"), WAYS)
 def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    run_app = app if strategy == "dp" else start_app
+    run_app = app if strategy == "dp" else fork_app
     checkpoint = trained / "checkpoints" / "best.ckpt"
     code, out = run_app(
         *("test", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
@@ -68,9 +68,9 @@ def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Pa
     assert sum(int(n) for row in confusion(trained)[1:] for n in row[1:]) == 1003
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp", 4, marks=SLOW)])
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp_fork", 4, marks=SLOW)])
 def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    run_app = start_app if strategy == "ddp" else app
+    run_app = fork_app if "ddp" in strategy else app
     checkpoint = trained / "checkpoints" / "best.ckpt"
     code, out = run_app(
         *("predict", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),

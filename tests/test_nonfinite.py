@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, error_of, start_app, weights
+from harness import QUIET, error_of, fork_app, weights
 
 App = Callable[..., tuple[int, str]]
 DATA = ["--data", "Synthetic", "--data.size", "400", "--data.batch_size", "24", "--trainer.max_epochs", "2", *QUIET]
@@ -43,7 +43,7 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
 def test_it_names_the_rank(strategy: str, tmp_path: Path) -> None:
     flags = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--trainer.log_every_n_steps", "7"]
     flags += ["--last_checkpoint.every_n_train_steps", "3", "--run.root", tmp_path]
-    said = error_of(*start_app("fit", *POISONED, *flags))
+    said = error_of(*fork_app("fit", *POISONED, *flags))
     assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in said
     assert record(tmp_path)["status"] == "failed"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, error_of, start_app, weights
+from harness import QUIET, error_of, fork_app, weights
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
@@ -33,7 +33,7 @@ def way(strategy: str, devices: int) -> list[str]:
     ],
 )
 def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    run_app = start_app if "ddp" in strategy else app
+    run_app = fork_app if "ddp" in strategy else app
     code, out = run_app("fit", *THEIRS, *way(strategy, devices), "--run.root", tmp_path, "--run.name", "x")
     assert code == 0, out
     assert "does not log val_acc" in out
@@ -46,7 +46,7 @@ def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp
 @pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
 def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
     flags = [*SMALL[:-4], *way("ddp", 2), f"--trainer.{flag}", "true", "--run.root", tmp_path]
-    code, out = start_app("fit", *flags, "--trainer.max_epochs", "1")
+    code, out = fork_app("fit", *flags, "--trainer.max_epochs", "1")
     assert code == 0, out
     assert list(tmp_path.iterdir()) == []
 
@@ -153,7 +153,7 @@ def test_every_precision_trains_both_models(
 @pytest.mark.slow
 def test_precision_under_ddp(tmp_path: Path) -> None:
     flags = [*SMALL, *way("ddp_fork", 2), "--trainer.precision", "bf16-mixed", "--trainer.max_epochs", "1"]
-    code, out = start_app("fit", *flags, "--run.root", tmp_path)
+    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
     assert code == 0, out
 
 
@@ -179,7 +179,7 @@ def test_batch_shapes_under_dp(app: App) -> None:
 
 @pytest.mark.slow
 def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
-    code, out = start_app("fit", *SMALL, "--data.batch_size", "30", *way("ddp", 2), *SHAPES, "--run.root", tmp_path)
+    code, out = fork_app("fit", *SMALL, "--data.batch_size", "30", *way("ddp_fork", 2), *SHAPES, "--run.root", tmp_path)
     assert code == 0, out
     said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]  # after the sanity check, after the epoch
@@ -187,7 +187,7 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     last = tmp_path / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
     for command in ("test", "predict"):
         flags = [*SMALL, "--data.batch_size", "30", *way("ddp_fork", 2), SHAPES[0], "--ckpt_path", last]
-        code, out = start_app(command, *flags, "--run.root", tmp_path)
+        code, out = fork_app(command, *flags, "--run.root", tmp_path)
         assert code == 0, out
         said = [line for line in out.splitlines() if line.startswith("rank")]
         assert said == sorted(said), out
@@ -210,11 +210,11 @@ def test_on_cuda(strategy: str, precision: str, tmp_path: Path) -> None:
     flags = ["--trainer.accelerator", "cuda", "--trainer.strategy", strategy, "--trainer.precision", precision]
     for placement in ("memory", "device"):
         more = ["--data.placement", placement, "--trainer.max_epochs", "2", "--run.name", placement]
-        code, out = start_app("fit", *SMALL, *flags, *more, "--run.root", tmp_path)
+        code, out = fork_app("fit", *SMALL, *flags, *more, "--run.root", tmp_path)
         assert code == 0, out
         last = tmp_path / placement / "version_0" / "checkpoints" / "last.ckpt"
         if precision == "16-mixed":
             assert "scale" in torch.load(last, weights_only=True)["MixedPrecision"]
         again = ["--trainer.max_epochs", "3", "--run.root", tmp_path, "--ckpt_path", last]
-        code, out = start_app("fit", *SMALL, *flags, *more, *again)
+        code, out = fork_app("fit", *SMALL, *flags, *more, *again)
         assert code == 0, out

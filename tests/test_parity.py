@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, largest_difference, losses, start_app, weights
+from harness import QUIET, fork_app, largest_difference, losses, weights
 
 from app.data.batches import stream
 from app.data.sources import SyntheticSource
@@ -46,7 +46,7 @@ SLOW = pytest.mark.slow
 def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run on one device: the name of its model, and its directory."""
     root = tmp_path_factory.mktemp(request.param)
-    code, out = start_app("fit", *MODELS[request.param], *STEPS, "--run.root", root, "--run.name", "single")
+    code, out = fork_app("fit", *MODELS[request.param], *STEPS, "--run.root", root, "--run.name", "single")
     assert code == 0, out
     return request.param, root / "single" / "version_0"
 
@@ -58,7 +58,7 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         ("mlp", "dp", 2),
         ("cnn", "dp", 4),
         ("cnn", "ddp", 2),
-        pytest.param("mlp", "ddp", 2, marks=SLOW),
+        pytest.param("mlp", "ddp_fork", 2, marks=SLOW),
     ],
     indirect=["single"],
 )
@@ -67,7 +67,7 @@ def test_parity(
 ) -> None:
     model, expected = single
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
-    run_app = app if strategy == "dp" else start_app
+    run_app = app if strategy == "dp" else fork_app
     code, out = run_app("fit", *MODELS[model], *STEPS, *way, "--run.root", tmp_path, "--run.name", "x")
     assert code == 0, out
     run = tmp_path / "x" / "version_0"
@@ -86,7 +86,7 @@ def test_parity(
         (1, 10, "auto"),
         (2, 5, "auto"),
         (1, 10, "dp"),
-        pytest.param(2, 5, "ddp", marks=SLOW),
+        pytest.param(2, 5, "ddp_fork", marks=SLOW),
     ],
 )
 def test_accumulated_gradients(
@@ -103,7 +103,7 @@ def test_accumulated_gradients(
     flags += ["--data.micro_batch", str(micro_batch)] if micro_batch else []
     flags += ["--trainer.strategy", strategy, "--trainer.devices", "1" if strategy == "auto" else "2"]
     flags += ["--trainer.accumulate_grad_batches", str(batches), "--run.root", str(tmp_path), "--run.name", "x"]
-    code, out = (start_app if strategy == "ddp" else app)("fit", *flags)
+    code, out = (fork_app if "ddp" in strategy else app)("fit", *flags)
     assert code == 0, out
     run = tmp_path / "x" / "version_0"
     np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=TOLERANCE)
@@ -161,7 +161,7 @@ def test_another_optimizer_and_scheduler(strategy: str, app: Callable[..., tuple
         "0.5",
     ]
     flags = [*MODELS["cnn"], *STEPS, "--trainer.max_epochs", "2", *choice]
-    code, out = start_app("fit", *flags, *way, "--run.root", tmp_path, "--run.name", strategy)
+    code, out = fork_app("fit", *flags, *way, "--run.root", tmp_path, "--run.name", strategy)
     assert code == 0, out
     code, out = app("fit", *flags)
     assert code == 0, out

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import QUIET, error_of, start_app
+from harness import QUIET, error_of, fork_app
 
 from app.monitor.step_trace import _covered, limit
 
@@ -67,7 +67,7 @@ def test_throughput_is_that_of_other_windows(app: App, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "dp"])
 def test_several(strategy: str, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    code, out = start_app("fit", *SMALL, *way, "--trainer.max_epochs", "2", "--profile", "--run.root", tmp_path)
+    code, out = fork_app("fit", *SMALL, *way, "--trainer.max_epochs", "2", "--profile", "--run.root", tmp_path)
     assert code == 0, out
     check(found := record(tmp_path), out, 1 if strategy == "dp" else 2)
     assert all(row["communication"] > 0 for row in found["profile"]["ranks"])

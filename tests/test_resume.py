@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, error_of, largest_difference, start_app, weights
+from harness import QUIET, error_of, fork_app, largest_difference, weights
 
 from app.networks import LeNet
 
@@ -185,10 +185,10 @@ def test_stopped_early(app: App, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_across_strategies(app: App, tmp_path: Path) -> None:
     """A checkpoint written under ddp resumes under ddp to the bit, and under others within rounding."""
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_fork", "--trainer.devices", "2"]
     for name in ("whole", "resumed"):
         resume = ["--ckpt_path", str(checkpoints(tmp_path / "whole" / "version_0")[21])] if name == "resumed" else []
-        code, out = start_app("fit", *CNN, *STEPS, *way, "--run.root", tmp_path, "--run.name", name, *resume)
+        code, out = fork_app("fit", *CNN, *STEPS, *way, "--run.root", tmp_path, "--run.name", name, *resume)
         assert code == 0, out
     saved = checkpoints(tmp_path / "whole" / "version_0")
     final = weights(saved[42])

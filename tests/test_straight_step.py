@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, largest_difference, losses, start_app
+from harness import QUIET, ROOT, fork_app, largest_difference, losses
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -415,11 +415,11 @@ def test_ways_of_running(more: list[str], app: App, tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_two_processes_that_accumulate(tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "16", "--trainer.log_every_n_steps", "3"]
-    flags += ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET]
+    flags += ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET]
     flags += ["--trainer.accumulate_grad_batches", "2"]
     flags += ["--trainer.max_epochs", "2", "--run.test", "false", "--run.root", str(tmp_path), "--run.name", "x"]
     for profiler in ("null", "simple"):
-        code, out = start_app("fit", *flags, "--trainer.profiler", profiler)
+        code, out = fork_app("fit", *flags, "--trainer.profiler", profiler)
         assert code == 0, out
     runs = [tmp_path / "x" / name for name in ("version_0", "version_1")]
     same_checkpoint(*map(last_checkpoint, runs))

@@ -126,7 +126,7 @@ def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
             if still == 0 and written:
                 file.unlink(missing_ok=True)
                 written = False
-            if still >= timeout - min(10.0, timeout / 5) and not written:
+            if still >= timeout - min(10.0, 1 + timeout / 4) and not written:
                 written = True  # tried
                 file.parent.mkdir(parents=True, exist_ok=True)
                 part = file.with_suffix(".part")
@@ -188,7 +188,9 @@ FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 OWN = str(Path(__file__).parents[1])  # this application
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<")
 Frame = tuple[str, str, str]  # file, line, function
-LOOP = re.compile(r"lightning/pytorch/(loops|trainer/trainer)|app/fit/straight_step\.py")
+LOOP = re.compile(
+    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/fit/straight_step)\.py (run|advance|__call__|_run\w*)$"
+)
 
 
 class Place(NamedTuple):
@@ -222,7 +224,7 @@ class Place(NamedTuple):
 
 def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
     """Those that the training or evaluation has called."""
-    ends = (index for index, (path, _, _) in enumerate(frames) if LOOP.search(path))
+    ends = (index for index, (path, _, name) in enumerate(frames) if LOOP.search(f"{path} {name}"))
     return frames[: next(ends, None)]
 
 

@@ -49,6 +49,8 @@ class RankTimes(Callback):
         self._group: Any = None
         self._handles: list[Any] = []
         self._beat: Any = [0, 0, 0]  # nobody reads it where there is no watchdog
+        self._now: Callable[[], Any] = time.perf_counter
+        self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         self._steps: list[tuple[Any, ...]] = []
         self._whole: list[tuple[Any, ...]] = []  # the window before: a GPU has done what was asked of it then
         self._asked: tuple[list[Tensor], Any] | None = None
@@ -83,9 +85,9 @@ class RankTimes(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Settle how to time."""
         cuda = trainer.strategy.root_device.type == "cuda"
-        self._now: Callable[[], Any] = _recorded if cuda else time.perf_counter
-        self._seconds: Callable[..., Any] = _since_first if cuda else list
-        self._ready = self._averaged = self._began = self._now()
+        self._now, self._seconds = (_recorded, _since_first) if cuda else (time.perf_counter, list)
+        self._ended = self._ready = self._averaged = self._began = self._now()  # resumed in mid-epoch
+        self._step = trainer.global_step + 1
         self._steps, self._whole = [], []
         self._window = self._left = min(log_window(trainer), int(trainer.num_training_batches))
         if trainer.world_size > 1:
@@ -107,7 +109,7 @@ class RankTimes(Callback):
     def _begin(self) -> None:
         beat = self._beat
         beat[0], beat[1], beat[2] = self._step, DATA, beat[2] + 1
-        self._ended = self._now() if hasattr(self, "_now") else None
+        self._ended = self._now()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The data is there."""

@@ -1,0 +1,79 @@
+"""Models and data by which the highest rank is slower than the others, or hangs, from a step on."""
+
+import multiprocessing
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, distributed
+
+from app.data import Synthetic
+from app.modules import CIFARCNN
+
+HANGS = 12  # steps have been taken
+
+
+def is_meant(trainer: Trainer) -> bool:
+    return trainer.training and trainer.global_rank == trainer.world_size - 1 and trainer.global_step >= HANGS
+
+
+class SleepsInData(Synthetic):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer is not None and self.trainer.global_rank == self.trainer.world_size - 1:
+            time.sleep(0.02)
+        return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+class SharesItsCore(Callback):
+    """Two processes that are always busy have the core to which the last rank is pinned."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        last = trainer.global_rank == trainer.world_size - 1
+        os.sched_setaffinity(0, {cores[-1] if last else cores[0]})
+        context = multiprocessing.get_context("fork")
+        self.busy = [context.Process(target=never_ends, daemon=True) for _ in range(2 * last)]
+        for each in self.busy:
+            each.start()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for each in self.busy:
+            each.kill()
+
+
+def never_ends() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        pass
+
+
+class LoopsInData(Synthetic):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer is not None and is_meant(self.trainer):
+            while True:
+                pass
+        return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+class WaitsForALock(CIFARCNN):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if is_meant(self.trainer):
+            lock = threading.Lock()
+            with lock, lock:
+                pass
+        return super().training_step(batch, batch_idx)
+
+
+class LeavesTheEpochEarly(CIFARCNN):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if is_meant(self.trainer) else None
+
+
+class ReducesAlone(CIFARCNN):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if is_meant(self.trainer):
+            distributed.all_reduce(torch.zeros(1))
+        return super().training_step(batch, batch_idx)

@@ -1,0 +1,196 @@
+"""Which rank is slow, and which one hangs: what is measured, and what is said."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stuck_code
+from harness import QUIET, fork_app, free_port, start_app
+
+from app.launch.watchdog import where
+from app.monitor.rank_times import slower
+
+App = Callable[..., tuple[int, str]]
+DATA = ["--data.size", "600", "--data.batch_size", "20", *QUIET, "--run.test", "false", "--run.name", "x"]
+CPU = ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "4"]
+
+
+def way(strategy: str, devices: int) -> list[str]:
+    return ["--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+
+
+def record(root: Path) -> dict[str, Any]:
+    return json.loads((root / "x" / "version_0" / "run.json").read_text())
+
+
+# -- slow ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([(1, 9, 0)], []),
+        ([(1, 9, 2), (1, 9.9, 1)], []),
+        ([(1, 9, 2), (1, 10.2, 1)], ["rank 1 (node 1): 12 % slower than the median, in compute"]),
+        ([(1, 9, 5), (1, 9, 5), (5, 9, 0), (1, 9, 5)], ["rank 2 (node 1): 40 % slower than the median, in data"]),
+        ([(1, 9, 0), (1, 3, 6)], ["rank 0 (node 0): 150 % slower than the median, in compute"]),
+    ],
+)
+def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
+    assert list(slower(rows, [0, 1, 1, 1]).values()) == said
+
+
+def test_one_process_has_times_too(app: App, tmp_path: Path) -> None:
+    code, out = app("fit", "--data", "Synthetic", *DATA, *CPU, "--trainer.max_epochs", "1")
+    assert code == 0, out
+    (row,) = record(tmp_path / "runs")["ranks"]
+    assert row["compute"] > row["data"] > row["wait"] == 0
+    assert "slow" not in out
+
+
+def check_slow(root: Path, out: str, ranks: int, part: str) -> None:
+    """The last rank was found to be slow, while it ran and in the end."""
+    last = ranks - 1
+    said = re.findall(rf"rank {last} \(node \d\): \d+ % slower than the median, in {part}", out)
+    assert len(said) >= 2, out
+    assert "slow            rank" in out
+    rows = record(root)["ranks"]
+    assert [row["rank"] for row in rows] == list(range(ranks))
+    slow = rows[last]["data"] + rows[last]["compute"]
+    assert all(slow > 1.1 * (row["data"] + row["compute"]) for row in rows[:-1])
+    assert rows[last]["wait"] < min(row["wait"] for row in rows[:-1]), "the others wait for it"
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_slow_data(devices: int, tmp_path: Path) -> None:
+    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *way("ddp_fork", devices), "--trainer.max_epochs", "1"]
+    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
+    assert code == 0, out
+    check_slow(tmp_path, out, devices, "data")
+    assert record(tmp_path)["ranks"][-1]["data"] > 20
+
+
+@pytest.mark.slow
+def test_a_busy_core(tmp_path: Path) -> None:
+    flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "3"]
+    busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
+    code, out = fork_app("fit", *flags, busy, "--run.root", tmp_path)
+    assert code == 0, out
+    check_slow(tmp_path, out, 2, "compute")
+
+
+@pytest.mark.slow
+def test_slow_data_on_another_node(tmp_path: Path) -> None:
+    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, "--trainer.num_nodes", "2", "--trainer.devices", "1"]
+    flags += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--trainer.max_epochs", "1"]
+    with ThreadPoolExecutor(2) as pool:
+        nodes = [
+            pool.submit(start_app, "fit", *flags, "--cluster.node_rank", node, "--run.root", tmp_path) for node in "01"
+        ]
+        (code, out), _ = (node.result() for node in nodes)
+    assert code == 0, out
+    check_slow(tmp_path, out, 2, "data")
+    assert "rank 1 (node 1)" in out
+
+
+# -- stuck --------------------------------------------------------------------------------------------------------
+
+
+def line_of(thing: Any, text: str) -> int:
+    lines, first = inspect.getsourcelines(thing)
+    return first + next(index for index, line in enumerate(lines) if text in line)
+
+
+HANGING = {
+    "LoopsInData": ("while True", "on_after_batch_transfer"),
+    "WaitsForALock": ("with lock, lock", "training_step"),
+    "ReducesAlone": ("all_reduce", "training_step"),
+    "LeavesTheEpochEarly": (None, "on_train_epoch_end"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("LoopsInData", "ddp"),
+        *((name, "ddp_fork") for name in ("WaitsForALock", "ReducesAlone", "LeavesTheEpochEarly")),
+        pytest.param("LoopsInData", "ddp_fork", marks=pytest.mark.slow),
+        pytest.param("WaitsForALock", "ddp_spawn", marks=pytest.mark.slow),
+    ],
+)
+def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
+    """It is said in the last line and in the record; the stacks are there; nobody waits for longer than the timeout."""
+    thing = getattr(stuck_code, name)
+    which = "--data" if name.endswith("Data") else "--model"
+    flags = [which, f"stuck_code.{name}", *(["--data", "Synthetic"] if which == "--model" else [])]
+    flags += [*DATA, *CPU, *way(strategy, 2), "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
+    code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
+    assert code == 1, out
+    text, hook = HANGING[name]
+    at = line_of(thing, text) if text else 0
+    line = f"stuck_code.py:({at}|{at + 1}) {hook}" if text else rf"\w+.py:\d+ {hook}"
+    folder = tmp_path / "x" / "version_0" / "stacks"
+    said = (
+        rf"no answer from another rank within --cluster.timeout: rank 1 is in step 13, {line}; "
+        rf"rank 0 waits for its gradients \(stacks: {re.escape(str(folder))}\)"
+    )
+    assert re.search(f"error: {said}$", out.strip()), out
+    assert "Traceback" not in out
+    assert re.fullmatch(said, record(tmp_path)["error"])
+    assert sorted(file.name for file in folder.iterdir()) == ["rank_0.txt", "rank_1.txt"]
+    assert "most recent call first" in (folder / "rank_1.txt").read_text()
+
+
+def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
+    """A rank that is slow, and not for too long, is let go."""
+    flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "1"]
+    slow = ["--model", "user_code.SlowOnRank1", "--cluster.timeout", "4"]
+    code, out = fork_app("fit", *slow, *flags, "--run.root", tmp_path)
+    assert code == 0, out
+    assert not list((tmp_path / "x" / "version_0").glob("stacks/*"))
+
+
+WAITS = """step {step}, in {phase}
+
+process 7
+Thread 0x1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 3 in wait
+
+Current thread 0x2 (most recent call first):
+{frames}  File "/x/site-packages/lightning/pytorch/loops/fit_loop.py", line 9 in run
+  File "/home/me/main.py", line 1 in <module>
+"""
+WORKER = """
+process 8
+Current thread 0x3 (most recent call first):
+  File "/home/me/my_data.py", line 88 in __getitem__
+  File "/x/site-packages/torch/utils/data/_utils/fetch.py", line 5 in fetch
+"""
+TORCH = '  File "/x/site-packages/torch/autograd/graph.py", line 5 in run\n'
+
+
+def test_what_stacks_say(tmp_path: Path) -> None:
+    """Of a rank that waits for a worker of its loader, one that is stopped, and those that wait for both."""
+    assert where(tmp_path) is None
+    texts = [
+        WAITS.format(step=1204, phase="its gradients", frames=TORCH),
+        WAITS.format(step=1204, phase="its data", frames=TORCH) + WORKER,
+        WAITS.format(step=1204, phase="its gradients", frames=TORCH),
+    ]
+    for rank, text in enumerate(texts):
+        (tmp_path / f"rank_{rank}.txt").write_text(text)
+    hangs = "rank 1 is in step 1,204, my_data.py:88 __getitem__"
+    assert where(tmp_path) == f"{hangs}; ranks 0, 2 wait for its gradients"
+    (tmp_path / "rank_3.txt").write_text("step 1204, in its step\nstopped (SIGSTOP)\n")
+    both = f"{hangs}; rank 3 is in step 1,204, stopped (SIGSTOP); ranks 0, 2 wait for their gradients"
+    assert where(tmp_path) == both
+    for rank in (1, 3):
+        (tmp_path / f"rank_{rank}.txt").unlink()
+    assert where(tmp_path) == "ranks 0, 2 wait for gradients"
+    (tmp_path / "rank_0.txt").write_text("of another program")
+    assert where(tmp_path) == "rank 2 waits for gradients"
