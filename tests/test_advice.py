@@ -106,3 +106,9 @@ def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() ->
 
 def test_advice_without_results() -> None:
     assert "Nothing was measured" in told(ONE | {"samples_per_s": float("nan")})
+
+
+def test_advice_names_a_slow_rank() -> None:
+    slow = "rank 3 (node 1): 18 % slower than the median, in data"
+    assert f"**four: {slow}**, in each of its runs" in told(ONE, FOUR | {"slow_rank": slow})
+    assert "slower than the median" not in told(ONE, FOUR)

@@ -139,6 +139,26 @@ def test_python_calls(flags: list[str | Path], limit: int, app: App, monkeypatch
     assert mean(calls_per_step(app, monkeypatch, *MLP, *flags)) <= limit
 
 
+def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the Python calls of a step, those of what times it; what it does once in an epoch left out."""
+    ours: Counter[str] = Counter()
+    steps = 0
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal steps
+        steps += event == "call" and frame.f_code is STEP
+        if event in ("call", "c_call") and frame.f_code.co_filename.endswith("rank_times.py"):
+            ours[frame.f_code.co_name] += 1
+
+    in_second_epoch(monkeypatch, lambda: sys.setprofile(profile))
+    try:
+        code, out = app("fit", *TWO_EPOCHS, *MLP)
+    finally:
+        sys.setprofile(None)
+    assert code == 0, out
+    assert 0 < sum(ours[name] for name in ours if name.startswith("on_train_batch")) <= 0.01 * 560 * steps
+
+
 def test_a_callback_that_overrides_nothing_costs_nothing(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = "--trainer.callbacks+=lightning.pytorch.Callback"
     assert calls_per_step(app, monkeypatch, *MLP, idle, idle) == calls_per_step(app, monkeypatch, *MLP)

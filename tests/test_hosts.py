@@ -1,6 +1,7 @@
 """Several hosts, each with a network, a name and processes of its own: meeting, parity, and what breaks."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ STEPS = [*SMALL, "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", 
 TCP = ["--trainer.num_nodes", "2", "--trainer.devices", "1", "--cluster.init_method", "tcp://h1:29500"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # with torch 2.15 a node that joins would wait in vain otherwise
-SILENCE = "error: no answer from another rank within --cluster.timeout: it hangs, or the link to it is cut"
+SILENCE = "error: no answer from another rank within --cluster.timeout: "
+CUT = f"{SILENCE}it hangs, or the link to it is cut"
 Process = subprocess.Popen[str]
 
 
@@ -144,7 +146,7 @@ def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
     out = ended(processes, 20 + 20)
     for process, said in zip(processes, out, strict=True):
         assert process.returncode == 1, said
-        assert SILENCE in said
+        assert CUT in said
         assert "Traceback" not in said
     assert record(tmp_path)["status"] == "failed"
 
@@ -160,13 +162,13 @@ def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path
     out = ended(processes, 20 + 20)
     for process, said in zip(processes, out, strict=True):
         assert process.returncode == 1, said
-        assert SILENCE in said
+        assert CUT in said
         assert "Traceback" not in said
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("tcp", 1), ("torchrun", 1)])
-def test_a_rank_alone_on_its_host_that_hangs(way: str, node: int, hosts: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("torchrun", 1)])
+def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Network, tmp_path: Path) -> None:
     """Nobody but a process of its own can end it there."""
     processes = []
     for number, host in enumerate((hosts.hosts["h1"], hosts.hosts["h2"])):
@@ -182,10 +184,23 @@ def test_a_rank_alone_on_its_host_that_hangs(way: str, node: int, hosts: Network
     awaited(lambda: gone(stopped), 20 + 10 + 5)
     processes[node].send_signal(signal.SIGCONT)  # nsenter stops with what it has started
     out = ended(processes, 10)
-    assert SILENCE in out[1 - node]
+    assert f"{SILENCE}rank {node} is in step " in out[1 - node]
+    assert f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]  # gradients, or whether to stop
     assert "was stopped for longer than --cluster.timeout (20 s): it was ended" in out[node]
     assert all(process.returncode for process in processes)
     assert "Traceback" not in "".join(out) or way == "torchrun"  # its own
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_rank_alone_on_its_host_that_loops(hosts: Network, tmp_path: Path) -> None:
+    """It is ended when the other one has left it."""
+    processes = two_nodes(hosts, tmp_path, "--data", "stuck_code.LoopsInData", "--cluster.timeout", "10", *FOR_EVER)
+    out = ended(processes, 120)
+    where = r"rank 1 is in step 13, stuck_code.py:\d+ on_after_batch_transfer"
+    assert re.search(f"{SILENCE}{where}; rank 0 waits for its gradients", out[0])
+    assert re.search(f"error: {where}; the others have given up, and it was ended", out[1])
+    assert [process.returncode for process in processes] == [1, 1], out
+    assert "Traceback" not in "".join(out)
 
 
 @pytest.mark.usefixtures("clean")

@@ -201,12 +201,14 @@ class Place(NamedTuple):
         phase: One of `PHASES`.
         line: File, line and function, of the user's code where it was in that.
         theirs: Whether that is the user's.
+        waits_for: `gradients` or `answer` of the other ranks, or nothing.
     """
 
     step: int
     phase: str
     line: str
     theirs: bool
+    waits_for: str
 
     @classmethod
     def read(cls, text: str) -> "Place":
@@ -217,9 +219,11 @@ class Place(NamedTuple):
         inner = [frame for frames in stacks for frame in within_loop(frames)]  # its own first
         theirs = next((f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None)
         hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
-        if frame := theirs or hook:
-            return cls(int(step), phase, f"{Path(frame[0]).name}:{frame[1]} {frame[2]}", theirs is not None)
-        return cls(int(step), phase, rest.strip() or "no stack", not stacks)
+        frame = theirs or hook
+        line = f"{Path(frame[0]).name}:{frame[1]} {frame[2]}" if frame else rest.strip() or "no stack"
+        agrees = any(path.startswith(OWN) and name == "_hear" for path, _, name in inner)  # whether to stop
+        waits_for = "gradients" if phase == PHASES[GRADIENTS] else "answer" if agrees else ""
+        return cls(int(step), phase, line, theirs is not None or not stacks, waits_for)
 
 
 def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
@@ -251,8 +255,7 @@ def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
         if ranks is None or rank in ranks:
             with contextlib.suppress(OSError, AttributeError):  # removed, or somebody else's
                 places[rank] = Place.read(file.read_text(errors="replace"))
-    gradients = PHASES[GRADIENTS]
-    waiting = {rank for rank, place in places.items() if place.phase == gradients}
+    waiting = {rank for rank, place in places.items() if place.waits_for}
     if len(waiting) == len(places):  # then in a communication hook of the user, if anywhere
         waiting = {rank for rank in waiting if not places[rank].theirs}
     hanging = set(places) - waiting
@@ -260,14 +263,14 @@ def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
         waiting, hanging = set(places) - theirs, theirs
     said = []
     for rank in sorted(hanging):
-        step, phase, line, _ = places[rank]
+        step, phase, line, _, _ = places[rank]
         at = "" if phase in PHASES[:2] else "the evaluation, " if phase == PHASES[EVALUATION] else f"step {step:,}, "
         said.append(f"rank {rank} is in {at}{line}")
     if waiting:
         them = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))} wait{'s' * (len(waiting) == 1)}"
-        whose = {0: "gradients", 1: "its gradients"}.get(len(hanging), "their gradients")
-        for_gradients = any(places[rank].phase == gradients for rank in waiting)
-        said.append(f"{them} for {whose if for_gradients else 'it'}")
+        whose = {0: "", 1: "its "}.get(len(hanging), "their ")
+        gradients = any(places[rank].waits_for == "gradients" for rank in waiting)
+        said.append(f"{them} for {whose}{'gradients' if gradients else 'answer' if whose else 'an answer'}")
     return "; ".join(said) or None
 
 

@@ -1,5 +1,6 @@
 """Times the step of every rank, finds the rank that is slower than the others, and tells its watchdog where it is."""
 
+import os
 import statistics
 import time
 from collections import deque
@@ -64,7 +65,11 @@ class RankTimes(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """From here on the others wait for this rank."""
         if watchdog.heartbeat is not None and trainer.log_dir is not None:
-            watchdog.heartbeat.begin(Path(trainer.log_dir, "stacks"), trainer.global_rank)
+            folder = Path(trainer.log_dir, "stacks")
+            watchdog.heartbeat.begin(folder, trainer.global_rank)
+            # of NCCL's flight recorder, which writes when a call times out; the second name is that of torch 2.10
+            for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+                os.environ.setdefault(name, f"{folder}/nccl_rank_")
             self._beat = watchdog.heartbeat.values
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
