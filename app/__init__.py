@@ -13,10 +13,11 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     fit                 fit, validate, test, predict: configuration (flags, and what they mean), parser (arguments to
                         settings), devices (how many, in how many processes), asked, rules, flag_rules, machine_rules
                         (whether it can work), command (builds and runs it), straight_step (a training step at
-                        little cost), run_options (where a run is kept), checkpoints (which one), checkpoint_file
+                        little cost), run_options (where a run is kept), checkpoints (which one), checkpoint_file,
+                        memory (how much of a batch fits), short_run (a few steps, to measure them)
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
-    monitor             watches one run: run_record (run.json), step_profiler, step_trace (--profile), nonfinite,
-                        progress_bar, loggers, summary (what is said of it)
+    monitor             watches one run: run_record (run.json), rank_times (who is slow), step_profiler,
+                        step_trace (--profile), nonfinite, progress_bar, loggers, summary (what is said of it)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks; importing it registers their names

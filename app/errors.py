@@ -85,6 +85,7 @@ class ExitStatus:
         )
 
 
+PARTS = "--data.micro_batch"  # begins a note of an error of memory: how much to take at once
 # what torch says of an accelerator, and of the host
 NO_MEMORY = (
     r"(?P<what>\w+) out of memory\. Tried to allocate (?P<asked>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
@@ -102,11 +103,13 @@ def out_of_memory(error: BaseException) -> str | None:
     known = match.groupdict()
     asked = f": {known['asked']} were asked for" if known.get("asked") else ""
     free = f", and {known['free']} are free" if known.get("free") else ""
+    notes: list[str] = getattr(error, "__notes__", [])
+    parts = next((note for note in notes if note.startswith(PARTS)), f"{PARTS} auto")
     less = (
         "--data.placement disk" if "what" not in known else "--trainer.precision bf16-mixed, or --data.placement memory"
     )
     return (
-        f"out of memory on the {known.get('what', 'host')}{asked}{free}: give --data.micro_batch, for "
+        f"out of memory on the {known.get('what', 'host')}{asked}{free}: give {parts}, for "
         f"the same training in parts, or a lower --data.batch_size; or {less}; or more --trainer.devices"
     )
 

@@ -26,7 +26,7 @@ from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import Tracker, make_loggers, next_version
 from app.monitor.step_profiler import PHASES
-from app.plan.measure import short_run
+from app.plan.measure import timed_run
 from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
 
@@ -184,7 +184,7 @@ def _estimate(runner: Runner, console: Console) -> float | None:
     """Estimate the seconds of the runs left from a few steps of the first one; None where these cannot be made."""
     _, first = next(runner.todo())
     try:
-        record = short_run(first.variant.arguments)
+        record = timed_run(first.variant.arguments)
     except UserError as error:
         console.print(f"the time is not known: {error}", soft_wrap=True, markup=False, highlight=False)
         return None

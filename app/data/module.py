@@ -44,7 +44,9 @@ class ImageData(LightningDataModule):
         source: Where the images come from.
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
         micro_batch: Images of a rank that the network is given at once in training; it takes its share of a global
-            batch in parts, and the same step, in less memory.
+            batch in parts, and the same step, in less memory. `auto`: as many as fit, which a few steps find out first.
+        memory_limit: GiB that each rank may take, for `--data.micro_batch auto`; by default what is free on its device,
+            or its part of what is free on the host.
         val_size: Images of the training set kept for validation, a count or a fraction, where the source
             has no validation set of its own.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
@@ -72,7 +74,8 @@ class ImageData(LightningDataModule):
         source: Source,
         *,
         batch_size: int | float = 64,
-        micro_batch: int | None = None,
+        micro_batch: int | Literal["auto"] | None = None,
+        memory_limit: float | None = None,
         val_size: int | float = 0.1,
         placement: Literal["auto", "disk", "memory", "device"] = "auto",
         cache: str | bool = "auto",
@@ -87,8 +90,12 @@ class ImageData(LightningDataModule):
         super().__init__()
         if batch_size <= 0 or (isinstance(batch_size, float) and batch_size > 1):
             raise UserError(f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0")
-        if micro_batch is not None and micro_batch < 1:
-            raise UserError(f"--data.micro_batch {micro_batch}: give a count of at least 1")
+        if isinstance(micro_batch, int) and micro_batch < 1:
+            raise UserError(f"--data.micro_batch {micro_batch}: give a count of at least 1, or auto")
+        if memory_limit is not None and memory_limit <= 0:
+            raise UserError(f"--data.memory_limit {memory_limit:g}: give GiB above 0")
+        if memory_limit is not None and micro_batch != "auto":
+            raise UserError(f"--data.memory_limit {memory_limit:g} is for --data.micro_batch auto: give both")
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
             raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
         workers = 0 if num_workers == "auto" else num_workers
@@ -99,6 +106,7 @@ class ImageData(LightningDataModule):
             raise UserError(f"--data.augment is done by worker processes: --data.placement disk, not {placement}")
         self.source, self.augment = source, augment
         self.batch_size, self.micro_batch, self.val_size = batch_size, micro_batch, val_size
+        self.memory_limit = memory_limit
         self.requested_placement, self.requested_workers = placement, num_workers
         self.drop_last = drop_last
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed

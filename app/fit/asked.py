@@ -87,7 +87,7 @@ class Asked:
         return self.config.model.get(f"init_args.{flag}") if self.model else None
 
     @property
-    def micro_batch(self) -> int | None:
+    def micro_batch(self) -> int | str | None:
         """`--data.micro_batch`, where the data is of this application."""
         cls = class_of(self.config.data)
         return self.config.data.get("init_args.micro_batch") if cls and issubclass(cls, ImageData) else None

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import re
 import shlex
@@ -30,6 +31,7 @@ from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
+from app.fit.memory import settle_micro_batch
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
 from app.fit.straight_step import StraightLoop
@@ -188,11 +190,35 @@ class CLI(Flags):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
                     Path(self._run_options.root, self._run_options.name, self.decided["version"]).rmdir()
             raise
+        self._settle_micro_batch()
         self.checkpoint = decided["checkpoint"]
         if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
             trainer.precision_plugin.convert_module(self.model)  # or the weights would be loaded into float32
         if self._is_recorded:
             self._record(decided)
+
+    def _settle_micro_batch(self) -> None:
+        """Try on each node how much of a batch fits, and take the least of them."""
+        data, trainer = self.datamodule, self.trainer
+        if not isinstance(data, app.data.ImageData) or data.micro_batch != "auto":
+            return
+        data.micro_batch = None
+        if self.subcommand != "fit":
+            return
+        found, wrong = None, None
+        if trainer.local_rank == 0:
+            config = self.command_parser.dump(self.config[self.subcommand], skip_none=False)
+            share = math.ceil(data.global_batch_size / trainer.world_size)
+            device, ranks = trainer.strategy.root_device, max(trainer.world_size // trainer.num_nodes, 1)
+            try:
+                found = settle_micro_batch(config, share, math.prod(data.image_shape), device, ranks, data.memory_limit)
+            except UserError as error:
+                wrong = str(error)
+        gather = self.rendezvous.gather if self.rendezvous else gather_objects
+        answers = gather((found, wrong))
+        if wrong := next(filter(None, (wrong for _, wrong in answers)), None):
+            raise UserError(wrong)
+        data.micro_batch = min(count for count, _ in answers if count is not None)
 
     @property
     def _run_options(self) -> Run:

@@ -1,5 +1,6 @@
 """Writes the run record, `run.json`: what a run was, how it went and on what."""
 
+import math
 import os
 import statistics
 import sys
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.errors import ExitStatus, RankError, UserError
+from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
 from app.launch.agree import gather_objects
 from app.launch.failures import explained
 from app.launch.process import AGENT
@@ -102,7 +103,7 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "images_left_out": own and own.left_out,
         "threads": torch.get_num_threads(),
         "global_batch_size": own and own.global_batch_size,
-        "micro_batch": own and own.micro_batch,
+        "micro_batch": own.micro_batch if own and trainer.state.fn == "fit" else None,
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
         "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
@@ -204,7 +205,11 @@ class RunRecord(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Say why the run ended. No collective call: the other ranks may be gone."""
-        directory = getattr(trainer.logger, "log_dir", None)
+        data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
+        if trainer.state.fn == "fit" and isinstance(data, ImageData) and out_of_memory(exception):
+            share = math.ceil(data.global_batch_size / trainer.world_size)
+            at_once = data.micro_batch if isinstance(data.micro_batch, int) else share
+            exception.add_note(f"{PARTS} {max(at_once // 2, 1)}")
         if directory is None or not trainer.is_global_zero:
             return
         if self.path is None:  # spawned processes had it, or nothing had begun yet

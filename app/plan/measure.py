@@ -1,7 +1,5 @@
 """Measures a step of training, and when its gradients are ready, on one device of this machine."""
 
-import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,25 +10,9 @@ from torch import Tensor, nn
 from app.data.module import ImageData
 from app.errors import UserError
 from app.fit.configuration import build, resolve
-from app.launch.process import run_app
+from app.fit.short_run import short_run
 from app.modules import ImageClassifier
 from app.monitor.run_record import load_record
-
-QUIET = {
-    "trainer.devices": "1",
-    "trainer.num_nodes": "1",
-    "trainer.strategy": "auto",
-    "trainer.max_epochs": "-1",
-    "trainer.max_steps": "30",
-    "trainer.limit_val_batches": "0",
-    "trainer.enable_progress_bar": "false",
-    "trainer.enable_model_summary": "false",
-    "trainer.enable_checkpointing": "false",
-    "run.test": "false",
-    "run.wandb": "false",
-    "run.name": "plan",
-}
-LIMIT = 300  # seconds for one of the short runs
 
 
 def measure_steps(arguments: list[str]) -> list[tuple[float, dict[str, float]]]:
@@ -46,35 +28,23 @@ def measure_steps(arguments: list[str]) -> list[tuple[float, dict[str, float]]]:
     Raises:
         UserError: When such a run fails.
     """
-    first = short_run(arguments)
+    first = timed_run(arguments)
     batch = first["global_batch_size"]
     if batch is None:
         raise UserError("the data module is not one of this application, so that its batch is not known: give --data")
     measured = [(float(batch), first["time_per_step"])]
     for smaller in sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True):
-        measured.append((float(smaller), short_run([*arguments, "--data.batch_size", str(smaller)])["time_per_step"]))
+        measured.append((float(smaller), timed_run([*arguments, "--data.batch_size", str(smaller)])["time_per_step"]))
     return measured
 
 
-def short_run(arguments: list[str]) -> dict[str, Any]:
+def timed_run(arguments: list[str]) -> dict[str, Any]:
     """Make a run of 30 steps on one device, and return its record.
 
     Raises:
-        UserError: When it fails.
+        UserError: When it fails, or its steps could not be timed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = [part for key, value in QUIET.items() for part in (f"--{key}", value)]
-        try:
-            done = run_app([*arguments, *quiet, "--run.root", folder], LIMIT)
-        except subprocess.TimeoutExpired as error:
-            raise UserError(
-                f"30 steps on one device took more than {LIMIT} s: give --run with a run's record"
-            ) from error
-        path = Path(folder, "plan", "version_0", "run.json")
-        said = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()]
-        if done.returncode != 0:
-            raise UserError(said[-1] if said else f"the run on one device ended with exit code {done.returncode}")
-        record = load_record(path)
+    record = short_run(arguments)
     if record["time_per_step"] is None:
         raise UserError("the steps could not be timed: leave --trainer.profiler out")
     return record

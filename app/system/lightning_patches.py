@@ -304,7 +304,9 @@ class DDPWithHooks(DDPStrategy):
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
-        if distributed.get_backend() == "gloo":  # which ends a process whose call meets another one of the user's
+        if (
+            distributed.is_initialized() and distributed.get_backend() == "gloo"
+        ):  # which ends a process whose call meets another one of the user's
             group = distributed.new_group(backend="gloo", timeout=self._timeout)
         devices = self.determine_ddp_device_ids()
         return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)

@@ -59,6 +59,16 @@ def usable_cores() -> int:
     return cores if limit[0] == "max" else min(cores, max(int(limit[0]) // int(limit[1]), 1))
 
 
+def free_memory(device: torch.device) -> int:
+    """Count the bytes that this process may still take: on the device; of the host also by its control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    group, free = Path("/sys/fs/cgroup"), psutil.virtual_memory().available
+    limit, used = group / "memory.max", group / "memory.current"
+    limited = limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"
+    return min(free, int(text) - int(used.read_text())) if limited else free
+
+
 def driver() -> str | None:
     """Ask for the version of NVIDIA's driver, where there is one.
 

@@ -1,0 +1,111 @@
+"""Settles `--data.micro_batch auto`: the largest part of a rank's batch that its memory takes."""
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from app.errors import UserError
+from app.fit.short_run import short_run
+from app.system.machine import GIB, free_memory
+
+SPARE = 0.9  # of what is free now: what else takes memory may take more
+CAREFUL = 0.97  # of the way that is left, as it is not quite linear
+TRIES = 5
+BYTES = 9  # of a value of an image while it is prepared: as uint8, as float32, and as a copy of that
+
+
+def settle_micro_batch(
+    config: str, share: int, pixels: int, device: torch.device, ranks: int, limit: float | None
+) -> int:
+    """The most images of a rank's share that fit into memory at once, from two steps with some of several counts.
+
+    Memory grows by the same amount with each image, but for what libraries choose by size: the result has been tried.
+    Each try takes two parts, not the whole share, of which the network sees no more at once.
+
+    Args:
+        config: Text of the run's config, with all settings.
+        share: Images of a global batch that each rank takes.
+        pixels: Values of an image.
+        device: Of this rank.
+        ranks: Of this node, which share its memory where they compute on the CPU.
+        limit: GiB that a rank may take; by default what is free now.
+
+    Raises:
+        UserError: When not even one image fits, or the run fails for another reason.
+    """
+    cuda = device.type == "cuda"
+    most = limit if limit is not None else SPARE * free_memory(device) / GIB / (1 if cuda else ranks)
+    tried: dict[int, float] = {}
+
+    def takes(count: int) -> float:
+        """GiB; infinite where there is no memory for it."""
+        batch = min(2 * count, share)
+        changes = {
+            "trainer.devices": f"[{device.index}]" if cuda else 1,
+            "trainer.max_steps": 2,
+            "trainer.callbacks": "null",
+            "data.batch_size": batch,
+            "data.micro_batch": count,
+            "data.memory_limit": "null",
+        }
+        try:
+            record = short_run(["fit", "--config", str(file)], changes)
+        except UserError as error:
+            if count > 1 and any(word in str(error) for word in ("out of memory", "exit code -9")):
+                return math.inf
+            raise
+        used = max(row["reserved_gib" if cuda else "host_rss_gib"] for row in record["peak_memory"])
+        tried[count] = used + (share - batch) * pixels * BYTES / GIB
+        return tried[count]
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.yaml")
+        file.write_text(config)
+        found = largest(takes, share, most)
+    if not found:
+        raise UserError(
+            f"--data.micro_batch auto: one image at a time takes {tried[1]:.2f} GiB of the {most:.2f} that there are: "
+            "give more memory, or a smaller model"
+        )
+    rank_zero_info(f"micro-batch: {found:,} of {share:,} images, {tried[found]:.2f} GiB of {most:.2f}")
+    return found
+
+
+def largest(takes: Callable[[int], float], share: int, most: float) -> int:
+    """The largest part of a share that was found to take no more than there is; 0 where one image is too many.
+
+    Args:
+        takes: Measures what a count takes; about linear.
+        share: What is taken in equal parts.
+        most: What there is, in the same unit.
+    """
+
+    def part(count: int) -> int:
+        """The size of equal parts that are no larger than a count."""
+        return math.ceil(share / math.ceil(share / max(count, 1)))
+
+    fits, beyond = part(share // 64), share + 1
+    low = takes(fits)
+    if low > most:
+        if fits == 1 or (one := takes(1)) > most:
+            return 0
+        fits, low, beyond = 1, one, fits
+    count = part(min(4 * fits, beyond - 1))
+    for _ in range(TRIES):
+        if count <= fits:
+            break
+        needed = takes(count)
+        if math.isinf(needed):
+            beyond, count = count, part((fits + count) // 2)
+            continue
+        room = fits + int(CAREFUL * (most - low) * (count - fits) / max(needed - low, 1e-9))
+        if needed > most:
+            beyond = count
+        else:
+            fits, low = count, needed
+        count = part(min(room, beyond - 1, share))
+    return fits
