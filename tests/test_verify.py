@@ -64,6 +64,7 @@ def test_a_right_one(way: str, server: ForkServer, tmp_path: Path) -> None:
     assert Runs(server, tmp_path, "Model", "Data").case(way) == ({}, [])
 
 
+RATE = {"learning rate"}
 FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("Model", "Stock", "ddp", {"samples"}, "the batch size is that of each rank: 16 samples a step, 8 in the"),
     ("Model", "Halved", "ddp", {"samples"}, "another order: here by DistributedSampler, there by RandomSampler"),
@@ -75,10 +76,10 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("Model", "DropsLast", "ddp", {"evaluation"}, "1 of 21 samples are not evaluated"),
     ("LogsItsOwn", "Data", "ddp", {"evaluation"}, "each rank has its own val_loss: logged without sync_dist"),
     ("MeanOfMeans", "Data", "ddp", {"evaluation"}, "a mean of the ranks' values, of unequal shares: val_loss"),
-    ("ScaledRate", "Data", "ddp", {"rate"}, "the learning rate is 2 times that of the reference from the first"),
-    ("ByEpoch", "Stock", "ddp", {"rate"}, "StepLR advances with each epoch, which has 4 steps, 8 in the reference"),
-    ("ByEstimate", "Stock", "ddp", {"rate"}, "its total_steps is 200, 400 in the reference"),
-    ("LosesItsSchedule", "Data", "resume", {"rate"}, "the schedule is lost on resume: step 5"),
+    ("ScaledRate", "Data", "ddp", RATE, "the learning rate is 2 times that of the reference from the first"),
+    ("ByEpoch", "Stock", "ddp", RATE, "StepLR advances with each epoch, which has 4 steps, 8 in the reference"),
+    ("ByEstimate", "Stock", "ddp", RATE, "its total_steps is 200, 400 in the reference"),
+    ("LosesItsSchedule", "Data", "resume", RATE, "the schedule is lost on resume: step 5"),
     ("Normalised", "Data", "ddp", {"loss"}, "BatchNorm normalises each replica's part of a batch by itself: net.2"),
     ("Normalised", "Data", "dp", {"loss"}, "BatchNorm normalises each replica's part of a batch by itself: net.2"),
     ("Dropping", "Data", "ddp", {"loss"}, "dropout (net.1) drawn from torch's global random state"),
@@ -90,7 +91,7 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("PlainMean", "Data", "ddp", {"gradients"}, "a mean of means, of unequal shares (3, 2 samples)"),
     ("Model", "Data", "accumulation", {"gradients"}, "a mean of means, of unequal shares (4, 1 samples)"),
     ("Model", "Data", "ragged", {"gradients"}, "the last window of an epoch accumulates 1 of 2 batches, divided as if"),
-    ("ByBatch", "Data", "accumulation", {"rate"}, "the learning rate advances with each batch, of which a step accum"),
+    ("ByBatch", "Data", "accumulation", RATE, "the learning rate advances with each batch, of which a step accum"),
     ("PlainMean", "Stock", "resume", {"samples"}, "lost on resume: step 5 repeats those of step 1"),
 ]  # fmt: skip
 
@@ -103,6 +104,14 @@ def test_a_mistake_is_named(
     assert columns <= found.keys(), found
     assert any(said in cause.said for cause in named), [cause.said for cause in named]
     assert all(cause.remedy for cause in named)
+
+
+def test_what_a_callback_loses(server: ForkServer, tmp_path: Path) -> None:
+    """An average of the weights that it keeps for itself."""
+    averaged = ["--trainer.callbacks+=faulty_code.Average"]
+    found, named = Runs(server, tmp_path, "Model", "Data").case("resume", *averaged)
+    assert "evaluation" in found
+    assert any(cause.said == "state that is in no checkpoint: Average.average" for cause in named), named
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
@@ -129,6 +138,16 @@ def test_every_way(tmp_path: Path) -> None:
     assert "Not the same training as on one device: half the batch." in out
     page = (tmp_path / "verify" / "version_0" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 1
+
+
+@pytest.mark.slow
+def test_the_mlp(tmp_path: Path) -> None:
+    """Adam, a schedule, augmentation, and an evaluation whose shares are unequal."""
+    flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.scheduler", "StepLR", "--data", "Synthetic"]
+    flags += ["--model.scheduler.step_size", "1", "--data.like", "FashionMNIST", "--data.crop_padding", "2"]
+    found, out = verdict(tmp_path, *flags, *OURS[2:], "--quick", "true", "--steps", "20")
+    assert [way["same"] for way in found["ways"]] == [True, True], out
+    assert not any(way["rounding"] for way in found["ways"])
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from app.verify.differences import TOLERANCE, Parting, Recorded, apart, weights_apart
+from app.verify.differences import COLUMNS, TOLERANCE, Parting, Recorded, apart, weights_apart
 
 
 class Cause(NamedTuple):
@@ -75,7 +75,7 @@ def _samples(case: Case) -> Iterator[Cause]:
     if world > 1 and len(here.samples) == world * len(there.samples):
         epochs = f"{way.facts['batches']} batches an epoch, {reference.facts['batches']} in the reference"
         yield Cause(
-            ("rate", *everything),
+            ("learning rate", *everything),
             f"the batch size is that of each rank: {len(here.samples)} samples a step, {len(there.samples)} in the "
             f"reference ({epochs})",
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
@@ -147,13 +147,13 @@ def _lost_order(case: Case, number: int) -> Cause:
 
 
 def _rates(case: Case) -> Iterator[Cause]:
-    if "rate" not in case.found:
+    if "learning rate" not in case.found:
         return
-    way, reference, place = case.way, case.reference, case.found["rate"]
+    way, reference, place = case.way, case.reference, case.found["learning rate"]
     here, there = way.steps[place.step or 0].rates[0], reference.steps[place.step or 0].rates[0]
     pairs = [(a, b) for a, b in zip(here, there, strict=False) if b]
     ratios = {round(a / b, 6) for a, b in pairs}
-    columns = ("rate", *NUMBERS)
+    columns = ("learning rate", *NUMBERS)
     if way.facts["accumulate"] > reference.facts["accumulate"]:
         yield Cause(
             columns,
@@ -369,3 +369,15 @@ LOOKS: tuple[Callable[[Case], Iterator[Cause]], ...] = (
     _state,
     _evaluation,
 )
+
+
+def unused(reference: Recorded) -> Cause:
+    """Why ddp fails: parameters without a gradient, as the reference has them."""
+    used = reference.steps[0].gradients
+    names = [name for name in reference.ranks[0]["parameters"] if name not in used]
+    return Cause(
+        COLUMNS,
+        f"parameters that take no part in the loss: {_some(names) if names else 'of some steps'}: ddp waits for their "
+        "gradients",
+        "--trainer.strategy ddp_find_unused_parameters_true, or leave them out of the model",
+    )

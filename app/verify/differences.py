@@ -13,8 +13,9 @@ import torch
 from app.errors import UserError
 from app.verify.recording import FOLDER
 
-COLUMNS = ("samples", "rate", "loss", "gradients", "weights", "evaluation", "optimizer")
-TOLERANCE = 1e-5  # of float32, relative for what is larger than 1
+COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
+TOLERANCE = 1e-5  # of float32: of losses and gradients relative to the largest, else to what is larger than 1
+TINY = 1e-3  # a loss below which differences are no longer relative: it may be a difference of larger ones
 EXACT = 1e-10  # of float64, in which only rounding shrinks so
 
 
@@ -141,18 +142,18 @@ class Parting(NamedTuple):
         return f"{self.where}: {self.figures}"
 
 
-def apart(here: float, there: float) -> float:
-    """Difference of two figures, relative where they are larger than 1; none of two that are not finite alike."""
+def apart(here: float, there: float, scale: float = 1.0) -> float:
+    """Difference of two figures, relative to a scale or to what is larger; none of two that are not finite alike."""
     if here == there or (math.isnan(here) and math.isnan(there)):
         return 0.0
-    difference = abs(here - there) / max(1.0, abs(there))
+    difference = abs(here - there) / max(scale, abs(there))
     return difference if math.isfinite(difference) else math.inf
 
 
 def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Parting]:
     """Where a way of running parts from the reference, by column; a column that is not in it is the same."""
     found: dict[str, Parting] = {}
-    for name, look in (("samples", _samples), ("rate", _rates), ("loss", _losses), ("gradients", _gradients)):
+    for name, look in (("samples", _samples), ("learning rate", _rates), ("loss", _losses), ("gradients", _gradients)):
         pairs = zip(way.steps, reference.steps, strict=False)
         if first := next((place for pair in pairs for place in look(*pair, tolerance)), None):
             found[name] = first
@@ -193,14 +194,15 @@ def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
 
 
 def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
-    if (size := apart(here.loss, there.loss)) > tolerance:
+    if (size := apart(here.loss, there.loss, TINY)) > tolerance:
         said = f"{here.loss:.9g}, {there.loss:.9g} in the reference"
         yield Parting(f"step {there.number + 1}", said, size, there.number)
 
 
 def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
+    scale = max((norm for norm in there.gradients.values() if math.isfinite(norm)), default=1.0) or 1.0
     sizes = {
-        name: apart(here.gradients.get(name, math.nan), there.gradients.get(name, math.nan))
+        name: apart(here.gradients.get(name, math.nan), there.gradients.get(name, math.nan), scale)
         for name in {*here.gradients, *there.gradients}
     }
     name = max(sizes, key=lambda each: sizes[each], default="")

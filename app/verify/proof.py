@@ -14,8 +14,8 @@ from rich.console import Console
 from app.compare.experiment import OWN, Experiment, Variant, expand
 from app.compare.runner import Outcome, Runner
 from app.errors import UserError
-from app.verify.causes import Case, Cause, causes
-from app.verify.differences import COLUMNS, EXACT, Parting, Recorded, differences, largest
+from app.verify.causes import Case, Cause, causes, unused
+from app.verify.differences import EXACT, Parting, Recorded, differences, largest
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
@@ -173,9 +173,10 @@ class Prover:
         ways = [self._way(outcome, recorded) for outcome in outcomes]
         ways += [Way(name, [], left_out=reason) for name, reason in left_out.items()]
         ways.append(self._resume(recorded))
-        for way, outcome in zip(ways, outcomes, strict=False):
-            if way.found and not way.left_out:
-                self._prove(way, flags[way.name], outcome.variant.replicas)
+        replicas = {outcome.variant.name: outcome.variant.replicas for outcome in outcomes}
+        for way in ways:
+            if way.found:
+                self._prove(way, flags.get(way.name), replicas.get(way.name, 1))
         return Verdict(recorded, ways)
 
     def expand(self, flags: Mapping[str, Mapping[str, Any]]) -> tuple[Experiment, list[Variant]]:
@@ -232,7 +233,7 @@ class Prover:
         elif not outcome.records:
             way.failed = outcome.reason
             if UNUSED.search(" ".join([outcome.reason or "", *outcome.tail])):
-                way.causes = [_unused(reference)]
+                way.causes = [unused(reference)]
         else:
             try:
                 way.recorded = Recorded(self._run_dir(outcome), earlier)
@@ -243,28 +244,41 @@ class Prover:
             way.causes = causes(Case(reference, way.recorded, way.found, variant.replicas))
         return way
 
-    def _resume(self, reference: Recorded) -> Way:
+    def _resume(self, reference: Recorded, precision: Mapping[str, Any] | None = None, more: str = "") -> Way:
         """Stop in the middle of the first epoch, and go on from the checkpoint."""
-        middle = max(len(reference.epoch(0)) // 2, 1)
-        (stopped,) = self._run({STOPPED: ALONE}, middle)
+        flags, middle = {**ALONE, **(precision or {})}, max(len(reference.epoch(0)) // 2, 1)
+        (stopped,) = self._run({STOPPED: flags}, middle, more)
         if not stopped.records:
             return Way(RESUMED, stopped.variant.arguments, failed=stopped.reason)
         earlier = Recorded(self._run_dir(stopped))
         checkpoint = self._run_dir(stopped) / "checkpoints" / "last.ckpt"
-        (resumed,) = self._run({RESUMED: {**ALONE, "ckpt_path": str(checkpoint)}})
+        (resumed,) = self._run({RESUMED: {**flags, "ckpt_path": str(checkpoint)}}, more=more)
         return self._way(resumed, reference, earlier)
 
-    def _prove(self, way: Way, flags: Mapping[str, Any], replicas: int) -> None:
-        """Tell rounding from other differences: in float64 it all but vanishes."""
+    def _prove(self, way: Way, flags: Mapping[str, Any] | None, replicas: int) -> None:
+        """Tell rounding from other differences: in float64 it all but vanishes.
+
+        Args:
+            way: One that parts from the reference.
+            flags: Its flags; None for the one that was stopped and resumed.
+            replicas: Devices that share a batch.
+        """
         numbers = [way.found[name] for name in ("loss", "gradients", "weights") if name in way.found]
         exact = str(self.config.trainer.precision).startswith("64")
-        if exact or {"samples", "rate"} & way.found.keys() or not numbers or numbers[0].size > MAY_BE_ROUNDING:
+        if exact or {"samples", "learning rate"} & way.found.keys() or not numbers or numbers[0].size > MAY_BE_ROUNDING:
             return
-        double = {"trainer.precision": "64-true"}
-        both = self._run({REFERENCE: {**ALONE, **double}, way.name: {**flags, **double}}, more="in float64")
-        if not all(outcome.records for outcome in both):
+        double, more = {"trainer.precision": "64-true"}, "in float64"
+        (alone,) = self._run({REFERENCE: {**ALONE, **double}}, more=more)
+        if not alone.records:
             return
-        reference, here = (Recorded(self._run_dir(outcome)) for outcome in both)
+        reference = Recorded(self._run_dir(alone))
+        if flags is None:
+            here = self._resume(reference, double, more).recorded
+        else:
+            (outcome,) = self._run({way.name: {**flags, **double}}, more=more)
+            here = Recorded(self._run_dir(outcome)) if outcome.records else None
+        if here is None:
+            return
         way.in_float64 = largest(reference, here)
         if way.in_float64 > EXACT:
             way.causes = way.causes or causes(Case(reference, here, differences(reference, here, EXACT), replicas))
@@ -273,14 +287,3 @@ class Prover:
         way.rounding = {name: place for name, place in way.found.items() if name not in others}
         way.found = {name: place for name, place in way.found.items() if name in others}
         way.causes = [cause for cause in way.causes if others & set(cause.columns)]
-
-
-def _unused(reference: Recorded) -> Cause:
-    used = reference.steps[0].gradients
-    names = [name for name in reference.ranks[0]["parameters"] if name not in used]
-    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return Cause(
-        COLUMNS,
-        f"parameters that take no part in the loss: {which or 'of some steps'}: ddp waits for their gradients",
-        "--trainer.strategy ddp_find_unused_parameters_true, or leave them out of the model",
-    )

@@ -15,8 +15,6 @@ from app.monitor.summary import markdown_table
 from app.verify.differences import COLUMNS
 from app.verify.proof import Verdict, Way
 
-HEADERS = {"rate": "learning rate"}
-
 
 def cell(way: Way, column: str) -> str:
     """What stands in the table for a way and a column."""
@@ -30,7 +28,7 @@ def cell(way: Way, column: str) -> str:
 
 def table(verdict: Verdict) -> list[list[str]]:
     """Rows of the table, the header first."""
-    rows = [["", *(HEADERS.get(column, column) for column in COLUMNS)]]
+    rows = [["", *COLUMNS]]
     return rows + [[way.name, *(cell(way, column) for column in COLUMNS)] for way in verdict.ways]
 
 
@@ -43,7 +41,7 @@ def said(way: Way) -> list[str]:
         shown = ", ".join(f"{name} by {place.size:.1g}" for name, place in way.rounding.items())
         lines.append(f"{way.name}: rounding ({shown}): in float64 they agree to {way.in_float64:.1g}")
     for column, place in way.found.items():
-        lines.append(f"{way.name}: {HEADERS.get(column, column)}, {place}")
+        lines.append(f"{way.name}: {column}, {place}")
     if way.in_float64 is not None and not way.rounding:
         lines.append(f"  in float64 the difference is {way.in_float64:.1g}; rounding would all but vanish")
     for cause in way.causes:
@@ -130,7 +128,7 @@ def write(verdict: Verdict, command: str, folder: Path) -> Path:
             f"# {conclusion(verdict)}",
             f"    {command}",
             markdown_table(header, rows),
-            *([f"![Losses of all ways, and their differences]({picture.name})"]),
+            f"![Losses of all ways, and their differences]({picture.name})",
             "\n".join(f"    {line}" for line in lines),
         ]
     )
