@@ -37,6 +37,7 @@ commands:
 --verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another module
 than those of the application, torch, torchvision, lightning, torchmetrics and the current folder: their code is run."""
 
+MEANT = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
 COMMANDS = ("fit", "validate", "test", "predict", "compare", "verify", "plan", "doctor")
 
 
@@ -115,7 +116,8 @@ def _route(argv: list[str]) -> int:
 
         return doctor(argv[1:])
     if argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        near = nearest(argv[0], COMMANDS)
+        meant = MEANT.get(argv[0])
+        near = f": did you mean {meant}?" if meant else nearest(argv[0], COMMANDS)
         raise UserError(f"{argv[0]}: there is no such command{near} ({', '.join(COMMANDS)})")
     from app.fit.command import run
 

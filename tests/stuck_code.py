@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from app.data import Synthetic
 from app.modules import CIFARCNN
@@ -56,6 +56,20 @@ class LoopsInData(Synthetic):
             while True:
                 pass
         return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+class LoopsInAWorker(nn.Module):
+    """An augmentation, which a worker process of the last of two ranks never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = 0
+
+    def forward(self, image: Tensor) -> Tensor:
+        self.images += 1
+        while os.environ.get("LOCAL_RANK") == "1" and self.images > 20 * HANGS:
+            pass
+        return image
 
 
 class WaitsForALock(CIFARCNN):

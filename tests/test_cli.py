@@ -63,6 +63,27 @@ def test_print_config_is_a_config(app: App, tmp_path: Path) -> None:
     assert code == 0, out
 
 
+def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
+    """Configs and classes are read first, wherever they stand."""
+    (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")
+    late = ["--data.like", "FashionMNIST", "--data.size=64", "--model.optimizer.lr", "0.5", "--model.repeats=1"]
+    late += ["--trainer.strategy.bucket_cap_mb", "5", "--trainer.strategy", "ddp"]
+    late += ["--model.optimizer", "SGD", "--config", str(tmp_path / "c.yaml"), "--data", "Synthetic"]
+    code, out = app("fit", *late, "--print_config")
+    assert code == 0, out
+    config = yaml.safe_load(out)
+    assert config["model"]["init_args"]["repeats"] == 1
+    assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
+    assert (config["data"]["init_args"]["size"], config["data"]["init_args"]["like"]) == (64, "FashionMNIST")
+    assert config["trainer"]["strategy"]["init_args"]["bucket_cap_mb"] == 5
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("comapre", "compare"), ("train", "fit"), ("tset", "test")])
+def test_a_command_that_there_is_not(typed: str, meant: str, app: App) -> None:
+    assert f"{typed}: there is no such command: did you mean {meant}? (fit," in error_of(*app(typed))
+
+
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_runs_two_steps(
     config: Path, app: App, tmp_path: Path, cifar_root: Path, fashion_root: Path, image_root: Path
@@ -102,7 +123,7 @@ def test_every_config_runs_two_steps(
         ),
         (["--trainer.max_epochs", "foo"], "--trainer.max_epochs foo: expected int"),
         (["--trainer.precision", "bf16-mixd"], "did you mean bf16-mixed?"),
-        (["--trainer.strategy", "dpp"], "--trainer.strategy dpp: unknown: did you mean dp?"),
+        (["--trainer.strategy", "dpp"], "--trainer.strategy dpp: unknown: did you mean dp or ddp_dp or ddp?"),
         (["--trainer.devices", "abc"], "devices"),
         (["--trainer.devices", "0"], "--trainer.devices '0': the cpu accelerator cannot give that"),
         (["--trainer.accelerator", "tpux"], "tpux"),
@@ -212,8 +233,11 @@ def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
-def test_evaluation_needs_weights(command: str, app: App) -> None:
-    assert f"{command} needs weights: give --ckpt_path" in error_of(*app(command, *SMALL))
+def test_evaluation_needs_weights(command: str, app: App, tmp_path: Path) -> None:
+    missing = (
+        f"error: --run.name nope: there is no such run in {tmp_path}/runs: {command} needs weights, of a run or by"
+    )
+    assert error_of(*app(command, *SMALL, "--run.name", "nope")).startswith(missing)
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp_spawn"])

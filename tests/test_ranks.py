@@ -146,6 +146,17 @@ def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
     assert "most recent call first" in (folder / "rank_1.txt").read_text()
 
 
+@pytest.mark.slow
+def test_a_worker_of_a_loader_hangs(tmp_path: Path) -> None:
+    """Its rank only waits for it; it is its code that is named."""
+    flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "2"]
+    flags += ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorker", "--cluster.timeout", "8"]
+    code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
+    assert code == 1, out
+    where = r"rank 1 is in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"
+    assert re.search(f"^error: no answer from another rank within --cluster.timeout: {where}", out, re.MULTILINE), out
+
+
 def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
     """A rank that is slow, and not for too long, is let go."""
     flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "1"]

@@ -245,6 +245,12 @@ class CLI(Flags):
             resumed_by = self.trainer if self.subcommand == "fit" else None
             check_checkpoint(decided["checkpoint"], self.model, resumed_by, may_be_finished=decided["may_be_finished"])
         elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
+            folder = Path(self._run_options.root, self._run_options.name)
+            if not any(folder.glob("version_*/run.json")):
+                raise UserError(
+                    f"--run.name {folder.name}: there is no such run in {folder.parent}: {self.subcommand} needs "
+                    "weights, of a run or by --ckpt_path FILE"
+                )
             raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
 
     def _record(self, decided: dict[str, Any]) -> None:
@@ -320,6 +326,14 @@ class CLI(Flags):
         """Whether Lightning was not asked for a run that leaves no traces."""
         trainer = self.config[self.subcommand].trainer
         return not (trainer.fast_dev_run or trainer.barebones)
+
+    def test(self, **kwargs: Any) -> None:
+        """Test; what is measured of our models is in the report."""
+        self.trainer.test(verbose=not isinstance(self.model, app.modules.ImageClassifier), **kwargs)
+
+    def validate(self, **kwargs: Any) -> None:
+        """Validate; what is measured of our models is in the report."""
+        self.trainer.validate(verbose=not isinstance(self.model, app.modules.ImageClassifier), **kwargs)
 
     def predict(self, **kwargs: Any) -> None:
         """Predict without keeping what PredictionWriter has written."""

@@ -15,6 +15,7 @@ from app.fit.checkpoints import RunCheckpoint
 from app.fit.parser import (
     Parser,
     chosen_classes,
+    configs_and_classes_first,
     find_class,
     import_trusted_only,
     refuse_unusable,
@@ -60,7 +61,7 @@ class Flags(CommandLine):
 
     def __init__(self, argv: Sequence[str]) -> None:
         import_trusted_only()
-        self.argv = list(argv)
+        self.argv = [*argv[:1], *configs_and_classes_first(argv[1:])]
         self.classes = DEFAULTS | (chosen := chosen_classes(self.argv))
         self.defaults = {key: {"class_path": path} for key, path in DEFAULTS.items() if key not in chosen}
         super().__init__(

@@ -6,6 +6,7 @@ import os
 import pkgutil
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,31 @@ def chosen_classes(arguments: list[str]) -> dict[str, str]:
                 if isinstance(name, str):
                     chosen[section] = name
     return chosen
+
+
+def configs_and_classes_first(arguments: Sequence[str]) -> list[str]:
+    """The same arguments in an order in which they can be read: configs, then classes, then the settings of these.
+
+    A flag that names a class is one of whose settings there are flags: `--model`, `--model.optimizer`.
+    """
+    given: list[list[str]] = []
+    for argument in arguments:
+        if argument.startswith("-") and not re.match(r"-[\d.]", argument):
+            given.append([argument])
+        elif given:
+            given[-1].append(argument)
+        else:
+            given.append([argument])
+    names = [each[0].partition("=")[0].removesuffix(".class_path") for each in given]
+
+    def place(index: int) -> tuple[int, int]:
+        name = names[index]
+        if name in ("--config", "-c"):
+            return 0, 0
+        is_class = any(other.startswith(f"{name}.") for other in names if not other.startswith(f"{name}.init_args"))
+        return (1, name.count(".")) if is_class and not name.endswith("+") else (2, 0)
+
+    return [argument for index in sorted(range(len(given)), key=place) for argument in given[index]]
 
 
 def spell_out_strategy(arguments: list[str]) -> list[str]:

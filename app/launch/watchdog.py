@@ -168,17 +168,18 @@ def take_stacks(process: int, stacks: int) -> str:
     children = "".join(each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")).split()
     text = ""
     for each in (process, *map(int, children)):
-        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{each}/status").read_text())
-        if caught is None or not int(caught[1], 16) >> (WRITE_STACKS - 1) & 1:
-            continue
-        begin = size = os.fstat(stacks).st_size
-        os.kill(each, WRITE_STACKS)
-        for _ in range(20):  # until it has written, and writes no more
-            time.sleep(0.05)
-            before, size = size, os.fstat(stacks).st_size
-            if begin < size == before:
-                break
-        text += f"\nprocess {each}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
+        with contextlib.suppress(OSError):  # a worker has ended meanwhile
+            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{each}/status").read_text())
+            if caught is None or not int(caught[1], 16) >> (WRITE_STACKS - 1) & 1:
+                continue
+            begin = size = os.fstat(stacks).st_size
+            os.kill(each, WRITE_STACKS)
+            for _ in range(20):  # until it has written, and writes no more
+                time.sleep(0.05)
+                before, size = size, os.fstat(stacks).st_size
+                if begin < size == before:
+                    break
+            text += f"\nprocess {each}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
     return text
 
 

@@ -94,7 +94,7 @@ class RankTimes(Callback):
         self._ended = self._ready = self._averaged = self._began = self._now()  # resumed in mid-epoch
         self._step = trainer.global_step + 1
         self._steps, self._whole = [], []
-        self._window = self._left = min(log_window(trainer), int(trainer.num_training_batches))
+        self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
             self._nodes = gather_objects(trainer.node_rank)
@@ -127,6 +127,8 @@ class RankTimes(Callback):
 
     def _on_averaged(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat[1] = UPDATE
+        if self._ready is self._began:  # the parameter had no part in this step
+            return
         self._averaged = self._now()
         if len(self._handles) > 1 and self._last_parameter is not None:  # only the one that comes last is looked at
             self._unhook()
