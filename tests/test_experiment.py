@@ -22,7 +22,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(words: list[str]) -> dict[str, Any]:
         raise UserError("not now")
 
-    monkeypatch.setattr("app.compare.command.short_run", fail)
+    monkeypatch.setattr("app.compare.command.timed_run", fail)
 
 
 def test_a_dry_run_estimates_the_time(app: App, experiment: Callable[..., Path], tmp_path: Path) -> None:

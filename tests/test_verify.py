@@ -106,6 +106,12 @@ def test_a_mistake_is_named(
     assert all(cause.remedy for cause in named)
 
 
+def test_a_step_that_a_scaler_leaves_out(server: ForkServer, tmp_path: Path) -> None:
+    found, named = Runs(server, tmp_path, "Overflows", "Data").case("ddp", "--trainer.plugins", "user_code.Float16")
+    assert "weights" in found
+    assert "float16's scaler has left out steps 4, 12, and none in the reference" in [cause.said for cause in named]
+
+
 def test_what_a_callback_loses(server: ForkServer, tmp_path: Path) -> None:
     """An average of the weights that it keeps for itself."""
     averaged = ["--trainer.callbacks+=faulty_code.Average"]
