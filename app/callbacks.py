@@ -118,7 +118,7 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep index, label and probability of this rank's images."""
+        """Keep index, predicted label and probability of this rank's images."""
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
             probability, label = outputs.max(1)
@@ -135,10 +135,12 @@ class PredictionWriter(Callback):
         assert isinstance(data, ImageData)
         assert isinstance(loader, GlobalBatches)
         path = Path(directory, "predictions.csv")
-        files = loader.split.names
-        lines = [["file" if files else "index", "label", "name", "probability"]]
-        for index, label, probability in rows:
-            lines.append([files[index] if files else index, label, data.class_names[label], f"{probability:.6f}"])
+        files, labels = loader.split.names, loader.split.labels.tolist()
+        known = min(labels) >= 0
+        lines = [["file" if files else "index", "predicted", "name", "probability", *["label"] * known]]
+        for index, predicted, probability in rows:
+            line = [files[index] if files else index, predicted, data.class_names[predicted], f"{probability:.6f}"]
+            lines.append(line + [labels[index]] * known)
         try:
             _write_table(path, lines)
         except OSError as error:

@@ -103,7 +103,7 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET)
     assert code == 0, out
     lines = (tmp_path / "runs" / "cifar_cnn" / "version_1" / "predictions.csv").read_text().splitlines()
-    assert lines[0] == "file,label,name,probability"
+    assert lines[0] == "file,predicted,name,probability,label"
     assert lines[1].startswith(str(image_root / "test" / "cat" / "00.jpg"))
     assert len(lines) == 13
     code, out = app(
@@ -116,7 +116,9 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
         image_root / "test" / "eel",
     )
     assert code == 0, out
-    assert len((tmp_path / "runs" / "cifar_cnn" / "version_2" / "predictions.csv").read_text().splitlines()) == 5
+    lines = (tmp_path / "runs" / "cifar_cnn" / "version_2" / "predictions.csv").read_text().splitlines()
+    assert lines[0] == "file,predicted,name,probability", "no label is known"
+    assert len(lines) == 5
 
 
 def test_without_test_images_the_next_step_is_no_test(image_root: Path, app: App) -> None:

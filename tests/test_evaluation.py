@@ -78,14 +78,15 @@ def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path:
     )
     assert code == 0, out
     rows = list(csv.DictReader((tmp_path / "p" / "version_0" / "predictions.csv").open()))
-    assert list(rows[0]) == ["index", "label", "name", "probability"]
+    assert list(rows[0]) == ["index", "predicted", "name", "probability", "label"]
     assert [int(row["index"]) for row in rows] == list(range(1003))
     predicted = [0] * 10
     for row in rows:
-        predicted[int(row["label"])] += 1
-        assert row["name"] == f"pattern {row['label']}"
+        predicted[int(row["predicted"])] += 1
+        assert row["name"] == f"pattern {row['predicted']}"
         assert 0.1 <= float(row["probability"]) <= 1
     columns = [[int(n) for n in row[1:]] for row in confusion(trained)[1:]]
+    assert [sum(row["label"] == str(label) for row in rows) for label in range(10)] == [sum(row) for row in columns]
     assert predicted == [sum(column) for column in zip(*columns, strict=True)]
 
 
