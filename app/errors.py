@@ -128,7 +128,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return max(whole, difflib.SequenceMatcher(None, wanted, last).ratio() - 0.05)
 
     ranked = sorted({(likeness(candidate), candidate) for candidate in known}, reverse=True)
-    near = 0.135 if len(name) <= 4 else 0.0  # of short names, several may be meant: dp and ddp by dpp
+    near = 0.135 if len(name) <= 3 else 0.0  # of short names, several may be meant: dp and ddp by dpp
     found = [candidate for score, candidate in ranked if score >= 0.5 and score >= ranked[0][0] - near]
     found = found if near else sorted(found)
     return f": did you mean {' or '.join(found[:3])}?" if found else ""
