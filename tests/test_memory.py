@@ -97,6 +97,7 @@ def test_auto(tmp_path: Path) -> None:
         assert largest_difference(*last) < 1e-5
 
 
+@pytest.mark.slow
 def test_too_little_memory(app: App, tmp_path: Path) -> None:
     code, out = app("fit", *WIDE, "--data.micro_batch", "auto", "--data.memory_limit", "0.1")
     said = error_of(code, out)

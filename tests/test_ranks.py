@@ -163,6 +163,7 @@ def test_a_worker_of_a_loader_hangs(tmp_path: Path) -> None:
     assert re.search(f"^error: no answer from another rank within --cluster.timeout: {where}", out, re.MULTILINE), out
 
 
+@pytest.mark.slow
 def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
     """A rank that is slow, and not for too long, is let go."""
     flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "1"]

@@ -96,6 +96,7 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
     assert [row["epoch"] for row in found["epochs"]] == [0, 1]
 
 
+@SLOW
 def test_several_ranks_end_one_step_later(tmp_path: Path) -> None:
     """One is told in the fourth step, after which they ask each other; after the fifth all know."""
     flags = [*SMALL, *DDP, "--trainer.max_epochs", "2", "--run.test", "false", "--run.root", tmp_path]
