@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from rich import get_console
+from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import app.data
@@ -31,11 +33,11 @@ from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
-from app.fit.memory import settle_micro_batch
+from app.fit.memory import LONGEST, settle_micro_batch
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide
 from app.fit.straight_step import StraightLoop
-from app.launch.agree import agree, connect, gather_objects
+from app.launch.agree import agree, connect, gather_objects, host_group
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
 from app.launch.elastic import RUN_DIR, STOPPED, launch, note
 from app.launch.failures import explaining_errors
@@ -185,19 +187,19 @@ class CLI(Flags):
         connect(trainer, lightning_patches.cluster_environment(trainer), timeout)
         try:
             decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)
+            self._settle_micro_batch(timeout)
         except BaseException:
             if self.decided.get("version"):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
                     Path(self._run_options.root, self._run_options.name, self.decided["version"]).rmdir()
             raise
-        self._settle_micro_batch()
         self.checkpoint = decided["checkpoint"]
         if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
             trainer.precision_plugin.convert_module(self.model)  # or the weights would be loaded into float32
         if self._is_recorded:
             self._record(decided)
 
-    def _settle_micro_batch(self) -> None:
+    def _settle_micro_batch(self, timeout: float) -> None:
         """Try on each node how much of a batch fits, and take the least of them."""
         data, trainer = self.datamodule, self.trainer
         if not isinstance(data, app.data.ImageData) or data.micro_batch != "auto":
@@ -205,7 +207,13 @@ class CLI(Flags):
         data.micro_batch = None
         if self.subcommand != "fit":
             return
-        found, wrong = None, None
+        found, wrong, group = None, None, None
+        if isinstance(trainer.strategy.launcher, SpawnLauncher) and trainer.strategy.root_device.type == "cuda":
+            raise UserError(
+                "--data.micro_batch auto would use a GPU before its processes start: take ddp, or give a count"
+            )
+        if distributed.is_initialized():  # the others wait until it is found
+            group = host_group(timedelta(seconds=timeout + LONGEST))
         if trainer.local_rank == 0:
             config = self.command_parser.dump(self.config[self.subcommand], skip_none=False)
             share = math.ceil(data.global_batch_size / trainer.world_size)
@@ -214,8 +222,8 @@ class CLI(Flags):
                 found = settle_micro_batch(config, share, math.prod(data.image_shape), device, ranks, data.memory_limit)
             except UserError as error:
                 wrong = str(error)
-        gather = self.rendezvous.gather if self.rendezvous else gather_objects
-        answers = gather((found, wrong))
+        mine = found, wrong
+        answers = self.rendezvous.gather(mine) if self.rendezvous else gather_objects(mine, group)
         if wrong := next(filter(None, (wrong for _, wrong in answers)), None):
             raise UserError(wrong)
         data.micro_batch = min(count for count, _ in answers if count is not None)

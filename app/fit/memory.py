@@ -9,12 +9,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.errors import UserError
-from app.fit.short_run import short_run
+from app.fit.short_run import LIMIT, short_run
 from app.system.machine import GIB, free_memory
 
 SPARE = 0.9  # of what is free now: what else takes memory may take more
 CAREFUL = 0.97  # of the way that is left, as it is not quite linear
 TRIES = 5
+LONGEST = (TRIES + 2) * LIMIT  # seconds
 BYTES = 9  # of a value of an image while it is prepared: as uint8, as float32, and as a copy of that
 
 

@@ -172,13 +172,13 @@ def configs_and_classes_first(arguments: Sequence[str]) -> list[str]:
             given[-1].append(argument)
         else:
             given.append([argument])
-    names = [each[0].partition("=")[0].removesuffix(".class_path") for each in given]
+    names = [each[0].partition("=")[0].removesuffix(".class_path").replace(".init_args", "") for each in given]
 
     def place(index: int) -> tuple[int, int]:
         name = names[index]
         if name in ("--config", "-c"):
             return 0, 0
-        is_class = any(other.startswith(f"{name}.") for other in names if not other.startswith(f"{name}.init_args"))
+        is_class = any(other.startswith(f"{name}.") for other in names)
         return (1, name.count(".")) if is_class and not name.endswith("+") else (2, 0)
 
     return [argument for index in sorted(range(len(given)), key=place) for argument in given[index]]

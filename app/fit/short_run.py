@@ -20,6 +20,8 @@ QUIET = {
     "trainer.enable_progress_bar": "false",
     "trainer.enable_model_summary": "false",
     "trainer.enable_checkpointing": "false",
+    "trainer.fast_dev_run": "false",
+    "trainer.barebones": "false",
     "run.test": "false",
     "run.wandb": "false",
     "run.name": "short",
@@ -47,5 +49,6 @@ def short_run(arguments: Sequence[str], changes: Mapping[str, Any] | None = None
             raise UserError(f"{steps} steps on one device took more than {LIMIT} s: measure a smaller model") from error
         said = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()]
         if done.returncode != 0:
-            raise UserError(said[-1] if said else f"the run on one device ended with exit code {done.returncode}")
+            known = said and done.returncode > 0
+            raise UserError(said[-1] if known else f"the run on one device ended with exit code {done.returncode}")
         return load_record(Path(folder, flags["run.name"], "version_0", "run.json"))

@@ -21,12 +21,12 @@ from app.system.interconnect import own_addresses, use_interface_to, use_loopbac
 STORE = "app/store"  # key in the agents' store: port of the one that rank zero hosts
 
 
-def gather_objects(mine: Any) -> list[Any]:
-    """One picklable object of each rank, in order of rank, on every rank. Collective."""
+def gather_objects(mine: Any, group: Any = None) -> list[Any]:
+    """One picklable object of each rank, in order of rank, on every rank. Collective, in a group or the usual one."""
     if not distributed.is_initialized():
         return [mine]
     everyone: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, mine)
+    distributed.all_gather_object(everyone, mine, group)
     return everyone
 
 

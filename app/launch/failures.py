@@ -17,6 +17,7 @@ from app.system.torch_patches import abort_process_group
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
+_has_left = False  # NCCL's process group, in an error path
 _nodes: dict[str, set[int]] = {}  # address: the nodes that have it
 
 
@@ -63,13 +64,15 @@ def leave_nccl() -> None:
     So would all that then waits for the device: moving the model back to the host, or the exit of the process.
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
+    global _has_left
     if distributed.is_initialized() and distributed.get_backend() == "nccl":
+        _has_left = True
         abort_process_group()
 
 
 def explained(error: BaseException) -> BaseException:
     """What an error means, where it is one of a communication, or of memory; else the error itself."""
-    communicated = distributed.is_initialized() and (
+    communicated = (_has_left or distributed.is_initialized()) and (
         type(error) is RuntimeError or isinstance(error, distributed.DistError)
     )
     # of NCCL's group, which may have been left already

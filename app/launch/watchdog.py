@@ -123,7 +123,7 @@ def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
             stopped = stopped + 1 if state(process) == "T" else 0
             if still == 1:
                 peers = connections(process)
-            if still == 0 and written:
+            if still == 0 and written and now[1] != ELSEWHERE:  # it goes on; else it ends, and says who hangs
                 file.unlink(missing_ok=True)
                 written = False
             if still >= timeout - min(10.0, 1 + timeout / 4) and not written:
@@ -222,7 +222,8 @@ class Place(NamedTuple):
         hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
         frame = theirs or hook
         line = f"{Path(frame[0]).name}:{frame[1]} {frame[2]}" if frame else rest.strip() or "no stack"
-        agrees = any(path.startswith(OWN) and name == "_hear" for path, _, name in inner)  # whether to stop
+        agrees = any(path.startswith(OWN) and name in ("_hear", "_share") for path, _, name in inner)
+        agrees = agrees or bool(inner and "/torch/distributed/" in inner[0][0])
         waits_for = "gradients" if phase == PHASES[GRADIENTS] else "answer" if agrees else ""
         return cls(int(step), phase, line, theirs is not None or not stacks, waits_for)
 
@@ -257,8 +258,12 @@ def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
             with contextlib.suppress(OSError, AttributeError):  # removed, or somebody else's
                 places[rank] = Place.read(file.read_text(errors="replace"))
     waiting = {rank for rank, place in places.items() if place.waits_for}
-    if len(waiting) == len(places):  # then in a communication hook of the user, if anywhere
+    if len(waiting) == len(
+        places
+    ):  # then by a call of the user, if any; or for those that have left the training steps
         waiting = {rank for rank in waiting if not places[rank].theirs}
+        steps = {rank for rank in waiting if places[rank].waits_for == "gradients"}
+        waiting = steps if steps and len(waiting) == len(places) else waiting
     hanging = set(places) - waiting
     if theirs := {rank for rank in hanging if places[rank].theirs}:  # the others wait for them, wherever that is
         waiting, hanging = set(places) - theirs, theirs

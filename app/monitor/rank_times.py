@@ -38,14 +38,10 @@ class RankTimes(Callback):
 
     Args:
         timeout: Seconds to wait for another rank.
-
-    Attributes:
-        ranks: Medians of each rank in milliseconds, for the run record.
     """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
-        self.ranks: list[dict[str, Any]] = []
         self._nodes: list[int] = []
         self._group: Any = None
         self._handles: list[Any] = []
@@ -59,6 +55,7 @@ class RankTimes(Callback):
         self._streaks: dict[int, int] = {}
         self._last_parameter: Tensor | None = None
         self._step = self._window = self._left = 0
+        self._accumulated = 1
 
     # -- for the watchdog -----------------------------------------------------------------------------------
 
@@ -78,6 +75,11 @@ class RankTimes(Callback):
             watchdog.heartbeat.end()
         self._beat = [0, 0, 0]
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """This rank ends: its watchdog shall not take that for hanging."""
+        if watchdog.heartbeat is not None:
+            watchdog.heartbeat.end()
+
     def _evaluate(self, *_: Any, **__: Any) -> None:
         beat = self._beat
         beat[1], beat[2] = EVALUATION, beat[2] + 1
@@ -91,9 +93,9 @@ class RankTimes(Callback):
         """Settle how to time."""
         cuda = trainer.strategy.root_device.type == "cuda"
         self._now, self._seconds = (_recorded, _since_first) if cuda else (time.perf_counter, list)
-        self._ended = self._ready = self._averaged = self._began = self._now()  # resumed in mid-epoch
+        self._ready = self._averaged = self._began = self._now()
         self._step = trainer.global_step + 1
-        self._steps, self._whole = [], []
+        self._steps, self._whole, self._accumulated = [], [], trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
@@ -101,6 +103,7 @@ class RankTimes(Callback):
             learnt = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
             self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # a hook that one process lacks
             self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in learnt]
+        self._begin()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to wait for data."""
@@ -141,7 +144,7 @@ class RankTimes(Callback):
         now = self._now()
         self._steps.append((self._ended, self._began, self._ready, self._averaged, now))
         self._ended = now
-        self._step += 1
+        self._step += (batch_idx + 1) % self._accumulated == 0
         beat = self._beat
         beat[0], beat[1] = self._step, DATA
         self._left -= 1
@@ -157,15 +160,19 @@ class RankTimes(Callback):
             torch.cuda.synchronize(trainer.strategy.root_device)
         self._share(trainer, self._whole + self._steps)
         self._share(trainer, [])
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """Medians of each rank in milliseconds, of the windows that it has heard of, for the run record."""
         columns = torch.tensor(list(self._windows)).permute(1, 2, 0).tolist() if self._windows else []
-        self.ranks = [
+        return [
             {
                 "rank": rank,
                 "node": node,
                 **{name: round(1000 * statistics.median(times), 4) for name, times in zip(NAMES, parts, strict=True)},
                 "unit": "ms",
             }
-            for rank, (node, parts) in enumerate(zip(self._nodes or [trainer.node_rank], columns, strict=False))
+            for rank, (node, parts) in enumerate(zip(self._nodes or [0], columns, strict=False))
         ]
 
     def _unhook(self) -> None:

@@ -209,7 +209,8 @@ class RunRecord(Callback):
         if trainer.state.fn == "fit" and isinstance(data, ImageData) and out_of_memory(exception):
             share = math.ceil(data.global_batch_size / trainer.world_size)
             at_once = data.micro_batch if isinstance(data.micro_batch, int) else share
-            exception.add_note(f"{PARTS} {max(at_once // 2, 1)}")
+            if trainer.training and at_once > 1:
+                exception.add_note(f"{PARTS} {at_once // 2}")
         if directory is None or not trainer.is_global_zero:
             return
         if self.path is None:  # spawned processes had it, or nothing had begun yet
@@ -356,6 +357,8 @@ class RunRecord(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):
                 self.record["not_finite_since"], self.record["skipped_steps"] = callback.since, callback.skipped
+            if isinstance(callback, RankTimes):
+                self.record["ranks"] = callback.ranks
         self.record["steps"] = trainer.global_step
         self.record["steps_per_epoch"] = trainer.num_training_batches
         if self._first_step is not None:
@@ -385,9 +388,6 @@ class RunRecord(Callback):
         if self._trace is not None:
             cuda = trainer.strategy.root_device.type == "cuda"
             self.record["profile"] = {"limit": limit(self._trace.rows, cuda), "ranks": self._trace.rows}
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RankTimes):
-                self.record["ranks"] = callback.ranks
         self._measured(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
