@@ -269,9 +269,9 @@ def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
         waiting, hanging = set(places) - theirs, theirs
     said = []
     for rank in sorted(hanging):
-        step, phase, line, _, _ = places[rank]
+        step, phase, line, known, _ = places[rank]
         at = "" if phase in PHASES[:2] else "the evaluation, " if phase == PHASES[EVALUATION] else f"step {step:,}, "
-        said.append(f"rank {rank} is in {at}{line}")
+        said.append(f"rank {rank} is {'in' if known else 'at'} {at}{line}")  # `at`: it may only wait, too
     if waiting:
         them = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))} wait{'s' * (len(waiting) == 1)}"
         whose = {0: "", 1: "its "}.get(len(hanging), "their ")
