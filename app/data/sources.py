@@ -1,11 +1,14 @@
 """Where images come from: what a data set is, where its files lie, and how they become uint8 tensors."""
 
+import ctypes
 import hashlib
 import math
 import os
 import pickle
+import signal
 import socket
 import struct
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -28,6 +31,8 @@ EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 def work_apart(worker: int) -> None:
     """Leave the process group, which Ctrl-C and SIGTERM are sent to: the loader ends its workers when it is done."""
+    if sys.platform == "linux":  # one that hangs would outlive its rank; 1 is PR_SET_PDEATHSIG in linux/prctl.h
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setpgrp()
 
 
