@@ -8,37 +8,40 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         (where two part), causes (why), proof (runs them all), report, command
     compare             many runs: experiment (what), runner (each in processes of its own), results, advice, figures,
                         report, command
-    plan                predicts scaling: measure (a step), cost_model (the formulas), command
+    plan                predicts scaling: measure (a step), cost_model (the formulas), compared (with what compare has
+                        measured), report, command
     doctor              says what this machine can run, and tests it
-    fit                 fit, validate, test, predict: configuration (flags, and what they mean), parser (arguments to
-                        settings), devices (how many, in how many processes), asked, rules, flag_rules, machine_rules
-                        (whether it can work), command (builds and runs it), straight_step (a training step at
-                        little cost), run_options (where a run is kept), checkpoints (which one), checkpoint_file,
-                        memory (how much of a batch fits), short_run (a few steps, to measure them)
+    fit                 fit, validate, test, predict: configuration (flags, and what they mean), help, parser
+                        (arguments to settings), devices (how many, in how many processes), asked, rules, flag_rules,
+                        machine_rules (whether it can work), command (builds and runs it), straight_step (a training
+                        step at little cost), run_options (where a run is kept), checkpoints (which one),
+                        checkpoint_file, memory (how much of a batch fits), short_run (a few steps, to measure them)
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
-    monitor             watches one run: run_record (run.json), rank_times (who is slow), step_profiler,
-                        step_trace (--profile), nonfinite, progress_bar, loggers, summary (what is said of it)
+    monitor             watches one run: run_record (run.json), rank_times (who is slow), course (of a figure),
+                        step_profiler, step_trace (--profile), nonfinite, progress_bar, loggers, header and summary
+                        (what is said of it), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks; importing it registers their names
     modules             LightningModules: loss, metrics, optimizer, predictions
-    data                sources (where images come from), image_files (the user's own), cache (decoded once, mapped),
-                        batches (a rank's share), transforms (pixels), module (the data sets that --data names)
+    data                sources (where images come from), image_files (the user's own), synthetic (drawn), cache
+                        (decoded once, mapped), batches (a rank's share), transforms (pixels), module (--data)
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
-    system              machine, interconnect, files; and patches: lightning_patches, lightning_step_patches,
-                        torch_patches, wandb_patches and deferred_compiler alone touch private names of these libraries
+    system              machine, interconnect, files, page (what all reports look like), terminal; and patches:
+                        lightning_patches, lightning_step_patches, torch_patches, wandb_patches and deferred_imports
+                        alone touch private names of these libraries
     errors              what a user did wrong, and how a run ends
 """
 
 import warnings
 
-from app.system.deferred_compiler import defer_compiler
+from app.system.deferred_imports import defer_imports
 
 __version__ = "0.1.0"
 
-defer_compiler()  # here, because whatever is imported next may import it
+defer_imports()  # here, because whatever is imported next may import them
 
 # Not for users to act on; set here because spawned processes import this, too.
 warnings.filterwarnings("ignore", ".*LeafSpec")  # Lightning 2.6 with newer torch

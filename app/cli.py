@@ -7,6 +7,8 @@
 Heavy imports stay inside functions: `python -m app --help` answers at once.
 """
 
+import gc
+import importlib
 import os
 import sys
 import traceback
@@ -38,6 +40,10 @@ commands:
 than those of the application, torch, torchvision, lightning, torchmetrics and the current folder: their code is run."""
 
 MEANT = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
+OWN = {  # commands that are not Lightning's, and their modules
+    **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
+    "doctor": "app.doctor",
+}
 COMMANDS = ("fit", "validate", "test", "predict", "compare", "verify", "plan", "doctor")
 
 
@@ -99,26 +105,19 @@ def _without_trust(argv: list[str]) -> list[str]:
 
 
 def _route(argv: list[str]) -> int:
-    if argv[0] == "compare":
-        from app.compare.command import run as compare
-
-        return compare(argv[1:])
-    if argv[0] == "verify":
-        from app.verify.command import run as verify
-
-        return verify(argv[1:])
-    if argv[0] == "plan":
-        from app.plan.command import run as plan
-
-        return plan(argv[1:])
-    if argv[0] == "doctor":
-        from app.doctor import run as doctor
-
-        return doctor(argv[1:])
     if argv[0] not in COMMANDS and not argv[0].startswith("-"):
         meant = MEANT.get(argv[0])
         near = f": did you mean {meant}?" if meant else nearest(argv[0], COMMANDS)
         raise UserError(f"{argv[0]}: there is no such command{near} ({', '.join(COMMANDS)})")
-    from app.fit.command import run
-
-    return run(argv)
+    is_seen = sys.stderr.isatty()
+    print("loading torch and Lightning …" * is_seen, end="", file=sys.stderr, flush=True)
+    own, is_first = argv[0] in OWN, "torch" not in sys.modules
+    if is_first:
+        gc.disable()  # of what is imported nothing is garbage, and looking for it takes a sixth of the time
+    module = importlib.import_module(OWN.get(argv[0], "app.fit.command"))
+    if is_first:
+        if "triton" not in sys.modules:  # nanobind, with which it is built, would complain of leaks at the end
+            gc.freeze()
+        gc.enable()
+    print("\r\033[K" * is_seen, end="", file=sys.stderr, flush=True)
+    return module.run(argv[1:] if own else argv)

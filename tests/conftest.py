@@ -1,5 +1,7 @@
 """Tiny data in the real formats, and the real command."""
 
+import atexit
+import gc
 import os
 import pickle
 import signal
@@ -20,6 +22,9 @@ from harness import ROOT, TINY
 from PIL import Image
 
 from app.cli import main
+
+gc.freeze()  # what is imported: looking for garbage in it takes a fifth of the time
+atexit.register(gc.unfreeze)  # or nanobind, with which triton is built, complains of leaks
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -192,9 +192,13 @@ def started(
 
 
 SERVER = """
-import json, os, resource, sys, traceback
-import app.fit.command, app.compare.command, app.plan.command, app.doctor
+import gc, json, os, resource, sys, traceback
+gc.disable()
+import app.fit.command, app.compare.command, app.plan.command, app.doctor, app.monitor.report
+import matplotlib.backends.backend_agg, matplotlib.backends.backend_svg
 from app.cli import main
+gc.freeze()
+gc.enable()
 os.environ["OMP_NUM_THREADS"] = "1"
 for line in sys.stdin:
     job = json.loads(line)

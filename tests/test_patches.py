@@ -11,7 +11,7 @@ import pytest
 from harness import QUIET, error_of
 
 from app.system import (  # noqa: F401  (declare what they expect)
-    deferred_compiler,
+    deferred_imports,
     lightning_patches,
     lightning_step_patches,
     torch_patches,
@@ -112,7 +112,9 @@ def apart(x):
 assert apart(1) is False
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
 torch.nn.parallel.DistributedDataParallel(module)(torch.ones(1, 2))
+import app.fit.command
 assert not compiler()
+assert not {"matplotlib", "triton"} & set(sys.modules)
 """
 
 
@@ -137,4 +139,22 @@ import torch._dynamo.utils
 assert torch._dynamo.utils.__spec__.origin
 """
     done = subprocess.run([sys.executable, "-c", EAGER + compiled], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_plots_and_counts_is_imported_when_something_does() -> None:
+    asked = """
+from lightning.pytorch.utilities.model_summary import ModelSummary
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+module.example_input_array = torch.ones(1, 2)
+assert ModelSummary(module).total_flops == 8
+for metric in MulticlassAccuracy(2), MulticlassConfusionMatrix(2):
+    metric.update(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    figure, axes = metric.plot()
+    assert isinstance(figure, sys.modules["matplotlib.figure"].Figure)
+import torchmetrics.utilities.plot, torch.utils.flop_counter
+assert torchmetrics.utilities.plot.__file__ and torch.utils.flop_counter.flop_registry
+assert not compiler()
+"""
+    done = subprocess.run([sys.executable, "-c", EAGER + asked], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,8 @@
 At an upgrade, `tests/test_patches.py` says which names are gone; each docstring says what else to look at.
 """
 
+import logging
+import os
 import re
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -47,6 +49,29 @@ EXPECTED[f"{__name__}.SpawnLauncher"] = tuple(
     f"lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher{name}"
     for name in ("", ".launch", ".kill", "._wrapping_function", ".procs", "._start_method", "._strategy")
 )
+
+# -- what it says ----------------------------------------------------------------------------------------------
+
+SPEAKERS = (
+    *(f"lightning.{package}.utilities.rank_zero" for package in ("pytorch", "fabric")),
+    *(f"lightning.fabric.utilities.{module}" for module in ("distributed", "seed")),
+)
+HIDDEN = (  # beginnings of lines
+    *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
+    *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
+)
+
+
+def hide_lines() -> None:
+    """Leave out Lightning's advertisements, and what our own lines say; not with --verbose."""
+    for name in SPEAKERS:
+        logging.getLogger(name).addFilter(_is_shown)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    said = re.sub(r"^\[rank: \d+\] ", "", record.getMessage())
+    return "APP_DEBUG" in os.environ or not said.startswith(HIDDEN)
+
 
 # -- the Trainer ---------------------------------------------------------------------------------------------
 

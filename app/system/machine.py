@@ -16,6 +16,7 @@ import torch
 import app
 
 GIB = 2**30
+CONTROL_GROUPS = Path("/sys/fs/cgroup")  # of version 2
 
 
 def versions() -> dict[str, str | None]:
@@ -54,19 +55,48 @@ def _gpus() -> list[str]:
 def usable_cores() -> int:
     """Count the cores that this process may use, by its affinity and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")  # quota and period in microseconds, or `max`
-    limit = quota.read_text().split() if quota.exists() else ["max"]
-    return cores if limit[0] == "max" else min(cores, max(int(limit[0]) // int(limit[1]), 1))
+    for group in _control_groups():
+        quota, period = (group / "cpu.max").read_text().split()  # in microseconds; or `max`
+        cores = cores if quota == "max" else min(cores, max(int(quota) // int(period), 1))
+    return cores
+
+
+def busy() -> str | None:
+    """Say how busy other processes keep this machine, and what helps; None where enough cores are free.
+
+    The load average of a minute is that of the whole host, and at the start of a command hardly its own. A process that
+    may use only some of the cores is disturbed where the others are taken, too.
+    """
+    load, cores = psutil.getloadavg()[0], usable_cores()
+    if load <= max(cores, (os.cpu_count() or 1) - cores):
+        return None
+    helps = "it helps to wait until they are done"
+    if torch.get_num_threads() > 1:
+        helps = "fewer threads help: OMP_NUM_THREADS=1, or --run.threads 1"
+    return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores; {helps}"
 
 
 def free_memory(device: torch.device) -> int:
     """Count the bytes that this process may still take: on the device; of the host also by its control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    group, free = Path("/sys/fs/cgroup"), psutil.virtual_memory().available
-    limit, used = group / "memory.max", group / "memory.current"
-    limited = limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"
-    return min(free, int(text) - int(used.read_text())) if limited else free
+    free = psutil.virtual_memory().available
+    for group in _control_groups():
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":  # of the pages of files that count as used, those not in use are given back
+            pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(pages["inactive_file"])
+            free = min(free, int(limit) - used)
+    return free
+
+
+def _control_groups() -> list[Path]:
+    """Folders of the control groups that limit this process: its own, and those around it."""
+    own = Path("/proc/self/cgroup")
+    lines = own.read_text().splitlines() if own.exists() else []
+    folder = CONTROL_GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    around = [each for each in (folder, *folder.parents) if each.is_relative_to(CONTROL_GROUPS)]
+    return [each for each in around if (each / "cpu.max").exists() and (each / "memory.max").exists()]
 
 
 def driver() -> str | None:

@@ -1,8 +1,8 @@
 """What our patches expect of the libraries that they touch, so that an upgrade fails with a name.
 
 Private names of a library stand in the modules named for it: `lightning_patches`, `lightning_step_patches`,
-`torch_patches`, `wandb_patches`. Each function or class there declares with `expects` the names that it uses;
-`tests/test_patches.py` looks all of them up in what is installed.
+`torch_patches`, `wandb_patches`, `deferred_imports`. Each function or class there declares with `expects` the names
+that it uses; `tests/test_patches.py` looks all of them up in what is installed.
 """
 
 import importlib.metadata

@@ -1,0 +1,252 @@
+"""Makes a page: one HTML file that needs no other, without scripts, for light and dark screens and for paper.
+
+A page has a title that says the result, a few lines below it, and sections of Markdown with figures in them. What is
+secondary is folded. All reports of this application are such pages.
+"""
+
+import base64
+import html
+import io
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+from cycler import cycler
+from markdown_it import MarkdownIt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
+
+# as they are drawn; in a page they become variables, of which a dark screen has others
+INK, PAPER = "#1f2933", "#fffffe"
+BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#2f62c9", "#d9650a", "#11876c", "#8b5fd6", "#8d98a5", "#a9c1f0"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
+VARIABLES = {
+    INK: "currentColor",
+    PAPER: "var(--paper)",
+    BLUE: "var(--blue)",
+    ORANGE: "var(--orange)",
+    GREEN: "var(--green)",
+    PURPLE: "var(--purple)",
+    GREY: "var(--grey)",
+    PALE: "var(--pale)",
+}
+LOOK: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "axes.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": cycler(color=COLOURS),
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.8,
+    "text.parse_math": False,  # a name may have a $
+    "svg.fonttype": "none",
+}
+STYLE = """\
+:root { color-scheme: light dark; --ink: #1f2933; --paper: #fff; --soft: #5b6672; --line: #dbe0e6; --panel: #f4f6f8;
+  --warn: #fff3d1; --blue: #2f62c9; --orange: #d9650a; --green: #11876c; --purple: #8b5fd6; --grey: #8d98a5;
+  --pale: #a9c1f0 }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e3e7ec; --paper: #14181d; --soft: #9ba7b4;
+  --line: #313943; --panel: #1d232a; --warn: #43350f; --blue: #6ea2ff; --orange: #ff9d4d; --green: #3fc7a3;
+  --purple: #b99aff; --grey: #8793a0; --pale: #35507f } }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 2rem 1rem 4rem;
+  color: var(--ink); background: var(--paper); overflow-wrap: break-word }
+h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .5rem }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; padding-top: .9rem; border-top: 1px solid var(--line) }
+table { border-collapse: collapse; display: block; overflow-x: auto; font-size: .9rem; margin: .8rem 0;
+  font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
+td[style*="right"] { white-space: nowrap }
+th, td:first-child { font-weight: 600 } th { color: var(--soft) }
+thead:not(:has(th:not(:empty))) { display: none }
+p:has(> .figure) { display: grid; gap: 1.2rem 2rem; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)) }
+.figure, .figure > * { display: block } .figure { overflow-x: auto } .figure svg, .figure img { width: 100%;
+  height: auto } .figure img { min-width: 38rem }
+.caption { font-weight: 600; font-size: .95rem; margin-bottom: .3rem }
+svg * { stroke-linejoin: round; stroke-linecap: butt }
+blockquote { margin: .8rem 0; padding: .1rem 1rem; background: var(--warn); border-left: 4px solid var(--orange) }
+pre { background: var(--panel); padding: .7rem .9rem; white-space: pre-wrap; overflow-wrap: anywhere }
+code { font: .85em/1.5 ui-monospace, monospace }
+details { margin: .6rem 0; border-top: 1px solid var(--line); padding-top: .6rem }
+summary { cursor: pointer; font-weight: 600 }
+@media print { :root { font-size: 11px } body { max-width: none; padding: 0 } .figure, tr, pre { break-inside: avoid }
+  h2, summary { break-after: avoid } details::details-content { content-visibility: visible; display: block } }"""
+
+
+class Section(NamedTuple):
+    """A part of a page.
+
+    Attributes:
+        heading: Its heading.
+        text: Markdown. `![what is to be seen](name "title")` is the figure of that name; several, each on a line of
+            its own, stand side by side where there is room.
+        folded: Whether a reader has to open it.
+    """
+
+    heading: str
+    text: str
+    folded: bool = False
+
+
+def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[str, Figure | bytes]) -> str:
+    """Make a page.
+
+    Args:
+        title: What came out, in a line of plain text.
+        lead: Markdown below it.
+        sections: What follows; those without text are left out.
+        figures: The figures that are named in the text: drawn, or a PNG file's content.
+    """
+
+    def image(renderer: Any, tokens: Sequence[Any], index: int, options: Any, env: Any) -> str:
+        token = tokens[index]
+        shown = _shown(figures[token.attrs["src"]], token.attrs["src"], html.escape(token.content))
+        caption = html.escape(token.attrs.get("title", ""))
+        return f'<span class="figure"><span class="caption">{caption}</span>{shown}</span>'
+
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    markdown.add_render_rule("image", image)
+    # what a name could make of itself: a link, or an image from elsewhere
+    markdown.validateLink = lambda url: url in figures or url.startswith("#")  # type: ignore[method-assign]
+    body = [f"<h1>{html.escape(title)}</h1>", markdown.render(lead)]
+    for heading, text, folded in sections:
+        if text and folded:
+            body.append(f"<details><summary>{html.escape(heading)}</summary>\n{markdown.render(text)}</details>")
+        elif text:
+            body.append(f"<h2>{html.escape(heading)}</h2>\n{markdown.render(text)}")
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}\n</style>\n" + "\n".join(body) + "\n</html>\n"
+    )
+
+
+def plain(text: object) -> str:
+    """Escape what Markdown would take for markup."""
+    return re.sub(r"([\\`*\[\]<>|~#\"]|(?<!\w)_|_(?!\w))", r"\\\1", str(text))
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]], words: Container[int] = (0,)) -> str:
+    """Write a table in Markdown; its cells are plain text.
+
+    Args:
+        headers: Of the columns.
+        rows: The lines below.
+        words: Columns that hold words, from 0; the others hold numbers, which are aligned on the right.
+    """
+    rule = [":--" if column in words else "--:" for column in range(len(headers))]
+    lines = [map(plain, headers), rule, *(map(plain, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def code(text: str) -> str:
+    """Quote text as it is, whatever is in it."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def draw_plot(
+    paint: Callable[[Axes], None], height: float = 3.2, below: Callable[[Axes], None] | None = None
+) -> Figure:
+    """Draw a plot in the look of the pages, with room for numbers on its left and for names of lines on its right.
+
+    So its layout need not be computed, which takes half of the time that a figure takes.
+
+    Args:
+        paint: Fills the axes.
+        height: In inches.
+        below: Fills a narrow second plot under it, of the same x.
+    """
+    width = 4.6
+    with matplotlib.rc_context(LOOK):
+        figure = Figure(figsize=(width, height))
+        figure.subplots_adjust(0.62 / width, 0.47 / height, 1 - 0.95 / width, 1 - 0.12 / height, hspace=0.12)
+        if below is None:
+            paint(figure.subplots())
+        else:
+            large, small = figure.subplots(2, sharex=True, height_ratios=(4, 1))
+            paint(large)
+            below(small)
+    return figure
+
+
+def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None) -> Figure:
+    """Draw a figure in the look of the pages, whose layout follows what is in it.
+
+    Args:
+        paint: Fills the axes.
+        width: In inches.
+        height: In inches.
+        title: Stands above it, where it is not for a page, which has a caption.
+    """
+    with matplotlib.rc_context(LOOK):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        if title is not None:
+            figure.suptitle(title, fontsize=11)
+        paint(figure.subplots())
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """Make a PNG of a figure, on white."""
+    file = io.BytesIO()
+    with matplotlib.rc_context(LOOK):
+        figure.savefig(file, format="png", dpi=120, facecolor="white")
+    return file.getvalue()
+
+
+def superscript(power: int) -> str:
+    """Write an exponent: 10⁻⁶."""
+    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Name lines where they end, on the right; names that would lie upon each other are moved apart.
+
+    Args:
+        axes: Holds the lines; its limits are settled.
+        ends: The last value, the name and the colour of each.
+    """
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high)
+    gap = (high - low) * 15 / 72 / (0.75 * axes.figure.get_figheight())  # type: ignore[union-attr]
+    ends = sorted(ends)
+    places = [value for value, _, _ in ends]
+    for index in range(1, len(places)):
+        places[index] = max(places[index], places[index - 1] + gap)
+    moved = sum(place - value for place, (value, _, _) in zip(places, ends, strict=True)) / max(len(ends), 1)
+    for place, (_, name, colour) in zip(places, ends, strict=True):
+        axes.annotate(
+            name,
+            (1.02, place - moved),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            color=colour,
+            fontsize=9,
+            annotation_clip=False,
+        )
+
+
+def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
+    if isinstance(figure, bytes):
+        return f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(figure).decode()}">'
+    file = io.StringIO()
+    with matplotlib.rc_context({**LOOK, "svg.hashsalt": name}):
+        figure.savefig(file, format="svg", transparent=True)
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*|<style.*?</style>|<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"(font: [^;\"]*?px)[^;\"]*", r"\1 system-ui, sans-serif", text)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, variable)
+    text = text.replace("xlink:href", "href")
+    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{re.sub(r'[^a-z0-9]', '-', name)}-", text)
+    width = 96 * figure.get_figwidth() * 1.2  # CSS pixels: text is not blown up where there is much room
+    view = re.search(r'viewBox="[^"]*"', text)
+    assert view is not None
+    head = f'<svg role="img" aria-label="{alt}" {view[0]} style="max-width: {width:.0f}px">'
+    return re.sub(r"<svg[^>]*>", lambda match: head, text, count=1)
