@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
 from torch import Tensor
-from torchmetrics.utilities.plot import plot_confusion_matrix
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
@@ -191,6 +189,9 @@ class TestFigures(Callback):
         self._worst = []
         directory = trainer.log_dir
         if trainer.is_global_zero and directory is not None:
+            # here, because matplotlib takes a fifth of what all imports take
+            from app.monitor.report import draw_confusion_matrix, draw_most_wrong
+
             names = list(data.class_names)
             rows = [
                 (loader.split[row], names[label], names[predicted], confidence)
@@ -221,44 +222,3 @@ def _write_table(path: Path, lines: list[list[Any]]) -> None:
         csv.writer(text).writerows(lines)
         text.flush()
         text.detach()
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with whole(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-
-
-def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
-    """Draw counts of label (rows) against prediction (columns), (classes, classes), into a PNG."""
-    side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
-    figure = Figure(figsize=(side, side), layout="constrained")
-    axes = figure.subplots()
-    plot_confusion_matrix(matrix, axes, add_text=len(names) <= 20, labels=names, cmap="Blues")
-    axes.tick_params(labelsize=min(10.0, 50 * side / len(names)))  # points, less than a row is high
-    axes.tick_params("y", labelrotation=0)
-    for count in axes.texts:
-        count.set_fontsize(12)  # so that five digits fit
-    for label in axes.get_xticklabels():
-        label.set(ha="right", rotation_mode="anchor")
-    _save(figure, path)
-
-
-def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> None:
-    """Draw images (C, H, W) with label, prediction and its probability, most confident first, into a PNG."""
-    columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: a cell, and the longer side of an image in it
-    lines = max(-(-len(rows) // columns), 1)
-    figure = Figure(figsize=(columns * width, lines * height))
-    axes = figure.add_axes((0, 0, 1, 1))  # one for all: 25 of them take a second to lay out
-    axes.axis("off")
-    for cell, (image, label, predicted, confidence) in enumerate(rows):
-        centre, bottom = (cell % columns + 0.5) * width, (lines - cell // columns - 1) * height + 0.05
-        high, wide = (side * length / max(image.shape[1:]) for length in image.shape[1:])
-        axes.imshow(
-            image.permute(1, 2, 0).squeeze(-1),
-            cmap="gray" if len(image) == 1 else None,
-            extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high),
-        )
-        said = f"{label}\npredicted {predicted}, {confidence:.0%}"
-        axes.text(centre, bottom + high + 0.05, said, fontsize=7, ha="center", va="bottom")
-    axes.set(xlim=(0, columns * width), ylim=(0, lines * height))
-    _save(figure, path)

@@ -10,6 +10,8 @@ import numpy as np
 import psutil
 import torch
 from PIL import Image, UnidentifiedImageError
+from rich import get_console
+from rich.progress import Progress
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 from torchvision.transforms.functional import pil_to_tensor
@@ -65,12 +67,19 @@ class FileSplit(Split):
     def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Tensor]:  # noqa: D102
         parts = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
         workers = Workers(self.__getitem__, parts, self.image_shape, min(num_workers, len(parts)))
-        if wrong is None:
-            yield from workers
-            return
-        for part, (images, errors) in zip(parts, workers.with_errors(), strict=True):
-            wrong.update({part[place]: error for place, error in errors.items()})
-            yield images
+        console = get_console()
+        silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
+        with Progress(console=console, transient=True, disable=silent) as progress:
+            task = progress.add_task(f"decoding {len(self):,} images", total=len(parts))
+            if wrong is None:
+                for images in workers:
+                    yield images
+                    progress.advance(task)
+                return
+            for part, (images, errors) in zip(parts, workers.with_errors(), strict=True):
+                wrong.update({part[place]: error for place, error in errors.items()})
+                yield images
+                progress.advance(task)
 
 
 class FolderSource(Source):

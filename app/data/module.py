@@ -22,8 +22,8 @@ from app.data.sources import (
     Source,
     Split,
     SplitName,
-    SyntheticSource,
 )
+from app.data.synthetic import SyntheticSource
 from app.data.transforms import Transform
 from app.errors import UserError
 from app.system.machine import usable_cores
@@ -217,6 +217,11 @@ class ImageData(LightningDataModule):
         return {name: (len(split), crc32(split.labels.numpy().tobytes())) for name, (split, _) in self._splits.items()}
 
     @property
+    def counts(self) -> dict[str, int]:
+        """Number of images of each split that has been loaded; of training without those set aside for validation."""
+        return {name: len(rows) for name, (_, rows) in self._splits.items()}
+
+    @property
     def left_out(self) -> dict[str, int]:
         """Number of images that could not be read, of each split that has been loaded."""
         loaded = {name: split for name, (split, _) in self._splits.items() if name in self.source.splits}
@@ -277,10 +282,13 @@ class ImageData(LightningDataModule):
         split, rows = self._splits[name]
         if self.placement != "disk":
             split.tensor(self.num_workers)
+        batch_size = self.global_batch_size
+        if isinstance(self.micro_batch, int) and not train:
+            batch_size = min(batch_size, self.micro_batch * trainer.world_size)
         return GlobalBatches(
             split,
             rows,
-            batch_size=self.global_batch_size,
+            batch_size=batch_size,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             placement=self.placement,
@@ -382,7 +390,7 @@ class ImageFolder(ImageData):
 
 
 class Synthetic(ImageData):
-    """The embedded data set: patterns made from a seed, in the exact shape of CIFAR-10 or FashionMNIST.
+    """The embedded data set: drawings of ten shapes, from a seed, in the exact size of CIFAR-10 or FashionMNIST.
 
     Args:
         like: Data set whose shape and normalisation to take.

@@ -70,6 +70,8 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 def _keep(file: Path, name: Path) -> None:
     """Give a file another name, too; at no moment is there neither it nor what had the name before."""
+    if name.exists() and name.samefile(file):  # after a kill; rename(2) leaves both of two names of one file
+        return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
     try:
         link.hardlink_to(file)

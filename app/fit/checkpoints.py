@@ -1,5 +1,6 @@
 """Checkpoints: finding one by name, telling what is wrong with one, and keeping the best."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ class RunCheckpoint(ModelCheckpoint):
         """Give several kept checkpoints names of their own: one name would overwrite the better by the newer."""
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "-{epoch}-{step}"
-        super().setup(trainer, pl_module, stage)
+        with warnings.catch_warnings():  # a training goes on in its own folder
+            warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+            super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero and self.dirpath is not None and "://" not in str(self.dirpath):
             remove_parts(Path(self.dirpath))
 
@@ -191,10 +194,9 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
     return None
 
 
-def tracked_as(checkpoint: str, command: str) -> str | None:
-    """Id in the tracker of the run that wrote a checkpoint, if it had this command, too."""
-    content = _read(Path(checkpoint).parent.with_name("run.json"))
-    return content.get("tracker") if content.get("command") == command else None
+def is_newest(path: Path) -> bool:
+    """Whether a run has nothing newer than this checkpoint; the best one may be written after the last of its step."""
+    return path.samefile(next(each for each in _newest_first([path.parent]) if each == path or each.stem != "best"))
 
 
 def _read(record: Path) -> dict[str, Any]:

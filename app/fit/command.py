@@ -1,16 +1,17 @@
 """`fit`, `validate`, `test` and `predict`: Lightning's command line, with this application's defaults."""
 
 import contextlib
-import logging
 import math
 import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
@@ -20,7 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich import get_console
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -33,9 +34,9 @@ from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
-from app.fit.memory import LONGEST, settle_micro_batch
+from app.fit.memory import LONGEST, room, settle_micro_batch
 from app.fit.rules import check, check_trainer
-from app.fit.run_options import Run, decide
+from app.fit.run_options import Run, decide, release_folders
 from app.fit.straight_step import StraightLoop
 from app.launch.agree import agree, connect, gather_objects, host_group
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
@@ -46,6 +47,7 @@ from app.launch.rendezvous import NodeRendezvous
 from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
+from app.monitor.header import Header
 from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
@@ -53,9 +55,10 @@ from app.monitor.rank_times import RankTimes
 from app.monitor.run_record import RunRecord, load_record, mark_failed
 from app.monitor.step_profiler import StepProfile
 from app.monitor.step_trace import StepTrace, profile_lines, profile_table
-from app.monitor.summary import NetworkSummary, report
+from app.monitor.summary import report
 from app.system import lightning_patches
 from app.system.files import finite
+from app.system.machine import busy
 
 
 def run(argv: Sequence[str]) -> int:
@@ -76,8 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
-        logging.getLogger(name).addFilter(_quiet)
+    lightning_patches.hide_lines()
     try:
         with explaining_errors():
             return CLI(argv).exit_code
@@ -91,12 +93,21 @@ def _run(argv: Sequence[str]) -> int:
             raise
         raise UserError(said) from error
     finally:
+        release_folders()
         end_undisturbed()
 
 
-def _quiet(record: logging.LogRecord) -> bool:
-    """Leave out Lightning's advertisements, that there is no TPU, and that the ranks have met."""
-    return not record.getMessage().startswith(("💡", "TPU available", "Initializing distributed", "-" * 100))
+def _has_failed(directory: str, reason: str) -> None:
+    """Say in a run's record and its report why it has failed."""
+    mark_failed(directory, reason)
+    _report(directory)
+
+
+def _report(directory: str) -> None:
+    """Write the report of a run, for which alone matplotlib is imported: a fifth of what all imports take."""
+    from app.monitor.report import leave_report
+
+    leave_report(directory)
 
 
 class CLI(Flags):
@@ -127,6 +138,9 @@ class CLI(Flags):
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
         check(self.config.subcommand, config)
+        if config.run.threads != "auto":
+            os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # of processes that this one starts
+            torch.set_num_threads(config.run.threads)
         self.processes = agent_processes(config)
         self.settings = shared_settings(config)
 
@@ -148,7 +162,7 @@ class CLI(Flags):
         config = self.config[self.subcommand]
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, devices_per_node(config.trainer))
-            self.exit_code = launch(self.argv, self.processes, rendezvous, config.cluster, mark_failed)
+            self.exit_code = launch(self.argv, self.processes, rendezvous, config.cluster, _has_failed)
             return
         try:
             super().instantiate_classes()
@@ -187,11 +201,11 @@ class CLI(Flags):
         connect(trainer, lightning_patches.cluster_environment(trainer), timeout)
         try:
             decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)
-            self._settle_micro_batch(timeout)
+            self._settle_micro_batch(decided, timeout)
         except BaseException:
-            if self.decided.get("version"):
+            if self.decided.get("folder"):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
-                    Path(self._run_options.root, self._run_options.name, self.decided["version"]).rmdir()
+                    Path(self._run_options.root, self.decided["folder"]).rmdir()
             raise
         self.checkpoint = decided["checkpoint"]
         if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
@@ -199,13 +213,16 @@ class CLI(Flags):
         if self._is_recorded:
             self._record(decided)
 
-    def _settle_micro_batch(self, timeout: float) -> None:
+    def _settle_micro_batch(self, decided: dict[str, Any], timeout: float) -> None:
         """Try on each node how much of a batch fits, and take the least of them."""
         data, trainer = self.datamodule, self.trainer
         if not isinstance(data, app.data.ImageData) or data.micro_batch != "auto":
             return
         data.micro_batch = None
         if self.subcommand != "fit":
+            return
+        if decided["micro_batch"] is not None:
+            data.micro_batch = decided["micro_batch"]
             return
         found, wrong, group = None, None, None
         if isinstance(trainer.strategy.launcher, SpawnLauncher) and trainer.strategy.root_device.type == "cuda":
@@ -214,16 +231,18 @@ class CLI(Flags):
             )
         if distributed.is_initialized():  # the others wait until it is found
             group = host_group(timedelta(seconds=timeout + LONGEST))
+        device, ranks = trainer.strategy.root_device, max(trainer.world_size // trainer.num_nodes, 1)
+        most = data.memory_limit or min(gather_objects(room(device, ranks, self.model)))  # before one takes its part
         if trainer.local_rank == 0:
             config = self.command_parser.dump(self.config[self.subcommand], skip_none=False)
             share = math.ceil(data.global_batch_size / trainer.world_size)
-            device, ranks = trainer.strategy.root_device, max(trainer.world_size // trainer.num_nodes, 1)
             try:
-                found = settle_micro_batch(config, share, math.prod(data.image_shape), device, ranks, data.memory_limit)
+                found = settle_micro_batch(config, share, math.prod(data.image_shape), device, most)
             except UserError as error:
                 wrong = str(error)
         mine = found, wrong
-        answers = self.rendezvous.gather(mine) if self.rendezvous else gather_objects(mine, group)
+        nodes = self.rendezvous
+        answers = nodes.gather(mine, timeout + LONGEST) if nodes else gather_objects(mine, group)
         if wrong := next(filter(None, (wrong for _, wrong in answers)), None):
             raise UserError(wrong)
         data.micro_batch = min(count for count, _ in answers if count is not None)
@@ -238,6 +257,8 @@ class CLI(Flags):
             self.command,
             launchers,
             self.asked_for,
+            subcommand=str(self.subcommand),
+            config=lambda: self.command_parser.dump(self.config[self.subcommand], skip_none=False),
             configs=[str(file) for file in self.config[self.subcommand].config or []],
             may_resume=self.subcommand == "fit" and may_resume(),
             is_recorded=self._is_recorded,
@@ -263,15 +284,18 @@ class CLI(Flags):
 
     def _record(self, decided: dict[str, Any]) -> None:
         """Give the run its directory, its record and its loggers."""
-        run = self._run_options
-        loggers = make_loggers(
-            run.root, run.name, decided["version"], run.wandb, run.project, run.group, run.tags, decided["tracker"]
-        )
+        run, earlier = self._run_options, decided["earlier"]
+        folder, tracks = Path(run.root, decided["folder"]), run.wandb and self.subcommand == "fit"
+        loggers = make_loggers(folder, tracks, run.project, run.group, run.tags, earlier.get("tracker"))
         self.trainer.loggers = loggers + self.trainer.loggers
         self.record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
         self.record.record.update(resumed_from=self.checkpoint, launchers=decided["launchers"])
         if self.trainer.is_global_zero:
+            if self.subcommand == "fit" and (said := busy()):
+                rank_zero_info(f"warning: {said}")
             note(RUN_DIR, str(loggers[0].log_dir))
+            if earlier:
+                self.record.go_on(folder, earlier)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""
@@ -308,7 +332,7 @@ class CLI(Flags):
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if trainer.enable_model_summary is not False and not any(isinstance(c, ModelSummary) for c in callbacks):
             kwargs["enable_model_summary"] = False  # Lightning's own
-            callbacks = [*callbacks, NetworkSummary()]
+            callbacks = [*callbacks, Header()]
         if trainer.enable_progress_bar is not False and not any(isinstance(c, LightningBar) for c in callbacks):
             callbacks = [*callbacks, ProgressBar()]  # in place of Lightning's own
         kwargs["callbacks"] = [
@@ -381,8 +405,16 @@ class CLI(Flags):
     def _run_subcommand(self, subcommand: str) -> None:
         if self.processes:  # which have run it
             return
-        several = self.trainer.world_size > 1 and not isinstance(self.trainer.strategy.launcher, SpawnLauncher)
-        with watched(self.config[subcommand].cluster.timeout if several else None), explaining_errors():
+        trainer, launcher = self.trainer, self.trainer.strategy.launcher
+        stacks = Path(str(trainer.loggers[0].log_dir), "stacks") if self.record else None
+        several = trainer.world_size > 1 and not isinstance(launcher, SpawnLauncher)
+        if isinstance(launcher, SpawnLauncher):
+            launcher.stacks = stacks
+            for logger in trainer.loggers if launcher.forks else []:
+                if isinstance(logger, Tracker):
+                    logger.share_with_forks()
+        timeout = self.config[subcommand].cluster.timeout if several else None
+        with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             super()._run_subcommand(subcommand)
         self.exit_code = self._exit_code()
 
@@ -401,7 +433,11 @@ class CLI(Flags):
 
     @rank_zero_only
     def after_subcommand(self) -> None:
-        """End the tracker's run, and say where the run's files are and what to try next."""
+        """Write the report of a training, end the tracker's run, and say where the files are and what to try next."""
+        if sys.exc_info()[0] is not None:
+            end_undisturbed()
+        if self.subcommand == "fit" and (directory := self._outcome().get("run_dir")):
+            _report(directory)
         for logger in self.trainer.loggers:
             if isinstance(logger, Tracker):
                 logger.finish()
@@ -409,6 +445,7 @@ class CLI(Flags):
         if outcome.get("run_dir") and (outcome["status"] == "completed" or outcome["train_s"] is not None):
             data = self.datamodule
             testable = not isinstance(data, app.data.ImageData) or "test" in data.source.splits
+            testable = testable and is_overridden("test_step", self.model)
             said = report(outcome, self.trainer.loggers, self.subcommand == "fit", testable)
             print("\n".join(["", *said]))
             if outcome.get("profile"):

@@ -12,6 +12,7 @@ import app.data
 import app.modules
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoints import RunCheckpoint
+from app.fit.help import MORE, SectionHelp
 from app.fit.parser import (
     Parser,
     chosen_classes,
@@ -89,6 +90,8 @@ class Flags(CommandLine):
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(RateMonitor, "lr_monitor")
+        for section in MORE:
+            parser.add_argument(f"--{section}.help", action=SectionHelp)
         parser.set_defaults(
             {
                 "best_checkpoint.monitor": "val_acc",

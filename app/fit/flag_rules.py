@@ -33,6 +33,7 @@ MINIMA = {
     **dict.fromkeys(("trainer.overfit_batches", "trainer.reload_dataloaders_every_n_epochs"), 0),
     **dict.fromkeys(("trainer.gradient_clip_val", "run.warmup_epochs", "data.seed", "data.data_seed"), 0),
     **dict.fromkeys(("trainer.check_val_every_n_epoch", "trainer.accumulate_grad_batches", "trainer.num_nodes"), 1),
+    "run.threads": 1,
     **{f"{name}_checkpoint.save_top_k": -1 for name in ("best", "last")},
     **{f"{name}_checkpoint.every_n_{what}": 0 for name in ("best", "last") for what in ("epochs", "train_steps")},
 }
@@ -88,7 +89,9 @@ def _value(s: Asked, flag: str) -> Any:
 
 def _below_minimum(s: Asked) -> Found:
     given = ((flag, _value(s, flag), least) for flag, least in MINIMA.items())
-    found = ({"flag": f, "value": v, "least": least} for f, v, least in given if v is not None and not v >= least)
+    found = (
+        {"flag": f, "value": v, "least": least} for f, v, least in given if v not in (None, "auto") and not v >= least
+    )
     return next(found, None)
 
 

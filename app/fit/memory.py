@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.errors import UserError
@@ -19,9 +20,20 @@ LONGEST = (TRIES + 2) * LIMIT  # seconds
 BYTES = 9  # of a value of an image while it is prepared: as uint8, as float32, and as a copy of that
 
 
-def settle_micro_batch(
-    config: str, share: int, pixels: int, device: torch.device, ranks: int, limit: float | None
-) -> int:
+def room(device: torch.device, ranks: int, module: LightningModule) -> float:
+    """GiB that a rank may take, where it was not told.
+
+    Args:
+        device: Of this rank.
+        ranks: Of this node, which share its memory where they compute on the CPU.
+        module: Of whose gradients DDP may keep another copy.
+    """
+    free = SPARE * free_memory(device) / (1 if device.type == "cuda" else ranks)
+    copies = sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
+    return (free - (copies if ranks > 1 else 0)) / GIB
+
+
+def settle_micro_batch(config: str, share: int, pixels: int, device: torch.device, most: float) -> int:
     """The most images of a rank's share that fit into memory at once, from two steps with some of several counts.
 
     Memory grows by the same amount with each image, but for what libraries choose by size: the result has been tried.
@@ -32,14 +44,12 @@ def settle_micro_batch(
         share: Images of a global batch that each rank takes.
         pixels: Values of an image.
         device: Of this rank.
-        ranks: Of this node, which share its memory where they compute on the CPU.
-        limit: GiB that a rank may take; by default what is free now.
+        most: GiB that a rank may take.
 
     Raises:
         UserError: When not even one image fits, or the run fails for another reason.
     """
     cuda = device.type == "cuda"
-    most = limit if limit is not None else SPARE * free_memory(device) / GIB / (1 if cuda else ranks)
     tried: dict[int, float] = {}
 
     def takes(count: int) -> float:
@@ -58,7 +68,7 @@ def settle_micro_batch(
         except UserError as error:
             if count > 1 and any(word in str(error) for word in ("out of memory", "exit code -9")):
                 return math.inf
-            raise
+            raise UserError(f"--data.micro_batch auto: {error}, or give a count") from error
         used = max(row["reserved_gib" if cuda else "host_rss_gib"] for row in record["peak_memory"])
         tried[count] = used + (share - batch) * pixels * BYTES / GIB
         return tried[count]

@@ -18,14 +18,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from app.errors import ExitStatus, UserError, nearest, one_line
+from app.fit.help import page
 from app.launch.process import TRUST
 from app.parallel import DDP
-
-CKPT_PATH = (
-    "The checkpoint to begin with: a file, `last` or `best`, which mean the run that a --config in a run's directory "
-    "belongs to, else the newest of --run.name; or `auto`, the newest of --run.name that can be read, if there is one. "
-    "fit goes on from it."
-)
 
 # whose classes a config may name; a class that is made is code that is run
 TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
@@ -76,19 +71,13 @@ class Parser(LightningArgumentParser):
         self.chosen: dict[str, str] = {}
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Begin with the settings of the chosen model and data, which jsonargparse leaves to `--model.help`."""
+        """Say what matters first, with the settings of the chosen model and data."""
         settings = LightningArgumentParser(usage=argparse.SUPPRESS, description="", add_help=False)
         for section, name in self.chosen.items():
             cls = find_class(section, name)
             if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
-        command = self.prog.split()[-1]
-        self.usage = f"python -m app {command} [--config FILE] [--FLAG VALUE ...]"
-        for action in self._actions:
-            if action.dest == "ckpt_path":
-                action.help = CKPT_PATH
-        usage, _, rest = super().format_help(*args, **kwargs).partition("\n\n")
-        return f"{usage}\n\n{settings.format_help()}\n{rest}"
+        return page(self, settings, self.chosen) if self.chosen else super().format_help(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
@@ -198,6 +187,8 @@ def spell_out_strategy(arguments: list[str]) -> list[str]:
         value = value if given else following
         if flag in ("--trainer.strategy", "--trainer.strategy.class_path"):
             name = value
+            if name not in StrategyRegistry and ("." in name or name in [c.__name__ for c in _subclasses(Strategy)]):
+                argument = argument.replace(flag, "--trainer.strategy.class_path", 1)  # or it would be a name
         elif flag in ("--config", "-c") and not value.startswith("-"):
             trainer = read_yaml(value).get("trainer")
             chosen = trainer.get("strategy") if isinstance(trainer, dict) else None

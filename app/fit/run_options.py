@@ -1,14 +1,18 @@
 """What is settled once for all ranks before a run begins: its checkpoint, its directory, its run in the tracker."""
 
-from collections.abc import Sequence
+import fcntl
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.fit.checkpoints import find_checkpoint, newest_checkpoint, tracked_as
+from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint
 from app.monitor.loggers import claim_version
+from app.monitor.run_record import load_record
 from app.system.files import remove_parts
 
 
@@ -28,6 +32,8 @@ class Run:
         on_nonfinite: What to do when the loss is infinite or NaN: `stop` before a checkpoint has it, `warn` and go on,
             or `skip` the updates whose gradients are, which takes a read of the device on each step.
         profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
+        threads: With which each process computes on the CPU; `auto`: what OMP_NUM_THREADS says, else an equal part of
+            the cores. Fewer are faster where others use them, too.
     """
 
     name: str = "cifar_cnn"
@@ -40,6 +46,18 @@ class Run:
     warmup_epochs: int = 0
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     profile: bool = False
+    threads: int | Literal["auto"] = "auto"
+
+
+_HELD: list[int] = []  # descriptors of folders
+TRAINING = (  # flags that make a training what it is
+    *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
+    *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
+)
+EXECUTION = (  # but for these, of a place, or of how it is computed
+    *(".root", ".predict_dir", ".cache", ".num_workers", ".placement", ".memory_limit", ".micro_batch"),
+    *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
+)
 
 
 def decide(
@@ -48,6 +66,8 @@ def decide(
     launchers: list[str],
     checkpoint: str | None,
     *,
+    subcommand: str,
+    config: Callable[[], str],
     configs: Sequence[str],
     may_resume: bool,
     is_recorded: bool,
@@ -59,6 +79,8 @@ def decide(
         command: What was typed.
         launchers: Ids of what started the processes of the run.
         checkpoint: What was given as `--ckpt_path`, or None.
+        subcommand: `fit`, or what is done with a run that there is.
+        config: Gives the text of the resolved config.
         configs: The config files that were given.
         may_resume: Whether a launcher may have started this run before. Then it wants it to go on, without a flag.
         is_recorded: Whether the run leaves anything behind.
@@ -66,27 +88,109 @@ def decide(
     Raises:
         UserError: When there is no such checkpoint, or no folder can be made for the run.
     """
-    for folder in (
-        *Path(run.root, run.name).glob("version_*"),
-        *Path(run.root, run.name).glob("version_*/checkpoints"),
-    ):
-        remove_parts(folder)
+    for pattern in ("version_*", "version_*/checkpoints"):
+        for each in Path(run.root, run.name).glob(pattern):
+            remove_parts(each)
     own = newest_checkpoint(run.root, run.name, (command, launchers)) if may_resume else None
     if own is None and checkpoint == "auto":
         own = newest_checkpoint(run.root, run.name, None)
-    tracker, anew = None, (may_resume and checkpoint is None) or own is not None or checkpoint == "auto"
+    anew = (may_resume and checkpoint is None) or own is not None or checkpoint == "auto"
     if own is not None:
         rank_zero_info(f"going on from {own}")
-        tracker = tracked_as(own, command)
         checkpoint = own
     elif checkpoint == "auto":
         checkpoint = None
     elif checkpoint is not None:
         checkpoint = find_checkpoint(checkpoint, configs, run.root, run.name)
+    folder: Path | None = None
+    earlier: dict[str, Any] = {}
+    if is_recorded:
+        folder, earlier = _folder(run, subcommand, checkpoint, config)
+        folder = folder.relative_to(run.root) if folder.is_relative_to(run.root) else folder
     return {
         "checkpoint": checkpoint,
+        "micro_batch": _record(checkpoint).get("micro_batch"),
         "may_be_finished": anew,  # started again after the end of its training, it has still to be tested
-        "version": claim_version(run.root, run.name) if is_recorded else None,
+        "folder": folder,  # below the root of each node, where it is below rank zero's
+        "earlier": earlier,
         "launchers": launchers,
-        "tracker": tracker,
     }
+
+
+def _folder(
+    run: Run, subcommand: str, checkpoint: str | None, config: Callable[[], str]
+) -> tuple[Path, dict[str, Any]]:
+    """Where a run is kept, and the record of the training that it goes on with, if any.
+
+    A training goes on in its own folder from its newest checkpoint; what is done with one is kept below it.
+    """
+    used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
+    record, named = _record(checkpoint), Path(run.root, run.name)
+    asked = (run.root, run.name) != (Run.root, Run.name)
+    if used is None or not record or (asked and used.parent.resolve() != named.resolve()):
+        return _held(claim_version(named)), {}
+    if subcommand != "fit":
+        return _held(claim_version(used, subcommand)), {}
+    flags, before = (_settings(text) for text in (config(), _text(used / "config.yaml")))
+    changed = next((f"--{name} is another" for name in flags if before.get(name, flags[name]) != flags[name]), None)
+    if changed is None and not is_newest(Path(str(checkpoint))):
+        changed = "it has newer checkpoints"
+    try:
+        return (_held(used), record) if changed is None else (_held(claim_version(named)), {})
+    except BlockingIOError:
+        changed = "it is still running"
+        return _held(claim_version(named)), {}
+    finally:
+        if changed is not None:
+            rank_zero_info(f"this is another run than {used}: {changed}")
+
+
+def _held(folder: Path) -> Path:
+    """Keep a folder for this process, so that no other one goes on in it meanwhile.
+
+    Raises:
+        BlockingIOError: When another one has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:  # a file system without locks
+        pass
+    _HELD.append(descriptor)
+    return folder
+
+
+def release_folders() -> None:
+    """Give up the folders of this process' runs."""
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+def _record(checkpoint: str | None) -> dict[str, Any]:
+    """The record of the run that wrote a checkpoint, if there is one."""
+    try:
+        return load_record(Path(checkpoint).parents[1] / "run.json") if checkpoint else {}
+    except (ValueError, IndexError):
+        return {}
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.is_file() else ""
+
+
+def _settings(config: str) -> dict[str, Any]:
+    """The flags of a config that make the training what it is, and their values."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                walk(inner, f"{name}.{key}" if name and key != "init_args" else name or str(key))
+        else:
+            flat[name] = value
+
+    walk(yaml.safe_load(config) or {}, "")
+    return {name: value for name, value in flat.items() if name.startswith(TRAINING) and not name.endswith(EXECUTION)}

@@ -46,7 +46,7 @@ def short_run(arguments: Sequence[str], changes: Mapping[str, Any] | None = None
             done = run_app([*arguments, *quiet, "--run.root", folder], LIMIT)
         except subprocess.TimeoutExpired as error:
             steps = flags["trainer.max_steps"]
-            raise UserError(f"{steps} steps on one device took more than {LIMIT} s: measure a smaller model") from error
+            raise UserError(f"{steps} steps on one device took more than {LIMIT} s: take a smaller model") from error
         said = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()]
         if done.returncode != 0:
             known = said and done.returncode > 0

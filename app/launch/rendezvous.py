@@ -195,10 +195,15 @@ class NodeRendezvous(StaticTCPRendezvous):
                 os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))  # for spawned ranks
         return self._store
 
-    def gather(self, mine: Any) -> list[Any]:
-        """One picklable object of each node, in their order, on every node."""
+    def gather(self, mine: Any, seconds: float | None = None) -> list[Any]:
+        """One picklable object of each node, in their order, on every node.
+
+        Args:
+            mine: This node's.
+            seconds: To wait for the others; by default `--cluster.timeout`.
+        """
         self._gathered += 1
-        key, seconds = f"gathered{self._gathered}/", self.timeout.total_seconds()
+        key, seconds = f"gathered{self._gathered}/", seconds or self.timeout.total_seconds()
         found = synchronize(self.store(), pickle.dumps(mine), self.rank, self.world_size, key, seconds)
         return [pickle.loads(each) for each in found]
 

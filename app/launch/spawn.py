@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,11 +33,13 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
 
     Attributes:
         timeout: Seconds for which the ranks wait for each other, or None where there is one.
+        stacks: Folder for the stacks of ranks that hang, once the run has one.
         stopped_by: Number of the signal that this process got, or 0.
     """
 
     def __init__(self, strategy: Any, start_method: Any, timeout: float | None) -> None:
         self.timeout, self.stopped_by = timeout, 0
+        self.stacks: Path | None = None
         self._error_file = ""  # of each rank, by its index
         self._processes: list[Any] = []
         super().__init__(strategy, start_method)
@@ -96,6 +99,11 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         return error
 
     @property
+    def forks(self) -> bool:
+        """Whether its processes are forks of this one."""
+        return str(self._start_method) == "fork"
+
+    @property
     def procs(self) -> list[Any]:
         """The processes; Lightning sets them when it has started them all, and will wait for them."""
         return self._processes
@@ -125,10 +133,12 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
     def _run(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
         os.environ["LOCAL_RANK"] = str(process_idx)
-        with watched(self.timeout), explaining_errors():
+        rank = strategy.node_rank * strategy.num_processes + process_idx
+        lightning_patches.hide_lines()
+        with watched(self.timeout, self.stacks, rank), explaining_errors():
             if strategy.num_nodes > 1:
                 assert self.timeout is not None
-                self._store = use_own_store(strategy.node_rank * strategy.num_processes + process_idx, self.timeout)
+                self._store = use_own_store(rank, self.timeout)
                 strategy.cluster_environment = LightningEnvironment()
             elif self.timeout is not None:
                 use_loopback()

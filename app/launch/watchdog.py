@@ -27,7 +27,9 @@ BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # what is sent to all
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
 WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # nobody else's; a process that does not expect it would end
-PATH = 64  # offset in the shared memory
+PATH, PEERS = 64, mmap.PAGESIZE  # offsets in the shared memory
+PATHS = mmap.PAGESIZE - PATH  # bytes of each
+SIZE = 2 * mmap.PAGESIZE
 
 
 class Heartbeat:
@@ -40,8 +42,8 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.files = os.memfd_create("heartbeat"), os.memfd_create("stacks")
-        os.ftruncate(self.files[0], mmap.PAGESIZE)
-        self._memory = mmap.mmap(self.files[0], mmap.PAGESIZE)
+        os.ftruncate(self.files[0], SIZE)
+        self._memory = mmap.mmap(self.files[0], SIZE)
         self.values = memoryview(self._memory).cast("q")
         self.folder: Path | None = None
 
@@ -54,10 +56,23 @@ class Heartbeat:
         """
         self.folder, file = folder, folder / f"rank_{rank}.txt"
         file.unlink(missing_ok=True)
-        name = os.fsencode(file)[: mmap.PAGESIZE - PATH - 1] + b"\0"
-        self._memory[PATH : PATH + len(name)] = name
+        # of NCCL's flight recorder, which writes when a call times out; the second name is that of torch 2.10
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ.setdefault(name, f"{folder}/nccl_rank_")
+        self._write(PATH, os.fsencode(file))
         faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
         self.values[0], self.values[1] = 0, SET_UP
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Note the connections to the other ranks that begin within: lost, they tell that these have left."""
+        before = connections(os.getpid())
+        yield
+        sockets = b" ".join(os.fsencode(each) for each in sorted(connections(os.getpid()) - before))
+        self._write(PEERS, sockets[: sockets.rfind(b" ", 0, PATHS)] if len(sockets) > PATHS else sockets)
+
+    def _write(self, offset: int, text: bytes) -> None:
+        self._memory[offset : offset + PATHS] = text[:PATHS].ljust(PATHS, b"\0")
 
     def end(self) -> None:
         """From here on nobody waits."""
@@ -68,11 +83,13 @@ heartbeat: Heartbeat | None = None  # of this process, while it is watched
 
 
 @contextlib.contextmanager
-def watched(timeout: float | None) -> Iterator[None]:
+def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) -> Iterator[None]:
     """Have this process ended if it hangs for longer than a time; Linux only.
 
     Args:
         timeout: Seconds; None for a process that nobody waits for.
+        folder: Where a rank's stacks are to be written; None where the process is no rank.
+        rank: Its number.
     """
     global heartbeat
     if timeout is None or sys.platform != "linux":
@@ -86,6 +103,8 @@ def watched(timeout: float | None) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     heartbeat = mine
     try:
+        if folder is not None:
+            mine.begin(folder, rank)
         yield
     finally:
         heartbeat = None
@@ -101,8 +120,8 @@ def watched(timeout: float | None) -> Iterator[None]:
 def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
     """Watch the process that has started this one; return when it has ended.
 
-    It is ended when it is stopped (SIGSTOP) for too long, or shows no sign of life and others have left it. Counted are
-    seconds in which this process runs itself: not those in which all of a job is suspended, as by Ctrl-Z.
+    It is ended when it is stopped (SIGSTOP) for too long, or shows no sign of life and others have left it. The time in
+    which all of a job is suspended, as by Ctrl-Z, is not counted.
 
     Args:
         process: Its id.
@@ -110,28 +129,32 @@ def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
         beats: File of its heartbeat.
         stacks: File into which it writes its stacks.
     """
-    memory = mmap.mmap(beats, mmap.PAGESIZE, prot=mmap.PROT_READ)
+    memory = mmap.mmap(beats, SIZE, prot=mmap.PROT_READ)
     values = memoryview(memory).cast("q")
-    stopped = still = 0
-    last, peers, written = [0] * 3, set[str](), False
+    stopped = still = 0.0  # seconds
+    last, clock, written = [0] * 3, time.monotonic(), False
     while os.getppid() == process:
         select.select([sys.stdin], [], [], 1.0)  # readable at once when the process has ended
-        file = Path(os.fsdecode(memory[PATH:].split(b"\0")[0]))
+        before, clock = clock, time.monotonic()
+        passed = min(clock - before, 2.0)
+        file = Path(os.fsdecode(memory[PATH : PATH + PATHS].rstrip(b"\0")))
         now = values[:3].tolist()
-        still, last = (still + 1 if now == last and now[1] != ELSEWHERE else 0), now
+        still, last = (still + passed if now == last and now[1] != ELSEWHERE else 0.0), now
         with contextlib.suppress(OSError):
-            stopped = stopped + 1 if state(process) == "T" else 0
-            if still == 1:
-                peers = connections(process)
-            if still == 0 and written and now[1] != ELSEWHERE:  # it goes on; else it ends, and says who hangs
+            stopped = stopped + passed if state(process) == "T" else 0.0
+            if not still and written and now[1] != ELSEWHERE:  # it goes on; else it ends, and says who hangs
                 file.unlink(missing_ok=True)
                 written = False
-            if still >= timeout - min(10.0, 1 + timeout / 4) and not written:
+            others_give_up = still > 1 and any(other != file for other in file.parent.glob("rank_*.txt"))
+            if (others_give_up or still >= timeout - min(10.0, 1 + timeout / 4)) and not written:
                 written = True  # tried
                 file.parent.mkdir(parents=True, exist_ok=True)
-                part = file.with_suffix(".part")
-                part.write_text(f"step {now[0]}, in {PHASES[now[1]]}\n{take_stacks(process, stacks)}")
-                part.rename(file)
+                part, text = file.with_suffix(".part"), f"step {now[0]}, in {PHASES[now[1]]}\n"
+                for stack in take_stacks(process, stacks):  # its own first, for the others may not wait
+                    text += stack
+                    part.write_text(text)
+                    part.rename(file)
+        peers = set(memory[PEERS : PEERS + PATHS].rstrip(b"\0").decode().split())
         left = still > timeout + LATER and bool(peers - connections(process))
         if stopped > timeout + LATER or left:
             break
@@ -152,21 +175,23 @@ def state(process: int) -> str:
 
 def connections(process: int) -> set[str]:
     """The TCP connections of a process that are established, by the numbers of their sockets."""
-    found = set()
+    rows: list[str] = []
+    sockets: set[str] = set()
     with contextlib.suppress(OSError):
         for table in ("tcp", "tcp6"):
-            rows = Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]
-            found |= {f"socket:[{row.split()[9]}]" for row in rows if row.split()[3] == "01"}
-        return found & {os.readlink(each) for each in Path(f"/proc/{process}/fd").iterdir()}
-    return set()
+            rows += Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]
+        for file in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile, as the one by which this folder is read
+                sockets.add(os.readlink(file))
+    return sockets & {f"socket:[{row.split()[9]}]" for row in rows if row.split()[3] == "01"}
 
 
-def take_stacks(process: int, stacks: int) -> str:
+def take_stacks(process: int, stacks: int) -> Iterator[str]:
     """The stacks of a process, and of those that it has forked, such as the workers of a loader."""
     if state(process) == "T":
-        return "stopped (SIGSTOP)\n"
+        yield "stopped (SIGSTOP)\n"
+        return
     children = "".join(each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")).split()
-    text = ""
     for each in (process, *map(int, children)):
         with contextlib.suppress(OSError):  # a worker has ended meanwhile
             caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{each}/status").read_text())
@@ -179,8 +204,7 @@ def take_stacks(process: int, stacks: int) -> str:
                 before, size = size, os.fstat(stacks).st_size
                 if begin < size == before:
                     break
-            text += f"\nprocess {each}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
-    return text
+            yield f"\nprocess {each}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
 
 
 # -- what the stacks say ------------------------------------------------------------------------------------------
@@ -258,9 +282,9 @@ def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
             with contextlib.suppress(OSError, AttributeError):  # removed, or somebody else's
                 places[rank] = Place.read(file.read_text(errors="replace"))
     waiting = {rank for rank, place in places.items() if place.waits_for}
-    if len(waiting) == len(
-        places
-    ):  # then by a call of the user, if any; or for those that have left the training steps
+    # not at one place, as when a link is cut: a call of the user, if any, keeps the others waiting; or one rank has
+    # left the training steps
+    if len(waiting) == len(places) and len({place[:3] for place in places.values()}) > 1:
         waiting = {rank for rank in waiting if not places[rank].theirs}
         steps = {rank for rank in waiting if places[rank].waits_for == "gradients"}
         waiting = steps if steps and len(waiting) == len(places) else waiting

@@ -1,9 +1,12 @@
 """Where metrics go: a CSV file always, Weights & Biases on top."""
 
+import csv
+import io
 import os
 import re
 import shlex
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +27,7 @@ from torch import Tensor
 from app.errors import UserError, one_line
 from app.system.files import whole
 from app.system.lightning_patches import open_experiment, tracker_settings
-from app.system.wandb_patches import skip_launch_inputs
+from app.system.wandb_patches import forget_run, requiring_nothing, skip_launch_inputs
 
 if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
     import pandas as pd
@@ -71,6 +74,11 @@ def answers(url: str) -> bool:
     return True
 
 
+def trial() -> str | None:
+    """The id that the agent of a sweep has given to the run of this process: the tracker takes no other one."""
+    return os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
+
+
 class Tracker(WandbLogger):
     """Weights & Biases: one run per training, whatever the world size.
 
@@ -104,7 +112,7 @@ class Tracker(WandbLogger):
 
         skip_launch_inputs()
         self.failed = self.unsent = False
-        self.id = resumed or uuid.uuid4().hex[:8]
+        self.id = trial() or resumed or uuid.uuid4().hex[:8]
         self.mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         self._answers: Future[bool] | None = None  # asked while model and data are made ready
         if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
@@ -160,13 +168,31 @@ class Tracker(WandbLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        return super().__getstate__()
+        with requiring_nothing():
+            return super().__getstate__()
+
+    def share_with_forks(self) -> None:
+        """Begin the run here; processes that are forked from now on attach to it, as spawned ones do."""
+        state = self.__getstate__()
+
+        def attach() -> None:
+            forget_run()
+            self.__dict__.update(state)
+
+        os.register_at_fork(after_in_child=attach)
 
     def _fall_back(self, mode: str) -> None:
         """Begin a run of another mode; with an id of its own, for the tracker takes the first one to be in use."""
-        self.id = uuid.uuid4().hex[:8]
+        self.id = trial() or uuid.uuid4().hex[:8]
         self.mode = mode
         tracker_settings(self).update(mode=mode, id=self.id, resume=None)
+
+    def live(self) -> str:
+        """Say where the run can be watched."""
+        folder = next(iter(sorted(Path(str(self.save_dir), "wandb").glob(f"*run-*-{self.id}"))), None)
+        if self.mode == "online" or folder is None:
+            return getattr(open_experiment(self), "url", None) or self.mode
+        return f"{self.mode}; watch it in another terminal with  {shlex.join(['wandb', 'leet', str(folder)])}"
 
     def where(self) -> str:
         """Say where the run can be seen, or the command that uploads what was not sent."""
@@ -268,6 +294,19 @@ class MetricsFile(CSVLogger):
                 else:
                     path.unlink(missing_ok=True)
 
+    def go_back(self, step: int) -> None:
+        """Leave out what was logged from a step on, for a training that goes on from there."""
+        path = Path(self.log_dir, "metrics.csv")
+        if path.exists():
+            with path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, list(rows[0]) if rows else ["step"])
+            writer.writeheader()
+            writer.writerows(row for row in rows if int(row["step"]) < step)
+            with whole(path) as target:
+                target.write(text.getvalue().encode())
+
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
@@ -275,7 +314,9 @@ class MetricsFile(CSVLogger):
         if open_experiment(self) is None:
             path = Path(self.log_dir, "metrics.csv")
             written = path.read_text() if path.exists() else ""
-            writer = super().experiment
+            with warnings.catch_warnings():  # a training goes on in its own folder
+                warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
+                writer = super().experiment
             if written:
                 path.write_text(written)
                 writer.metrics_keys = written.partition("\n")[0].strip().split(",")
@@ -315,24 +356,24 @@ class SaveConfig(SaveConfigCallback):
                 logger.log_hyperparams(yaml.safe_load(self.text))
 
 
-def next_version(root: str, name: str) -> str:
-    """Name the first free `version_N` under `root/name`."""
-    taken = [re.fullmatch(r"version_(\d+)", path.name) for path in Path(root, name).glob("version_*")]
-    return f"version_{max((int(match[1]) for match in taken if match), default=-1) + 1}"
+def next_version(root: str, name: str, what: str = "version") -> str:
+    """Name the first free `version_N` under `root/name`, from 0 on; or of something else, from 1 on."""
+    taken = [re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")]
+    return f"{what}_{max((int(match[1]) for match in taken if match), default=-(what == 'version')) + 1}"
 
 
-def claim_version(root: str, name: str) -> str:
-    """Make the first free `version_N` under `root/name`, which no other run that starts now gets.
+def claim_version(folder: Path, what: str = "version") -> Path:
+    """Make the first free `version_N` in a folder, which no other run that starts now gets.
 
     Raises:
         UserError: When no folder can be made there.
     """
-    number = int(next_version(root, name).removeprefix("version_"))
+    number = int(next_version(str(folder.parent), folder.name, what).rpartition("_")[2])
     while True:
-        directory = Path(root, name, f"version_{number}")
+        directory = folder / f"{what}_{number}"
         try:
             directory.mkdir(parents=True)
-            return directory.name
+            return directory
         except OSError as error:
             if not (isinstance(error, FileExistsError) and directory.parent.is_dir()):
                 raise UserError(
@@ -342,9 +383,7 @@ def claim_version(root: str, name: str) -> str:
 
 
 def make_loggers(
-    root: str,
-    name: str,
-    version: str,
+    folder: Path,
     wandb: bool,
     project: str,
     group: str | None,
@@ -352,11 +391,12 @@ def make_loggers(
     resumed: str | None = None,
 ) -> list[Logger]:
     """Make the CSV logger, first because run directories follow it, and the tracker, for a new or an earlier run."""
-    csv = MetricsFile(root, name=name, version=version)
+    version, name = folder.name, folder.parent.name
+    metrics = MetricsFile(str(folder.parent.parent), name=name, version=version)
     if not wandb or os.environ.get("WANDB_MODE") == "disabled":
-        return [csv]
+        return [metrics]
     try:
-        return [csv, Tracker(csv.log_dir, f"{name}/{version}", project, group, tags, resumed)]
+        return [metrics, Tracker(metrics.log_dir, f"{name}/{version}", project, group, tags, resumed)]
     except Exception as error:
         rank_zero_warn(f"Weights & Biases does not start, training goes on without it: {one_line(str(error))}")
-        return [csv]
+        return [metrics]

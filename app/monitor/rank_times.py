@@ -1,15 +1,15 @@
 """Times the step of every rank, finds the rank that is slower than the others, and tells its watchdog where it is."""
 
-import os
+import contextlib
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -17,8 +17,10 @@ from torch import Tensor, distributed
 
 from app.launch import watchdog
 from app.launch.agree import gather_objects, host_group
-from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, STEP, UPDATE
+from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
 from app.modules import log_window
+from app.monitor.course import Course
+from app.system.machine import GIB
 
 SLOWER = 0.1  # than the median of the other ranks
 WINDOWS = 3  # in a row, after which a rank is called slow
@@ -29,7 +31,8 @@ class RankTimes(Callback):
     """Times, in each rank, waiting for data, computing, and waiting for the other ranks' gradients.
 
     Nothing is synchronised: on a GPU, events are recorded in its stream, and read when they have long happened. Once in
-    a logging window the ranks tell each other their medians, in the background, and hear of them one window later.
+    a logging window the ranks tell each other their medians, and how much memory they take, in the background, and
+    hear of them one window later.
 
     * data: from the end of a step to the beginning of the next one's computation
     * compute: the rest of the step; where a rank waits for others before its last gradient is ready, as in
@@ -38,9 +41,14 @@ class RankTimes(Callback):
 
     Args:
         timeout: Seconds to wait for another rank.
+
+    Attributes:
+        memory: Seconds since the start of training, and GiB of each rank: of a GPU what torch has reserved, on a CPU
+            what the process has in memory.
     """
 
     def __init__(self, timeout: float) -> None:
+        self.memory = Course()
         self.timeout = timedelta(seconds=timeout)
         self._nodes: list[int] = []
         self._group: Any = None
@@ -50,8 +58,10 @@ class RankTimes(Callback):
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         self._steps: list[tuple[Any, ...]] = []
         self._whole: list[tuple[Any, ...]] = []  # the window before: a GPU has done what was asked of it then
-        self._asked: tuple[list[Tensor], Any] | None = None
-        self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # of each: data, compute and wait of each rank
+        self._process: Any = None
+        self._started = 0.0
+        self._asked: tuple[float, list[Tensor], Any] | None = None
+        self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # of each rank: data, compute, wait and memory
         self._streaks: dict[int, int] = {}
         self._last_parameter: Tensor | None = None
         self._step = self._window = self._left = 0
@@ -60,14 +70,14 @@ class RankTimes(Callback):
     # -- for the watchdog -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """From here on the others wait for this rank."""
-        if watchdog.heartbeat is not None and trainer.log_dir is not None:
-            folder = Path(trainer.log_dir, "stacks")
-            watchdog.heartbeat.begin(folder, trainer.global_rank)
-            # of NCCL's flight recorder, which writes when a call times out; the second name is that of torch 2.10
-            for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-                os.environ.setdefault(name, f"{folder}/nccl_rank_")
-            self._beat = watchdog.heartbeat.values
+        """Connect with the other ranks. Collective."""
+        watched = watchdog.heartbeat if watchdog.heartbeat and watchdog.heartbeat.folder else None
+        if watched is not None:
+            self._beat = watched.values
+            self._beat[1] = SET_UP
+        if trainer.world_size > 1 and self._group is None:
+            with watched.connecting() if watched is not None else contextlib.nullcontext():
+                self._group = host_group(self.timeout)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Nobody waits any more."""
@@ -93,12 +103,13 @@ class RankTimes(Callback):
         """Settle how to time."""
         cuda = trainer.strategy.root_device.type == "cuda"
         self._now, self._seconds = (_recorded, _since_first) if cuda else (time.perf_counter, list)
-        self._ready = self._averaged = self._began = self._now()
+        self._ready = self._averaged = self._began = self._waited_since = self._now()
+        self._started, self._process = time.perf_counter(), psutil.Process()
+        self.memory = Course(trainer.world_size)
         self._step = trainer.global_step + 1
         self._steps, self._whole, self._accumulated = [], [], trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
         if trainer.world_size > 1:
-            self._group = host_group(self.timeout)
             self._nodes = gather_objects(trainer.node_rank)
             learnt = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
             self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # a hook that one process lacks
@@ -122,7 +133,7 @@ class RankTimes(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The data is there."""
         self._beat[1] = STEP
-        self._ready = self._averaged = self._began = self._now()
+        self._ready = self._averaged = self._began = self._waited_since = self._now()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._last_parameter, self._ready = parameter, self._now()
@@ -130,9 +141,9 @@ class RankTimes(Callback):
 
     def _on_averaged(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat[1] = UPDATE
-        if self._ready is self._began:  # the parameter had no part in this step
+        if self._ready is self._waited_since:  # the parameter had no part in this backward pass
             return
-        self._averaged = self._now()
+        self._averaged, self._waited_since = self._now(), self._ready
         if len(self._handles) > 1 and self._last_parameter is not None:  # only the one that comes last is looked at
             self._unhook()
             self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
@@ -169,7 +180,7 @@ class RankTimes(Callback):
             {
                 "rank": rank,
                 "node": node,
-                **{name: round(1000 * statistics.median(times), 4) for name, times in zip(NAMES, parts, strict=True)},
+                **{name: round(1000 * statistics.median(times), 4) for name, times in zip(NAMES, parts, strict=False)},
                 "unit": "ms",
             }
             for rank, (node, parts) in enumerate(zip(self._nodes or [0], columns, strict=False))
@@ -183,25 +194,32 @@ class RankTimes(Callback):
     # -- the ranks ------------------------------------------------------------------------------------------
 
     def _share(self, trainer: Trainer, steps: list[tuple[Any, ...]]) -> None:
-        """Hear what was shared last, and share the medians of a window."""
+        """Hear what was shared last, and share the medians of a window, with the memory at its end."""
         if self._asked is not None:
-            (rows, answer), self._asked = self._asked, None
+            (seconds, rows, answer), self._asked = self._asked, None
             answer.wait()
-            self._hear([row.tolist() for row in rows])
+            self._hear(seconds, [row.tolist() for row in rows])
         if not steps:
             return
         ended, began, ready, averaged, now = np.array(self._seconds(steps)).T
         wait = averaged - ready
         own = [float(np.median(times)) for times in (began - ended, now - began - wait, wait)]
+        own.append(self._memory(trainer.strategy.root_device))
+        elapsed = time.perf_counter() - self._started
         if trainer.world_size == 1:
-            self._hear([own])
+            self._hear(elapsed, [own])
             return
         mine = torch.tensor(own, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(trainer.world_size)]
-        self._asked = rows, distributed.all_gather(rows, mine, self._group, async_op=True)
+        self._asked = elapsed, rows, distributed.all_gather(rows, mine, self._group, async_op=True)
 
-    def _hear(self, rows: list[list[float]]) -> None:
+    def _memory(self, device: torch.device) -> float:
+        cuda = device.type == "cuda"
+        return (torch.cuda.memory_reserved(device) if cuda else self._process.memory_info().rss) / GIB
+
+    def _hear(self, seconds: float, rows: list[list[float]]) -> None:
         self._windows.append(rows)
+        self.memory.add(seconds, *(row[-1] for row in rows))
         slow = slower(rows, self._nodes)
         self._streaks = {rank: self._streaks.get(rank, 0) + 1 for rank in slow}
         for rank, streak in self._streaks.items():

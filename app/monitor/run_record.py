@@ -14,6 +14,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rich import get_console
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
@@ -23,7 +24,8 @@ from app.launch.failures import explained
 from app.launch.process import AGENT
 from app.launch.signals import cause
 from app.modules import ImageClassifier, log_window
-from app.monitor.loggers import Tracker
+from app.monitor.course import Course
+from app.monitor.loggers import MetricsFile, Tracker
 from app.monitor.nonfinite import NonFinite
 from app.monitor.rank_times import NAMES, RankTimes
 from app.monitor.step_profiler import PHASES, StepProfile
@@ -39,13 +41,19 @@ from app.system.machine import hardware, peak_memory, versions
 EXECUTED = ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
 
 
+PART = (  # of the earlier parts of a training that was resumed
+    *("status", "error", "command", "resumed_from", "launchers", "strategy", "devices", "world_size", "steps"),
+    *("setup_s", "train_s"),
+)
+
 NUMBER = (int, float)
 # what readers of a record count on; null may stand anywhere
 FORM: dict[str, Any] = {
     **dict.fromkeys(("status", "error", "command", "run_dir", "config", "tracker", "resumed_from", "precision"), str),
     **dict.fromkeys(("devices", "num_nodes", "world_size", "replicas", "steps", "threads", "global_batch_size"), int),
-    **dict.fromkeys(("setup_s", "train_s", "wall_s", "not_finite_since"), NUMBER),
+    **dict.fromkeys(("setup_s", "train_s", "wall_s", "others_cores", "time_limit", "not_finite_since"), NUMBER),
     "launchers": [str],
+    "parts": [{"status": str, "train_s": NUMBER}],
     "ranks": [{"rank": int, "node": int, **dict.fromkeys(NAMES, NUMBER)}],
     "epochs": [dict.fromkeys(("epoch", "train_loss", "val_loss", "val_acc", "seconds"), NUMBER)],
     "peak_memory": [{"rank": int, "device": str, "allocated_gib": NUMBER, "host_rss_gib": NUMBER}],
@@ -53,6 +61,9 @@ FORM: dict[str, Any] = {
     "throughput": dict.fromkeys(("median", "min", "max", "n"), NUMBER),
     "train_loss": dict.fromkeys(("first", "middle", "last"), NUMBER),
     "time_per_step": dict.fromkeys((*PHASES, "launch"), NUMBER),
+    "model": {"name": str, "parameters": int},
+    "data": {"name": str, "classes": int, "images": dict.fromkeys(("train", "val", "test"), int)},
+    "course": {"samples_per_s": [[NUMBER]], "memory_gib": [[NUMBER]]},
 }
 
 
@@ -101,6 +112,7 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "precision": trainer.precision,
         "placement": own and own.placement,
         "images_left_out": own and own.left_out,
+        "data": own and {"name": type(own).__name__, "classes": own.num_classes, "images": own.counts},
         "threads": torch.get_num_threads(),
         "global_batch_size": own and own.global_batch_size,
         "micro_batch": own.micro_batch if own and trainer.state.fn == "fit" else None,
@@ -146,6 +158,8 @@ class RunRecord(Callback):
             "epochs": [],
             "peak_memory": [],
             "ranks": [],
+            "course": None,
+            "model": None,
             "steps": 0,
             **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "tested", "setup_s", "train_s", "throughput")),
             "time_per_step": None,
@@ -155,16 +169,20 @@ class RunRecord(Callback):
             **dict.fromkeys(EXECUTED),
             "loop": None,
             "loop_reason": None,
+            "parts": [],
         }
         self._unwritten = False
         self._profile: StepProfile | None = None
         self._trace: StepTrace | None = None
         self._warmup_epochs = warmup_epochs
         self._first_step: float | None = None
+        self._first_batch = 0
         self._last_step = 0.0
         self._epoch_start = 0.0
         self._open_epoch: dict[str, Any] | None = None
         self._validated = False
+        self._course = Course()
+        self._before: dict[str, list[list[float]]] = {}  # courses of earlier parts
         self._rates: list[float] = []
         self._profiled_rates: list[float] = []
         self._epoch_rates: list[float] = []
@@ -175,6 +193,24 @@ class RunRecord(Callback):
 
     # -- the run as a whole ---------------------------------------------------------------------------------
 
+    def go_on(self, folder: Path, earlier: dict[str, Any]) -> None:
+        """Continue the record of a training that was interrupted, or ended, and goes on in its folder.
+
+        Args:
+            folder: Directory of the run.
+            earlier: Its record.
+        """
+        part = {key: earlier.get(key) for key in PART}
+        if part["status"] == "running":
+            part |= {"status": "failed", "error": "it ended without a word: killed, or the machine went down"}
+        part["train_s"] = (part["train_s"] or 0.0) - sum(each["train_s"] for each in earlier.get("parts", []))
+        parts = [*earlier.get("parts", []), part]
+        own = {key: self.record[key] for key in ("command", "resumed_from", "launchers")}
+        anew = {"status": "running", "error": None, "test": None, "tested": None, "run_dir": str(folder)}
+        self.record |= earlier | own | anew | {"parts": parts}
+        with suppress(OSError):  # which is said when it is written next
+            write_json(folder / "run.json", self.record)  # which spawned ranks go on with
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin the record, or continue it: the test after fit belongs to the same run."""
         directory = trainer.log_dir
@@ -184,6 +220,7 @@ class RunRecord(Callback):
         if self.path is None and path.exists():  # spawned ranks go on with what those before them have written
             with suppress(ValueError):
                 self.record = load_record(path)
+            self._before = (self.record["parts"] and self.record["course"]) or {}
         self.path = path
         self.record["status"] = "running"
         self.record.update(resolved_configuration(trainer), versions=versions(), hardware=hardware())
@@ -257,8 +294,11 @@ class RunRecord(Callback):
         profiles = (callback for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
         self._profile = next(profiles, None)
         self._trace = next((c for c in trainer.callbacks if isinstance(c, StepTrace)), None)  # type: ignore[attr-defined]
+        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        self.record["model"] = {"name": type(pl_module).__name__, "parameters": parameters}
         if isinstance(pl_module, ImageClassifier):
             self.record.update(pl_module.executed)
+            self.record["model"]["name"] += f", {type(pl_module.network).__name__}"
         self.record["fused"] = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
             if device.type == "cuda":  # not where a GPU is there, and the run is on the CPU
@@ -274,7 +314,7 @@ class RunRecord(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note when the first step begins."""
         if self._first_step is None:
-            self._first_step = time.perf_counter()
+            self._first_step, self._first_batch = time.perf_counter(), _batches(trainer)
             self.record["setup_s"] = round(time.time() - self._started, 3)
             if self._epoch_start == 0.0:  # resumed in the middle of an epoch
                 self._epoch_start = self._window_start = self._first_step
@@ -300,6 +340,8 @@ class RunRecord(Callback):
         self._windows += 1
         self.rate = self._window_samples / (now - self._window_start)
         self._epoch_rates.append(self.rate)
+        assert self._first_step is not None
+        self._course.add(now - self._first_step, self.rate)
         if not first and trainer.current_epoch >= self._warmup_epochs:
             (self._profiled_rates if self._window_profiled else self._rates).append(self.rate)
         self._window_profiled = False
@@ -345,32 +387,54 @@ class RunRecord(Callback):
         self.record["epochs"].append(row)
         if self.path is not None:
             if trainer.progress_bar_callback is not None:  # a line that stays, also where there is no terminal
-                print(epoch_line(row, trainer.max_epochs, metrics, validated), flush=True)
+                best = max((each["val_acc"] or 0.0 for each in self.record["epochs"][:-1]), default=0.0)
+                is_best = validated and row["val_acc"] is not None and row["val_acc"] > best
+                memory = max(device["allocated_gib"] or device["host_rss_gib"] for device in self._memory(trainer))
+                left = self.time_left(trainer)
+                width = get_console().width if sys.stdout.isatty() else 100
+                print(epoch_line(row, trainer.max_epochs, metrics, validated, is_best, memory, left, width), flush=True)
             self._measured(trainer)
             self._write()
+
+    def _memory(self, trainer: Trainer) -> list[dict[str, Any]]:
+        return peak_memory(trainer.global_rank, devices_of(trainer))
+
+    def time_left(self, trainer: Trainer) -> float | None:
+        """Seconds to the end of the training, validations included, if it goes on as it did; None if that is open."""
+        done, epochs, steps = _batches(trainer), trainer.max_epochs, trainer.max_steps
+        ends = [epochs * trainer.num_training_batches] if epochs is not None and epochs > 0 else []
+        ends += [steps * trainer.accumulate_grad_batches] if steps > 0 else []
+        if self._first_step is None or not ends or min(ends) == math.inf or done <= self._first_batch:
+            return None
+        return (min(ends) - done) * (time.perf_counter() - self._first_step) / (done - self._first_batch)
 
     def _measured(self, trainer: Trainer) -> None:
         """Bring loop, times, throughput, losses and checkpoints up to date."""
         loop = trainer.fit_loop.epoch_loop
         self.record["loop_reason"] = loop.reason if isinstance(loop, EpochLoop) else "not asked for"
         self.record["loop"] = "straight" if self.record["loop_reason"] is None else "lightning"
+        memory: list[list[float]] = []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):
                 self.record["not_finite_since"], self.record["skipped_steps"] = callback.since, callback.skipped
             if isinstance(callback, RankTimes):
                 self.record["ranks"] = callback.ranks
+                memory = callback.memory.points
+        self.record["course"] = self._whole_course({"samples_per_s": self._course.points, "memory_gib": memory})
         self.record["steps"] = trainer.global_step
         self.record["steps_per_epoch"] = trainer.num_training_batches
         if self._first_step is not None:
-            self.record["train_s"] = round(max(self._last_step - self._first_step, 0.0), 3)
+            earlier = sum(part["train_s"] for part in self.record["parts"])
+            self.record["train_s"] = round(earlier + max(self._last_step - self._first_step, 0.0), 3)
         rates = self._rates or self._profiled_rates
-        self.record["throughput"] = {
-            "median": round(statistics.median(rates), 1) if rates else None,
-            "min": round(min(rates), 1) if rates else None,
-            "max": round(max(rates), 1) if rates else None,
-            "n": len(rates),
-            "unit": "samples/s",
-        }
+        if rates or self.record["throughput"] is None:
+            self.record["throughput"] = {
+                "median": round(statistics.median(rates), 1) if rates else None,
+                "min": round(min(rates), 1) if rates else None,
+                "max": round(max(rates), 1) if rates else None,
+                "n": len(rates),
+                "unit": "samples/s",
+            }
         losses = [row["train_loss"] for row in self.record.get("epochs", [])]
         if losses:
             first, middle, last = losses[0], losses[(len(losses) - 1) // 2], losses[-1]
@@ -379,9 +443,20 @@ class RunRecord(Callback):
         paths = [callback.best_model_path or None for callback in kept]
         self.record["checkpoint"] = dict(zip(("best", "last"), [*paths, None, None], strict=False))
 
+    def _whole_course(self, points: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+        """What was measured in this part of the training behind what was measured in those before it."""
+        earlier = sum(part["train_s"] for part in self.record["parts"])
+        whole = {}
+        for name, own in points.items():
+            before = self._before.get(name, [])
+            same = not before or not own or len(before[0]) == len(own[0])  # as many ranks
+            later = [[round(seconds + earlier, 4), *figures] for seconds, *figures in own]
+            whole[name] = [*before, *later] if same else later
+        return whole
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch and collect every rank's memory."""
-        memory = [row for rows in gather_objects(peak_memory(trainer.global_rank, devices_of(trainer))) for row in rows]
+        memory = [row for rows in gather_objects(self._memory(trainer)) for row in rows]
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
         self.record["time_per_step"] = self._profile and self._profile.time_per_step
@@ -405,6 +480,9 @@ class RunRecord(Callback):
         """Continue the epochs of the run that is resumed."""
         if trainer.state.fn == "fit":
             self.record["epochs"] = list(checkpoint.get("epochs", []))
+            for logger in trainer.loggers if trainer.is_global_zero and self.record["parts"] else []:
+                if isinstance(logger, MetricsFile):
+                    logger.go_back(checkpoint["global_step"])
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the test figures, and the checkpoint that has them, unless it is the last weights."""
@@ -417,6 +495,11 @@ class RunRecord(Callback):
 def learning_rate(trainer: Trainer) -> float | None:
     """The learning rate of the first group of parameters."""
     return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
+
+
+def _batches(trainer: Trainer) -> int:
+    """Number of batches that have been trained on, in all epochs."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
 
 
 def _time_when_done(trainer: Trainer) -> float:

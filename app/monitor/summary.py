@@ -1,105 +1,19 @@
-"""Prints the layers of the network before a run, a line for each epoch, and a report at the end."""
+"""What is said of a run while it goes on: a line for each epoch, and what there is at the end."""
 
-import copy
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import RichModelSummary
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.model_summary import ModelSummary
-from rich import get_console
-from rich.table import Column, Table
-from torch import Tensor, nn
 
-from app.data.module import ImageData
 from app.launch.cluster_environment import OWN_AGENT
 from app.launch.process import trust_flags
-from app.modules import ImageClassifier
 from app.monitor.loggers import Tracker
 from app.monitor.rank_times import slow_ranks
-
-SCREEN = 20  # layers that fit on one
-
-
-class NetworkSummary(RichModelSummary):
-    """Shows the layers of the network with their output shapes; of somebody's own module, what Lightning shows."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Show the network before the strategy moves, converts or shards it."""
-        data = getattr(trainer, "datamodule", None)
-        self._shown = False
-        if isinstance(pl_module, ImageClassifier) and isinstance(data, ImageData):
-            self._shown = True
-            if stage == "fit" and trainer.is_global_zero:
-                try:
-                    get_console().print(layers(pl_module.network, data.image_shape))
-                except (RuntimeError, NotImplementedError):  # somebody's own network, whose forward reads the pixels
-                    self._shown = False
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave any other module to Lightning."""
-        if not self._shown:
-            super().on_fit_start(trainer, pl_module)
-
-
-def layers(network: nn.Module, image_shape: Sequence[int]) -> Table:
-    """List the layers of a network; where they do not fit on a screen, those of a block together.
-
-    Nothing is computed: neither the network nor the random numbers are touched.
-
-    Args:
-        network: Maps images to scores.
-        image_shape: Of one image, (C, H, W).
-    """
-    summary = ModelSummary(_Shapes(network, image_shape), max_depth=-1)
-    rows = {
-        name: (name.removeprefix("network."), kind, _text(shape), f"{count:,}" if count else "")
-        for name, kind, shape, count in zip(
-            summary.layer_names, summary.layer_types, summary.out_sizes, summary.param_nums, strict=True
-        )
-    }
-    innermost = [name for name in rows if not any(other.startswith(f"{name}.") for other in rows)]
-    for depth in (4, 3, 2):  # the network itself is 1
-        shown = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in innermost))
-        if len(shown) <= SCREEN:
-            break
-    table = Table("layer", "type", Column("output", justify="right"), Column("parameters", justify="right"))
-    table.add_row("", "image", _text([1, *image_shape]), "")
-    for name in shown:
-        table.add_row(*rows[name])
-    table.add_section()
-    work, count, trained = summary.total_flops / 1e6, summary.total_parameters, summary.trainable_parameters
-    table.add_row("", type(network).__name__, f"{work:,.1f} MFLOP", f"{count:,}")
-    if trained < count:
-        table.add_row("", "", "trained", f"{trained:,}")
-    return table
-
-
-class _Shapes(LightningModule):
-    """A copy of a network that has shapes but no numbers, in the form that `ModelSummary` takes."""
-
-    def __init__(self, network: nn.Module, image_shape: Sequence[int]) -> None:
-        super().__init__()
-        tensors = [*network.parameters(), *network.buffers()]
-        empty = {id(t): torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in tensors}
-        self.network = copy.deepcopy(network, empty)
-        dtype = tensors[0].dtype if tensors else None
-        self.example_input_array = torch.empty(1, *image_shape, dtype=dtype, device="meta")
-        self.to("meta")
-
-    def forward(self, images: Tensor) -> Any:
-        """Score images: (1, C, H, W) -> (1, classes)."""
-        return self.network(images)
-
-
-def _text(shape: Any) -> str:
-    """Write the shape for one image, `6 × 28 × 28`; `?` where a layer is not used."""
-    return " × ".join(map(str, shape[1:])) if isinstance(shape, list) else str(shape)
+from app.system.files import read_json
 
 
 def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, testable: bool = True) -> Iterator[str]:
@@ -111,7 +25,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, test
         fitted: Whether it was a training.
         testable: Whether there are images to test on.
     """
-    directory = record["run_dir"]
+    directory, parts = record["run_dir"], record.get("parts") or []
     losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]
     epochs, checkpoints = record["epochs"], record["checkpoint"] or {}
     accuracies = [row["val_acc"] for row in epochs if row["val_acc"] is not None]
@@ -123,7 +37,8 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, test
     elif record.get("not_finite_since") is not None:
         yield f"training loss   not finite since epoch {record['not_finite_since'] + 1}: the run has diverged"
     if accuracies:
-        yield f"validation      best accuracy {max(accuracies):.2%}"
+        best = accuracies.index(max(accuracies))
+        yield f"validation      best accuracy {percent(accuracies[best])}, in epoch {epochs[best]['epoch'] + 1}"
     if test:
         tested = Path(record["tested"]).name if record["tested"] else "last weights"
         yield f"test            {_figures(test)}  ({tested})"
@@ -131,7 +46,9 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, test
         yield f"validation      {_figures(record['validation'])}"
     if fitted and record["train_s"] is not None:
         rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
-        yield f"time            {record['train_s']:.1f} s training, {record['setup_s']:.1f} s set-up{rate}"
+        whole = f" in {len(parts) + 1} parts" if parts else ""
+        trained, before = duration(record["train_s"]), duration(record["setup_s"])
+        yield f"time            {trained} training{whole}, {before} set-up{rate}"
         for slow in slow_ranks(record["ranks"]).values():
             yield f"slow            {slow}: the others wait for it in every step"
     kept = sorted(path.name for path in Path(directory).iterdir() if path.name != "wandb")
@@ -155,8 +72,36 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, test
         more = f"--trainer.max_steps {2 * record['steps']}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
         yield f"train longer    {resume} {more}"
         if alone:
-            other = "ddp" if record["strategy"] == "dp" else "dp"
-            yield f"other ways      python -m app fit {again} --trainer.strategy {other} --trainer.devices 2"
+            yield f"other ways      {faster(record) or 'python -m app compare'}"
+
+
+def faster(record: dict[str, Any]) -> str | None:
+    """The flags of what the last comparison on this machine has found to be faster than a run, and how much."""
+    folder = Path(record["run_dir"]).parent.parent / "compare"
+    files = sorted(folder.glob("*/version_*/results.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    try:
+        results = read_json(files[0]) if files else {}
+        if results.get("hardware") != record["hardware"]:
+            return None
+        rows = {way(row["command"]): row for row in results["variants"] if row["samples_per_s"] is not None}
+        here = rows[way(record["command"])]
+        best = max(rows.values(), key=lambda row: row["samples_per_s"])
+    except (ValueError, LookupError, TypeError):  # no such file, or nothing of the kind in it
+        return None
+    if best["samples_per_s_min"] <= here["samples_per_s_max"]:  # no difference
+        return None
+    gain = best["samples_per_s"] / here["samples_per_s"]
+    return f"{' '.join(way(best['command'])) or 'one device'}: {gain:.1f} × as fast in {files[0].parent}"
+
+
+def way(command: str) -> tuple[str, ...]:
+    """Of a command line, the flags that say how it runs."""
+    parts = shlex.split(command.replace("=", " "))
+    flags = dict(pairwise(parts))
+    return tuple(f"{name} {flags[name]}" for name in sorted(flags) if name in WAY and flags[name] not in ("auto", "1"))
+
+
+WAY = tuple(f"--trainer.{name}" for name in ("strategy", "devices", "precision", "num_nodes"))
 
 
 def finished(record: dict[str, Any]) -> bool:
@@ -166,27 +111,68 @@ def finished(record: dict[str, Any]) -> bool:
     return any(limit is not None and 0 <= limit <= reached for reached, limit in limits)
 
 
-def epoch_line(row: dict[str, Any], of: int | None, metrics: Mapping[str, Any], validated: bool) -> str:
-    """Write a line of less than 100 columns on an epoch: its metrics, with those of validation if any, rate and time.
+def epoch_line(
+    row: dict[str, Any],
+    of: int | None,
+    metrics: Mapping[str, Any],
+    validated: bool,
+    is_best: bool,
+    memory: float,
+    left: float | None,
+    width: int,
+) -> str:
+    """Write a line on an epoch; what is said of one stands below what is said of another.
 
     Args:
         row: The epoch's row of the run record.
         of: Number of epochs, where it is known.
         metrics: Everything logged, by name.
         validated: Whether the epoch was validated.
+        is_best: Whether none before it was as accurate.
+        memory: Peak of this process, GiB.
+        left: Seconds to the end of the training, where they are known.
+        width: Columns of the terminal; memory is left out where there are too few.
     """
+    number = f"{row['epoch'] + 1}/{of}" if of and of > 0 else str(row["epoch"] + 1)
+    parts = [f"epoch {number:>{2 * len(str(of or 0)) + 1}}"]
+    for name, (short, form) in LOGGED.items():
+        if name in metrics and (validated or not name.startswith("val")):
+            value, unit = (100 * float(metrics[name]), " %") if short == "acc" else (float(metrics[name]), "")
+            parts.append(f"{short} {value:{form}}{unit}")
+    if validated and "val_acc" in metrics:
+        parts[-1] += " *" if is_best else "  "
     left_out = re.compile(r".*_step|lr-.*|train_acc" + ("" if validated else "|val.*"))
-    figures = [f"{name} {float(value):.4f}" for name, value in metrics.items() if not left_out.fullmatch(name)]
-    figures += [f"lr {row['lr']:.3g}"] if row["lr"] is not None else []
-    figures += [f"{row['samples_per_s']:,.0f} samples/s"] if row["samples_per_s"] else []
-    total = f"/{of}" if of and of > 0 else ""
-    part = "" if row["whole"] else ", in part"
-    return f"epoch {row['epoch'] + 1}{total}{part}: {', '.join(figures)}, {row['seconds']:.1f} s"
+    others = [name for name in metrics if name not in LOGGED and not left_out.fullmatch(name)]
+    parts += [f"{name} {float(metrics[name]):.4g}" for name in others]
+    parts += [f"lr {row['lr']:.3g}"] if row["lr"] is not None else []
+    parts += [f"{row['samples_per_s']:,.0f}/s"] if row["samples_per_s"] else []
+    last = [f"{duration(left)} left"] if left else []
+    last += ["(in part)"] * (not row["whole"])
+    line = "  ".join([*parts, f"{memory:.1f} GiB", *last])
+    return line if len(line) <= width else "  ".join([*parts, *last])
+
+
+LOGGED = {"train_loss": ("train", ".3f"), "val_loss": ("val", ".3f"), "val_acc": ("acc", "5.1f")}
+
+
+def duration(seconds: float) -> str:
+    """Write a time: `0.8 s`, `4:10`, `1:02:03`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def percent(share: float) -> str:
+    """Write a share: `63.73 %`."""
+    return f"{100 * share:.2f} %"
 
 
 def _figures(measured: Mapping[str, float | None]) -> str:
     """Write accuracy and loss where they were logged; the record has null where a loss was not finite."""
-    said = [f"accuracy {measured['acc']:.2%}"] if "acc" in measured else []
+    accuracy = measured.get("acc")
+    said = [f"accuracy {percent(accuracy)}"] if accuracy is not None else []
     if "loss" in measured:
         loss = measured["loss"]
         said.append("loss not finite" if loss is None else f"loss {loss:.4f}")

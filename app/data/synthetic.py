@@ -1,0 +1,201 @@
+"""The embedded data set: drawings of ten shapes, made from a seed, with no files and no download."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName
+from app.errors import UserError
+
+Floats = NDArray[Any]  # float32
+BLOCK = 256  # images drawn at once, few enough to stay in a core's cache; a block's random numbers are its own
+
+# Strokes (from x, y to x, y) of the right half of letters that are their own mirror images, so that flipping makes
+# no other class of them: A, H, M, T, U, V, W, Y.
+LETTERS = np.array(
+    [
+        [(0.0, -1.0, 0.7, 1.0), (0.0, 0.35, 0.45, 0.35)],
+        [(0.6, -1.0, 0.6, 1.0), (0.0, 0.0, 0.6, 0.0)],
+        [(0.75, -1.0, 0.75, 1.0), (0.75, -1.0, 0.0, 0.2)],
+        [(0.0, -1.0, 0.0, 1.0), (0.0, -1.0, 0.75, -1.0)],
+        [(0.6, -1.0, 0.6, 0.9), (0.6, 0.9, 0.0, 0.9)],
+        [(0.7, -1.0, 0.0, 1.0), (0.7, -1.0, 0.0, 1.0)],
+        [(0.9, -1.0, 0.5, 1.0), (0.5, 1.0, 0.0, -0.4)],
+        [(0.7, -1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0)],
+    ],
+    np.float32,
+)
+
+
+def _length(x: Floats, y: Floats) -> Floats:
+    return np.sqrt(x * x + y * y)
+
+
+def _box(x: Floats, y: Floats, width: Floats | float, height: Floats | float) -> Floats:
+    return np.maximum(abs(x) - width, abs(y) - height)
+
+
+def _bands(x: Floats, width: Floats | float) -> Floats:
+    """Distance from the edges of bands of one width, one of them around 0."""
+    return abs((x + width) % (2 * width) - width) - width / 2
+
+
+# Each shape gives the signed distance of points (x, y) from its edge, negative inside, in a drawing that reaches from
+# -1 to 1; `kind`, from 0 to 1, is of an image, and varies it. https://iquilezles.org/articles/distfunctions2d/
+
+
+def circle(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A filled disc."""
+    return _length(x, y) - 0.9
+
+
+def square(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A filled square."""
+    return _box(x, y, 0.78, 0.78)
+
+
+def triangle(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A triangle of equal sides, which stands."""
+    return np.maximum(0.866 * abs(x) - 0.5 * y, y) - 0.5
+
+
+def star(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A star with five tips, of different depth."""
+    fifth, inner = 2 * math.pi / 5, 0.4 + 0.1 * kind
+    angle = abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)
+    # the edge from a tip at (1, 0) to the corner at `inner` between two tips
+    ey, ex = inner * math.sin(fifth / 2), inner * math.cos(fifth / 2) - 1
+    norm = np.sqrt(ex * ex + ey * ey)
+    radius = _length(x, y)
+    return (radius * np.cos(angle) - 1) * (ey / norm) - radius * np.sin(angle) * (ex / norm)
+
+
+def cross(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A cross with arms of one length, of different width."""
+    width = 0.2 + 0.15 * kind
+    return np.minimum(_box(x, y, 0.95, width), _box(x, y, width, 0.95))
+
+
+def ring(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A ring of different width."""
+    width = 0.12 + 0.13 * kind
+    return abs(_length(x, y) - 0.95 + width) - width
+
+
+def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """Three stripes, which lie."""
+    return np.maximum(_box(x, y, 0.85, 0.85), _bands(y, 0.34))
+
+
+def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A board: squares of one colour are where x and y are in unlike bands."""
+    across, down = _bands(x, 0.567), _bands(y, 0.567)
+    edge = np.minimum(abs(across), abs(down))
+    return np.maximum(_box(x, y, 0.85, 0.85), np.copysign(edge, -across * down))
+
+
+def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A letter that is its own mirror image."""
+    strokes = LETTERS[(kind.ravel() * len(LETTERS)).astype(int), ..., None, None, None] * np.float32(0.85)
+    x, nearest = abs(x), np.full_like(x, np.inf)
+    for ax, ay, bx, by in (np.moveaxis(strokes[:, i], 1, 0) for i in range(strokes.shape[1])):
+        dx, dy = bx - ax, by - ay
+        along = np.clip(((x - ax) * dx + (y - ay) * dy) / (dx * dx + dy * dy), 0, 1)
+        nearest = np.minimum(nearest, _length(x - ax - along * dx, y - ay - along * dy))
+    return nearest - 0.16
+
+
+def wave(x: Floats, y: Floats, kind: Floats) -> Floats:
+    """A wave of different length."""
+    pitch = 4.5 + 3 * kind
+    steepness = np.sqrt(1 + (0.4 * pitch * np.cos(pitch * x)) ** 2)
+    return np.maximum(abs(y - 0.4 * np.sin(pitch * x)) / steepness - 0.16, abs(x) - 1)
+
+
+SHAPES: tuple[Callable[[Floats, Floats, Floats], Floats], ...] = (
+    circle,
+    square,
+    triangle,
+    star,
+    cross,
+    ring,
+    stripes,
+    checker,
+    letter,
+    wave,
+)
+
+
+class SyntheticSource(Source):
+    """Drawings of ten shapes, in the exact size of CIFAR-10 or FashionMNIST: no files, no download.
+
+    Place, size, angle, colours, shading and noise differ from image to image. An image is the same whatever the number
+    of images, but for that of its split.
+
+    Args:
+        like: The data set whose image size and normalisation to take.
+        size: Number of training images; a fifth as many are made for test.
+        seed: Of the images.
+    """
+
+    def __init__(self, like: Literal["CIFAR10", "FashionMNIST"], size: int, seed: int) -> None:
+        self.like, self.size, self.seed = like, size, seed
+        model = CIFAR10Source if like == "CIFAR10" else FashionMNISTSource
+        self.image_shape, self.mean, self.std = model.image_shape, model.mean, model.std
+        self.class_names = [shape.__name__ for shape in SHAPES]
+
+    def prepare(self) -> None:
+        """Images are made where they are needed, as many as there is memory for."""
+        needed, free = self.size * (math.prod(self.image_shape) + 8), psutil.virtual_memory().available
+        if needed > free:
+            raise UserError(
+                f"--data.size {self.size}: {needed / 2**30:.1f} GiB of images, and {free / 2**30:.1f} GiB of memory "
+                "are free: give less"
+            )
+
+    def load(self, split: SplitName) -> Split:  # noqa: D102
+        count = self.size if split == "train" else max(self.size // 5, 1)
+        images, labels = np.empty((count, *self.image_shape), np.uint8), np.empty(count, np.int64)
+        for block, start in enumerate(range(0, count, BLOCK)):
+            rng = np.random.default_rng((self.seed, split != "train", block))
+            part = slice(start, start + BLOCK)
+            self._draw(rng, images[part], labels[part])
+        return Split(torch.from_numpy(images), torch.from_numpy(labels))
+
+    def _draw(self, rng: np.random.Generator, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
+        n, channels, height, width = images.shape
+        labels[:] = rng.integers(len(SHAPES), size=BLOCK)[:n]
+        draws = rng.random((14, BLOCK), np.float32)[:, :n, None, None, None]
+        kind, size, cx, cy, turn, slope, heading, grain, paper, contrast, *tints = draws
+        y, x = np.mgrid[:height, :width].astype(np.float32) - (height - 1) / 2  # (H, W)
+        radius = (0.24 + 0.18 * size) * height
+        room = height - 1.7 * radius
+        left, top = x[:1] - (cx - 0.5) * room, y[:, :1] - (cy - 0.5) * room
+        angle = 1.2 * (turn - 0.5)
+        cos, sin = np.cos(angle) / radius, np.sin(angle) / radius
+        cover = np.empty((n, 1, height, width), np.float32)
+        for label, shape in enumerate(SHAPES):
+            own = (labels == label).nonzero()[0]
+            across = cos[own] * left[own] + sin[own] * top[own]
+            down = cos[own] * top[own] - sin[own] * left[own]
+            cover[own] = (0.5 - shape(across, down, kind[own]) * radius[own]).clip(0, 1)
+
+        gray = channels == 1
+        paper, contrast = (70 if gray else 215) * paper, 50 + 90 * contrast
+        ink = paper + np.where(paper > 128, -contrast, contrast)
+        if not gray:
+            rainbow = np.linspace(0, 2 * np.pi, 3, endpoint=False, dtype=np.float32)[:, None, None]
+            ink = ink + (30 + 60 * tints[0]) * np.cos(rainbow + 2 * np.pi * tints[1])
+            paper = paper + 50 * tints[2] * np.cos(rainbow + 2 * np.pi * tints[3])
+        shade = slope * 2 * (np.cos(2 * np.pi * heading) * x[:1] + np.sin(2 * np.pi * heading) * y[:, :1])
+        noise = rng.integers(2**64, size=images.size // 8, dtype=np.uint64).view(np.uint8).reshape(images.shape)
+        grain = 0.05 + 0.35 * grain
+        image = cover * (ink - paper) + (paper - 127.5 * grain)
+        image += shade
+        image += noise * grain
+        images[:] = image.clip(0, 255, out=image)

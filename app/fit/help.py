@@ -1,0 +1,140 @@
+"""What `--help` of fit, validate, test and predict shows: the settings that matter first, the rest on demand."""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from app.errors import UserError
+
+SAYS = {  # instead of what Lightning says, or says not
+    "config": "A config file; later ones and flags win",
+    "print_config": "Print all settings as a config file, and exit",
+    "seed_everything": "Of everything that is random (default: 42)",
+    "model": "The LightningModule: CIFARCNN, FashionMLP, or a class of your own by its import path (default: CIFARCNN)",
+    "data": "The LightningDataModule: CIFAR10, FashionMNIST, ImageFolder, Synthetic, or a class of your own by its "
+    "import path (default: CIFAR10)",
+    "ckpt_path": "The checkpoint to begin with: a file; `last` or `best` of the run whose config.yaml is given to "
+    "--config, else of the newest run of --run.name; `auto`: the newest of --run.name that can be read, if any",
+    "trainer.strategy": "`auto`, `ddp`, `ddp_spawn`, `ddp_fork`, `dp`, `ddp_fp16`, `ddp_bf16`, `ddp_powersgd`, "
+    "`ddp_localsgd`, `ddp_ring`, `ddp_dp`, `fsdp`, or a class (default: auto)",
+    "trainer.devices": "How many devices of each node, or which: `2`, `0,1`, `auto` (default: auto, which is one for "
+    "--trainer.strategy auto)",
+    "trainer.num_nodes": "Number of nodes (default: 1)",
+    "trainer.precision": "`32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true` or `64-true` (default: 32-true)",
+    "trainer.accelerator": "`cpu`, `gpu` or `auto` (default: auto)",
+    "trainer.callbacks": "Callbacks by name or import path; `--trainer.callbacks+=NAME` adds one",
+}
+# of the Trainer, those that a first page is for
+TRAINER = (
+    *("strategy", "devices", "num_nodes", "precision", "accelerator", "max_epochs", "max_steps", "max_time"),
+    *("accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps", "callbacks"),
+)
+MORE = {  # a section that has a page of its own, and what is on it
+    "trainer": "all settings of the Trainer",
+    "best_checkpoint": "which checkpoint is the best one",
+    "last_checkpoint": "when the last one is written",
+    "lr_monitor": "how the learning rate is logged",
+}
+CLASSES = {  # a setting that takes one, and an example
+    "model.optimizer": "AdamW",
+    "model.scheduler": "StepLR",
+    "data.augment": "torchvision.transforms.v2.ElasticTransform",
+    "trainer.strategy": "app.parallel.PowerSGD",
+}
+ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # of a sentence
+
+
+class _Formatter(argparse.HelpFormatter):
+    """A flag, what it takes, what it is for, and its default."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return f"{max(action.option_strings, key=len).removesuffix('+')} {self._takes(action)}".rstrip()
+
+    def _takes(self, action: argparse.Action) -> str:
+        if action.nargs == 0 or action.dest == "print_config":
+            return ""
+        if action.choices is not None:
+            return f"{{{','.join(map(str, action.choices))}}}"
+        if isinstance(action.metavar, str) and action.metavar.startswith("{"):
+            return action.metavar
+        return action.dest.rpartition(".")[2].upper()
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        said = (action.help or "").strip().rstrip(".").replace("``", "`")
+        if action.dest in SAYS:
+            return SAYS[action.dest]
+        default = action.default
+        if isinstance(default, Mapping):
+            default = str(default.get("class_path", "")).rpartition(".")[2]
+        shown = default not in (None, argparse.SUPPRESS, "", ()) and action.nargs != 0
+        if isinstance(default, bool):
+            default = str(default).lower()
+        return f"{said} (default: {default})" if shown else said
+
+
+def page(
+    parser: ArgumentParser, settings: ArgumentParser, classes: Mapping[str, str], section: str | None = None
+) -> str:
+    """The page of a command, or of a section of its settings.
+
+    Args:
+        parser: Of the command.
+        settings: Has the settings of the chosen model and data.
+        classes: Names of these.
+        section: One of `MORE`.
+    """
+    own = [action for action in parser._actions if action.option_strings and not _is_page(action)]
+    formatter = _Formatter(parser.prog)
+    formatter._max_help_position = 28
+
+    def show(title: str, actions: Sequence[argparse.Action]) -> None:
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+
+    if section is not None:
+        show(MORE[section], [action for action in own if action.dest.startswith(f"{section}.")])
+        return formatter.format_help()
+    command = parser.prog.split()[-1]
+    formatter.add_usage(f"python -m app {command} [--config FILE] [--FLAG VALUE ...]", [], [])
+    show("run", [action for action in own if action.dest.startswith("run.")])
+    for name in ("model", "data"):
+        chosen = [action for action in settings._actions if action.dest.startswith(f"{name}.")]
+        own_settings = [action for action in chosen if action.dest != name and not _is_page(action)]
+        show(f"--{name} {classes[name].rpartition('.')[2]}", own_settings)
+    trainer = {action.dest: action for action in own}
+    short = [trainer[f"trainer.{name}"] for name in TRAINER if f"trainer.{name}" in trainer]
+    for action in short:  # the first sentence
+        action.help = ENDS.split(" ".join((action.help or "").split()))[0]
+    show("devices, precision and length", short)
+    show("processes and nodes", [action for action in own if action.dest.startswith("cluster.")])
+    groups = (*MORE, "run", "cluster", "help")
+    show("more", [action for action in own if "." not in action.dest and action.dest not in groups])
+    pages = {f"--{name}.help": what for name, what in MORE.items() if any(name == action.dest for action in own)}
+    pages |= {f"--{name}.help {example}": "" for name, example in CLASSES.items()}
+    return formatter.format_help() + "".join(f"  {flag:<26}{what}".rstrip() + "\n" for flag, what in pages.items())
+
+
+def _is_page(action: argparse.Action) -> bool:
+    return action.option_strings[0].endswith(".help")
+
+
+class SectionHelp(argparse.Action):
+    """Prints the page of a section, and exits."""
+
+    def __init__(self, option_strings: Sequence[str], **_: Any) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Print it."""
+        section = str(option_string).removeprefix("--").removesuffix(".help")
+        if section not in MORE:
+            raise UserError(f"{option_string}: there is no such page: {', '.join(f'--{name}.help' for name in MORE)}")
+        print(page(parser, parser, {}, section), end="")
+        parser.exit()

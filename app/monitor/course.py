@@ -1,0 +1,29 @@
+"""The course of a figure over a run."""
+
+MOST = 200  # points: as many as a picture shows
+NUMBERS = 12_800  # of all points together
+
+
+class Course:
+    """Keeps what was measured again and again, thinned evenly, so that a long run takes no more room than a short one.
+
+    Args:
+        width: Figures that are measured at once.
+
+    Attributes:
+        points: When, in seconds, and the figures.
+    """
+
+    def __init__(self, width: int = 1) -> None:
+        self.points: list[list[float]] = []
+        self._most = min(max(NUMBERS // width, 20), MOST)
+        self._every, self._seen = 1, 0
+
+    def add(self, seconds: float, *figures: float) -> None:
+        """Add what was measured now."""
+        if self._seen % self._every == 0:
+            self.points.append([round(number, 4) for number in (seconds, *figures)])
+            if len(self.points) > self._most:
+                del self.points[1::2]
+                self._every *= 2
+        self._seen += 1

@@ -1,0 +1,427 @@
+"""Writes `report.html` of a training: what came out, how it was learnt, what is confused, and where the time went."""
+
+import csv
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from PIL import Image
+from torch import Tensor
+
+from app.errors import one_line
+from app.monitor.rank_times import NAMES, slow_ranks
+from app.monitor.run_record import load_record
+from app.monitor.step_profiler import PHASES
+from app.monitor.summary import finished
+from app.system.files import whole
+from app.system.page import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    Section,
+    code,
+    draw,
+    draw_plot,
+    label_lines,
+    page,
+    plain,
+    png,
+    table,
+)
+
+NAMED = 4  # ranks or lines that have a name each; of more, the outermost
+CELLS = 20  # classes up to which the counts of a confusion matrix are written
+SHOWN = 10  # classes of a table that has not all
+WRONG_HEIGHT = 47  # percent of its width: the first two rows of the picture of wrong images
+PARTS = {  # of a step
+    **dict.fromkeys(("forward_backward", "compute"), BLUE),
+    **dict.fromkeys(("communication", "wait"), ORANGE),
+    "data": GREEN,
+    "optimizer": PURPLE,
+    "rest": GREY,
+}
+BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) for alpha in (0.0, 1.0)])
+
+
+def leave_report(directory: str) -> None:
+    """Write the report of the run in a directory, if there is a record; training has ended, whatever fails here."""
+    path = Path(directory, "report.html")
+    if not path.with_name("run.json").exists():
+        return
+    try:
+        text = make_report(path.parent)
+        with whole(path) as file:
+            file.write(text.encode(errors="replace"))
+    except Exception as error:
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {one_line(str(error))}"
+        print(f"{path} cannot be written ({why})", file=sys.stderr, flush=True)
+
+
+def make_report(folder: Path) -> str:
+    """Make the report of a run from the files in its folder.
+
+    Raises:
+        ValueError: When its record cannot be read.
+        OSError: When another file cannot be read.
+    """
+    record = load_record(folder / "run.json")
+    metrics, (names, counts) = _metrics(folder / "metrics.csv"), _confusion(folder / "confusion_matrix.csv")
+    figures: dict[str, Figure | bytes] = {}
+    learning = _learning(record, metrics, figures)
+    mistakes = _mistakes(folder, names, counts, figures)
+    speed = _speed(record, figures)
+    written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    lead = [f"> {plain(record['error'])}"] if record.get("error") else []
+    lead += [
+        f"{plain(folder.parent.name)}/{plain(folder.name)}, {written}",
+        table(["", ""], _facts(record), words=(0, 1)),
+    ]
+    sections = [
+        Section("Learning", learning),
+        Section("What is confused", mistakes),
+        Section("What limited the run", speed),
+        Section("The command", code(record["command"])),
+    ]
+    return page(headline(record, int(counts.sum())), "\n\n".join(lead), sections, figures)
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+def percent(share: float) -> str:
+    """Write a share: 93.9 %."""
+    return f"{100 * share:.1f} %"
+
+
+def way(record: dict[str, Any]) -> str:
+    """Name the way of running: `ddp, 2 × CPU`."""
+    devices = {row["device"].partition(":")[0] for row in record.get("peak_memory") or [] if row.get("device")}
+    gpu = "cuda" in devices or (not devices and bool((record.get("hardware") or {}).get("gpus")))
+    count, nodes = record.get("replicas") or 1, record.get("num_nodes") or 1
+    over = f" on {nodes} nodes" if nodes > 1 else ""
+    strategy = record.get("strategy") or ""
+    named = "" if strategy.startswith("single") else f"{strategy}, "
+    return f"{named}{count} × {'GPU' if gpu else 'CPU'}{over}"
+
+
+def headline(record: dict[str, Any], tested: int) -> str:
+    """Say what came out of a training, in a line.
+
+    Args:
+        record: The run record.
+        tested: Number of test images, 0 where it is not known.
+    """
+    epochs = record.get("epochs") or []
+    if record["status"] == "failed":
+        where = f"in epoch {len(epochs) + 1}" if record.get("steps") or epochs else "before the first step"
+        return f"Failed {where}: {_short(record['error'])}"
+    steps, count = record.get("steps") or 0, sum(bool(row.get("whole", True)) for row in epochs)
+    limited = 0 <= (record.get("max_steps") or -1) <= steps
+    after = f"{steps:,} steps" if limited or not count else f"{count} epoch{'s' * (count != 1)}"
+    if record["status"] == "interrupted" and not finished(record):
+        after += f", interrupted {record['error']}"
+    test, validated = record.get("test") or {}, [row for row in epochs if row.get("val_acc") is not None]
+    images = (record.get("data") or {}).get("images") or {}
+    if test.get("acc") is not None:
+        said = f"{percent(test['acc'])} on {f'{tested:,} ' * bool(tested)}test images"
+    elif validated:
+        held = images.get("val")
+        said = f"{percent(validated[-1]['val_acc'])} on {f'{held:,} ' * bool(held)}validation images"
+    elif epochs and epochs[-1].get("train_loss") is not None:
+        said = f"Training loss {epochs[-1]['train_loss']:.4g}"
+    else:
+        said = "Trained"
+    return f"{said} after {after} ({way(record)})"
+
+
+def _short(text: object) -> str:
+    line = one_line(str(text))
+    return line if len(line) <= 120 else f"{line[:119]}…"
+
+
+def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What it was, and on what; what an early end has left unknown is left out."""
+    model, data = record.get("model") or {}, record.get("data") or {}
+    if model:
+        yield "network", f"{model['name']}, {model['parameters']:,} parameters"
+    if data:
+        kinds = {"train": "training", "val": "validation", "test": "test"}
+        images = [f"{data['images'][name]:,} {kind}" for name, kind in kinds.items() if data["images"].get(name)]
+        yield "images", f"{data['name']}: {', '.join(images)}; {data['classes']} classes"
+    if record.get("strategy"):
+        threads = record["threads"]
+        yield (
+            "way of running",
+            f"{way(record)}, {threads} thread{'s' * (threads != 1)}{' each' * (record['world_size'] > 1)}",
+        )
+    if batch := record.get("global_batch_size"):
+        parts = f" = {record['replicas']} × {batch / record['replicas']:g}" if record["replicas"] > 1 else ""
+        micro = f", at most {record['micro_batch']} at once" if record.get("micro_batch") else ""
+        yield "batch", f"{batch}{parts}{micro}"
+    if record.get("precision"):
+        yield "precision", record["precision"]
+    if record.get("train_s") is not None:
+        yield "time", f"{record['train_s']:,.1f} s of training, {record['setup_s']:,.1f} s of set-up"
+    if record.get("resumed_from"):
+        yield "resumed from", record["resumed_from"]
+    if hardware := record.get("hardware"):
+        gpus = f"; {', '.join(hardware['gpus'])}" if hardware["gpus"] else ""
+        yield "hardware", f"{hardware['cpu']}, {hardware['cores']} cores{gpus}"
+    if versions := record.get("versions"):
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def _metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of metrics.csv, without what is empty in each."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if name and value} for row in csv.DictReader(file)]
+
+
+def _learning(record: dict[str, Any], metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
+    epochs = record.get("epochs") or []
+    lines = {name: _line(epochs, name) for name in ("train_loss", "val_loss", "val_acc", "lr")}
+    lines["train_acc"] = np.array([(row["epoch"] + 1, row["train_acc"]) for row in metrics if "train_acc" in row]).T
+    # an epoch's figures are logged at its last step, of which there may be fewer than batches
+    ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
+    length = ends[-1] if ends else record.get("steps_per_epoch") or 1
+
+    def by_step(name: str) -> np.ndarray:
+        return np.array([((row["step"] + 1) / length, row[name]) for row in metrics if name in row]).reshape(-1, 2).T
+
+    windows = by_step("train_loss_step")
+    logged = next((name for row in metrics for name in row if name.startswith("lr-")), None)
+    rates = by_step(logged) if logged else lines["lr"]
+    said = []
+    if any(lines[name].size for name in ("train_loss", "val_loss")) or windows.size:
+
+        def loss(axes: Axes) -> None:
+            axes.plot(*windows, color=BLUE, alpha=0.35, linewidth=1)
+            _curves(axes, {"training": lines["train_loss"], "validation": lines["val_loss"]})
+
+        def rate(axes: Axes) -> None:
+            axes.set(xlabel="epoch", ylabel="lr")
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=len(epochs) > 1))
+            if rates.size:
+                end = max(len(epochs), rates[0][-1])
+                axes.plot([*rates[0], end], [*rates[1], rates[1][-1]], color=GREY, drawstyle="steps-post")
+                axes.set_yticks([0, rates[1].max()])
+                axes.set_ylim(0, 1.2 * rates[1].max() or 1)
+
+        figures["loss"] = draw_plot(loss, 3.6, rate)
+        faint = "; faint: each logging window" * bool(windows.size)
+        said.append(f'![Training and validation loss against epochs, the learning rate below](loss "Loss{faint}")')
+    if lines["val_acc"].size or lines["train_acc"].size:
+
+        def accuracy(axes: Axes) -> None:
+            _curves(axes, {"training": lines["train_acc"], "validation": lines["val_acc"]})
+            axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=len(epochs) > 1))
+            axes.set_xlabel("epoch")
+
+        figures["accuracy"] = draw_plot(accuracy, 3.6)
+        said.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
+    return "\n".join(said) or "No loss was logged as train_loss or val_loss."
+
+
+def _line(epochs: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    """Epochs, and a figure of each that has one, (2, epochs)."""
+    return np.array([(row["epoch"] + 1, row[name]) for row in epochs if row.get(name) is not None]).T
+
+
+def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
+    drawn = {name: line for name, line in lines.items() if line.size}
+    colours = dict(zip(lines, COLOURS, strict=False))
+    for name, line in drawn.items():
+        axes.plot(*line, color=colours[name], marker="o" if len(line[0]) < 30 else None, markersize=3)
+    axes.grid(axis="y")
+    axes.margins(x=0.02)
+    label_lines(axes, [(line[1][-1], name, colours[name]) for name, line in drawn.items()])
+
+
+# -- what is confused -------------------------------------------------------------------------------------------------
+
+
+def _confusion(path: Path) -> tuple[list[str], np.ndarray]:
+    """Names of the classes, and counts of label (rows) against prediction; nothing where nothing was tested."""
+    if not path.exists():
+        return [], np.zeros((0, 0), int)
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        rows = list(csv.reader(file))
+    return rows[0][1:], np.array([row[1:] for row in rows[1:]], int)
+
+
+def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
+    """Draw counts of label (rows) against prediction (classes, classes), shaded by their share of the row."""
+    total = counts.sum(1, keepdims=True)
+    shares = counts / np.maximum(total, 1)
+    axes.imshow(shares, cmap=BLUES, vmin=0, vmax=1, interpolation="none")
+    size = min(10.0, 230 / len(names))
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
+    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.set(xlabel="predicted", ylabel="label")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if len(names) > CELLS:
+        return
+    for row, column in zip(*counts.nonzero(), strict=True):
+        colour = "white" if shares[row, column] > 0.5 else INK
+        axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=size)
+    for row in range(len(names)):
+        recall = f"{shares[row, row]:.0%}" if total[row, 0] else "—"
+        axes.text(len(names) - 0.3, row, recall, va="center", fontsize=size)
+    axes.text(len(names) - 0.3, -0.8, "recall", va="center", fontsize=size)
+
+
+def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
+    """Draw counts of label (rows) against prediction (columns), (classes, classes), and recall, into a PNG."""
+    side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
+    title = "Confusion matrix: label against prediction"
+    figure = draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, title)
+    with whole(path) as file:
+        file.write(png(figure))
+
+
+def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> None:
+    """Draw images (C, H, W) with label, prediction and its probability, most confident first, into a PNG."""
+    columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: a cell, and the longer side of an image in it
+    lines = max(-(-len(rows) // columns), 1)
+    figure = Figure(figsize=(columns * width, lines * height))
+    axes = figure.add_axes((0, 0, 1, 1))  # one for all: 25 of them take a second to lay out
+    axes.axis("off")
+    for cell, (image, label, predicted, confidence) in enumerate(rows):
+        centre, bottom = (cell % columns + 0.5) * width, (lines - cell // columns - 1) * height + 0.05
+        high, wide = (side * length / max(image.shape[1:]) for length in image.shape[1:])
+        axes.imshow(
+            image.permute(1, 2, 0).squeeze(-1),
+            cmap="gray" if len(image) == 1 else None,
+            extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high),
+        )
+        said = f"{label}\npredicted {predicted}, {confidence:.0%}"
+        # on paper and on a dark screen
+        axes.text(centre, bottom + high + 0.05, said, fontsize=8, color="#767676", ha="center", va="bottom")
+    axes.set(xlim=(0, columns * width), ylim=(0, lines * height))
+    with whole(path) as file:
+        figure.savefig(file, format="png", dpi=120, transparent=True)
+
+
+def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: dict[str, Figure | bytes]) -> str:
+    if not names:
+        return ""
+    there = counts.sum(1)
+    recall = np.where(there > 0, counts.diagonal() / np.maximum(there, 1), np.inf)
+    off = counts - np.diag(counts.diagonal())
+    label, taken = divmod(int(off.argmax()), len(names))
+    said = []
+    if off.any():
+        least = f"{plain(names[int(recall.argmin())])}, {percent(recall.min())} of its images"
+        most = f"{plain(names[label])}, taken for {plain(names[taken])} ({off.max():,} images)"
+        said.append(f"Least recognised: {least}. Most often confused: {most}.")
+    figures["confusion"] = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
+    said.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
+    picture = folder / "most_wrong.png"
+    if off.any() and picture.exists():
+        with Image.open(picture) as image, io.BytesIO() as file:
+            image.crop((0, 0, image.width, min(image.height, image.width * WRONG_HEIGHT // 100))).save(file, "PNG")
+            figures["most_wrong"] = file.getvalue()
+        said.append('![Test images, each with its label and what was predicted](most_wrong "Most confidently wrong")')
+    if len(names) > CELLS:
+        order = recall.argsort(kind="stable")[:SHOWN]
+        rows = [(names[i], percent(recall[i]), f"{there[i]:,}") for i in order if there[i]]
+        said.append(table(["least recognised", "recall", "images"], rows))
+    return "\n\n".join(said)
+
+
+# -- what limited the run ---------------------------------------------------------------------------------------------
+
+
+def _speed(record: dict[str, Any], figures: dict[str, Figure | bytes]) -> str:
+    course, throughput = record.get("course") or {}, record.get("throughput") or {}
+    times, ranks = record.get("time_per_step") or {}, record.get("ranks") or []
+    said = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
+    if record.get("profile"):
+        said.append(f"By its profile: {plain(record['profile']['limit'])}.")
+    shown = []
+    if rates := course.get("samples_per_s"):
+        median = throughput.get("median")
+
+        def speed(axes: Axes) -> None:
+            axes.plot(*np.array(rates).T, color=BLUE)
+            _over_time(axes)
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            if median:
+                axes.axhline(median, color=ORANGE, linewidth=1)
+                label_lines(axes, [(median, f"median\n{median:,.0f}", ORANGE)])
+
+        figures["speed"] = draw_plot(speed)
+        shown.append('![Samples/s of each logging window, over time](speed "Samples/s")')
+    if memory := course.get("memory_gib"):
+        figures["memory"] = draw_plot(lambda axes: _memory(axes, np.array(memory)))
+        shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
+    whole_step = sum(times.get(name) or 0.0 for name in PHASES)
+    if whole_step:
+        share = {name.replace("_", " + "): times[name] / whole_step for name in PHASES}
+        first = max(share, key=lambda name: share[name])
+        said.append(f"A step takes {whole_step:.3g} ms, {share[first]:.0%} of it for {first}.")
+        figures["step"] = draw(lambda axes: _stacked(axes, [""], PHASES, [times]), height=1.6)
+        shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
+    if 1 < len(ranks) <= CELLS:
+        labels, height = [f"rank {row['rank']}" for row in ranks], 1.1 + 0.28 * len(ranks)
+        figures["ranks"] = draw(lambda axes: _stacked(axes, labels, NAMES, ranks), height=height)
+        shown.append('![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")')
+    said.append("\n".join(shown))
+    return "\n\n".join(filter(None, said))
+
+
+def _over_time(axes: Axes) -> None:
+    axes.set_xlabel("seconds of training")
+    axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)
+    axes.grid(axis="y")
+
+
+def _memory(axes: Axes, points: np.ndarray) -> None:
+    seconds, ranks = points[:, 0], points[:, 1:]
+    for column in ranks.T:
+        axes.plot(seconds, column, color=BLUE, linewidth=1.4 if len(ranks.T) <= NAMED else 0.8)
+    _over_time(axes)
+    last = ranks[-1]
+    named = range(len(last)) if len(last) <= NAMED else (last.argmin(), last.argmax())
+    if last.max() - last.min() < 0.03 * last.max() and len(last) > 1:
+        label_lines(axes, [(last.mean(), f"{len(last)} ranks:\n{last.mean():.2f}", BLUE)])
+    else:
+        label_lines(axes, [(last[rank], f"rank {rank}: {last[rank]:.2f}", BLUE) for rank in named])
+
+
+def _stacked(axes: Axes, labels: Sequence[str], parts: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Draw a bar for each row, of its parts in milliseconds."""
+    left = np.zeros(len(rows))
+    whole_steps = sum(np.array([row[part] for row in rows]) for part in parts)
+    for part in parts:
+        widths = np.array([row[part] for row in rows])
+        name = part.replace("_", " + ")
+        bars = axes.barh(labels, widths, left=left, color=PARTS[part], edgecolor=PAPER, height=0.65, label=name)
+        written = [f"{share:.0%}" if share >= 0.08 else "" for share in widths / np.maximum(whole_steps, 1e-9)]
+        axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
+        left += widths
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("milliseconds")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params("y", length=0)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=9, handlelength=1, columnspacing=1.2)
