@@ -1,83 +1,175 @@
-"""Says in sentences what the figures of a comparison mean."""
+"""Says in sentences what the figures of a comparison mean, and claims nothing that they do not show."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
 from app.monitor.step_profiler import PHASES
+from app.system.page import plain
 
 OVERHEAD = 0.35  # share of a step from which on a phase, other than the model's own work, is what limits it
 LAUNCH_BOUND = 0.9  # share of its own work from which on a GPU waits for the host to launch it
 MOSTLY = 0.65  # share of a step that the model's own work should have
 NEARLY_FULL = 80.0  # percent of a device's memory
+BUSY = 0.1  # share of the cores from which on it matters that other programs take them
+NAMED = 3  # variants that a sentence names
 
 
-def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str]) -> list[str]:
-    """Recommend what to use here, in sentences of Markdown.
+class Verdict(NamedTuple):
+    """What a comparison has found.
+
+    Attributes:
+        said: In a line of plain text.
+        taken: The variant to take, or None where nothing was measured.
+    """
+
+    said: str
+    taken: str | None
+
+
+def ranked(table: pd.DataFrame) -> pd.DataFrame:
+    """The variants with samples/s and a finite loss, by their names, the fastest first."""
+    measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
+    measured = measured[measured["not_finite_since"].isna()]
+    measured = measured.assign(per_device=measured["samples_per_s"] / measured["replicas"])
+    return measured.sort_values("samples_per_s", ascending=False)
+
+
+def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
+    """Say which variant is the fastest, or that several runs of each do not tell.
 
     Two variants differ when the ranges of their runs do not overlap and their medians differ by more than either
-    range; with a single run there is no range, and nothing is claimed. A variant whose loss is not finite is not
-    recommended.
+    range; with a single run there is no range, and nothing is claimed. Of those that do not differ, the one with the
+    fewest devices is to be taken. A variant whose loss is not finite is left out.
+
+    Args:
+        table: As `app.compare.results.tabulate` makes it.
+        baseline: The variant that the others are compared with.
+    """
+    rows = ranked(table)
+    if rows.empty:
+        return Verdict("Nothing was measured", None)
+    best = rows.iloc[0]
+    rate = f"{best['samples_per_s']:,.0f} samples/s"
+    if len(rows) == 1:
+        return Verdict(f"{best.name}: {rate}", str(best.name))
+    if (rows["n"] < 2).all():
+        return Verdict(f"{best.name} was the fastest, in a single run of each: {rate}", str(best.name))
+    tied = _as_good(rows, best)
+    if tied:
+        fewest = min([best, *tied], key=lambda row: (row["replicas"], row.name != baseline))
+        names = _listed([str(row.name) for row in [best, *tied]])
+        return Verdict(
+            f"No winner: {names} are as fast as each other, within the spread of their runs", str(fewest.name)
+        )
+    other = rows.loc[[baseline]].iloc[0] if baseline in rows.index[1:] else rows.iloc[1]
+    return Verdict(f"{best.name} is the fastest: {rate}, {_times(best, other)}", str(best.name))
+
+
+def warnings(table: pd.DataFrame, cores: int, usable: int, load: float) -> list[str]:
+    """What to bear in mind before anything else, in sentences of Markdown.
+
+    Args:
+        table: As `app.compare.results.tabulate` makes it.
+        cores: Of this machine.
+        usable: Those of them that a process may use.
+        load: Its load average at the start; it counts where it is not known what other programs took.
+    """
+    said = []
+    others = table["others_cores"].max()
+    disturbed = others > cores - (1 - BUSY) * usable
+    took = f"other programs took up to {others:.1f} of its {cores} cores" if disturbed else ""
+    if not took and pd.isna(others) and load > cores / 4:
+        took = f"its load average was {load:.1f} at the start, on {cores} cores"
+    if took:
+        said.append(f"**The machine was busy: {took}.** Measure again when it is quiet, with `--fresh`.")
+        if ((table["threads"] > 1) & (table["accelerator"] == "cpu")).any():
+            said[-1] += " Until then give each process one thread, `OMP_NUM_THREADS=1`: several wait for each other."
+    diverged = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
+    if diverged:
+        said.append(f"**The loss of {plain(', '.join(diverged))} is not finite**: left out of what follows.")
+    return said
+
+
+def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str], cores: int) -> list[str]:
+    """Recommend what to use here, in sentences of Markdown.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
         baseline: The variant that the others are compared with.
         commands: The command of each variant.
+        cores: Of this machine.
     """
-    measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
-    diverged = [str(name) for name in measured.index[measured["not_finite_since"].notna()]]
-    measured = measured.assign(per_device=measured["samples_per_s"] / measured["replicas"]).drop(diverged)
-    said = [f"**The loss of {', '.join(diverged)} is not finite**: left out of what follows."] if diverged else []
-    if measured.empty:
-        return [*said, "Nothing was measured: see below why."]
-    ranked = measured.sort_values("samples_per_s", ascending=False)
-    best, taken = ranked.iloc[0], ranked.iloc[0]
-    said.append(f"**Fastest: {best.name}**, {best['samples_per_s']:,.0f} samples/s.")
-    if len(ranked) > 1:
-        said[-1] += f" {_against(best, ranked.iloc[1])}"
-    if best.name != baseline and baseline in ranked.index[2:]:
-        said.append(_against(best, ranked.iloc[list(ranked.index).index(baseline)]))
-    if ranked["global_batch"].nunique() > 1:
+    rows, taken = ranked(table), verdict(table, baseline).taken
+    if taken is None:
+        return ["Nothing was measured: see below why."]
+    best, take = rows.iloc[0], rows.loc[[taken]].iloc[0]
+    name = f"**Take {plain(taken)}**"
+    if len(rows) == 1:
+        said = [f"{name}: no other was measured."]
+    elif (rows["n"] < 2).all():
+        said = [f"{name} for now: a single run of each does not tell a difference from chance. Give `--repeats 3`."]
+    elif tied := _as_good(rows, best):
+        most = max(row["replicas"] for row in (best, *tied))
+        few = f"{take['replicas']} device{'s' * (take['replicas'] > 1)}"
+        fewer = f", on {few} where others take {most}" if take["replicas"] < most else ""
+        said = [f"{name}: it is as fast as any{fewer}."]
+    else:
+        second = rows.iloc[1]
+        said = [f"{name}: it is {plain(_times(best, second))}, more than runs of the same differ."]
+    if rows["global_batch"].nunique() > 1:
         said.append(
             "Their global batches differ: at the same epoch they have taken different steps, so compare losses, too."
         )
-    for name, slow in ranked["slow_rank"].dropna().items():
-        said.append(f"**{name}: {slow}**, in each of its runs: the others wait for it in every step.")
-    fewer = [row for row in _as_good(ranked, best) if row["replicas"] < best["replicas"]]
-    if fewer:
-        taken = min(fewer, key=lambda row: row["replicas"])
-        said.append(f"**{taken.name} is as fast with {int(taken['replicas'])} device(s)**: take that.")
-    frugal = ranked.sort_values("per_device").iloc[-1]
-    if frugal.name != best.name:
-        others = [str(row.name) for row in _as_good(ranked, frugal, "per_device")]
-        same = f", no better than {', '.join(others)} by the spread of the runs" if others else ""
-        said.append(f"**Best for each device: {frugal.name}**, {frugal['per_device']:,.0f} samples/s from each{same}.")
-    impossible = ranked[(ranked["efficiency"] > 1.2) & (ranked["replicas"] > 1)]
+    for each, slow in rows["slow_rank"].dropna().items():
+        said.append(f"**{plain(each)}: {plain(slow)}**, in each of its runs: the others wait for it in every step.")
+    frugal = rows.sort_values("per_device").iloc[-1]
+    others = [str(row.name) for row in _as_good(rows, frugal, "per_device")]
+    if not {best.name, taken} & {frugal.name, *others}:
+        same = f", no better than {plain(_listed(others))} by the spread of the runs" if others else ""
+        each = f"{frugal['per_device']:,.0f} samples/s from each{same}"
+        said.append(f"Best for each device is **{plain(frugal.name)}**: {each}.")
+    impossible = rows[(rows["efficiency"] > 1.2) & (rows["replicas"] > 1)]
     if len(impossible):
         said.append(
-            f"**{', '.join(map(str, impossible.index))}: more than the ideal**. Something must have disturbed the "
-            "others: measure again on a quiet machine, with `--fresh`."
+            f"**{plain(', '.join(map(str, impossible.index)))}: more than the ideal**. Something must have disturbed "
+            "the others: measure again on a quiet machine, with `--fresh`."
         )
-    if (ranked["accelerator"] == "cpu").any() and (ranked["replicas"] > 1).any():
+    said += _of_one_processor(rows, baseline, cores)
+    said += _limit(take, rows)
+    return [*said, f"The command of {plain(taken)}:\n\n```\n{commands[taken]}\n```"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Name the first of several: `a, b and c`, `a, b, c and 4 more`."""
+    shown = [*names[:NAMED], *[f"{len(names) - NAMED} more"] * (len(names) > NAMED)]
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+
+
+def _times(one: pd.Series, other: pd.Series) -> str:
+    return f"{one['samples_per_s'] / other['samples_per_s']:.2f} times as fast as {other.name}"
+
+
+def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str]:
+    """Say what several devices of one processor mean, by the threads that were counted."""
+    several = rows[(rows["accelerator"] == "cpu") & (rows["replicas"] > 1)]
+    if several.empty:
+        return []
+    said = ["The devices here are processes or threads of one CPU: what they gain says little about GPUs."]
+    alone = rows["threads"].get(baseline)
+    if baseline not in several.index and alone is not None and alone >= cores > 1:
+        said[0] += (
+            f" {plain(baseline)} uses all {cores} cores already, by its {alone} threads, so that the ideal cannot be "
+            "reached; `OMP_NUM_THREADS=1` would compare one core with several."
+        )
+    threads = several["threads"] * several["processes"]
+    if (threads > cores).any():
         said.append(
-            "The devices here are processes or threads of one CPU, which share its cores: what they gain says little "
-            "about GPUs, and the ideal line cannot be reached, for one process already uses several cores."
+            f"{plain(threads.idxmax())} runs {threads.max()} threads on {cores} cores, which take turns: try a smaller "
+            "`OMP_NUM_THREADS`."
         )
-    said += _limit(taken, ranked)
-    return [*said, f"The command of {taken.name}:\n\n```\n{commands[str(taken.name)]}\n```"]
-
-
-def _against(one: pd.Series, other: pd.Series) -> str:
-    """Say how much faster one variant is, and whether that is more than the spread of the runs."""
-    ratio = one["samples_per_s"] / other["samples_per_s"]
-    if min(one["n"], other["n"]) < 2:
-        return (
-            f"It is {ratio:.2f} times as fast as {other.name} in a single run: whether that is more than chance is not "
-            "known, so give `--repeats 3`."
-        )
-    if apart(one, other):
-        return f"It is {ratio:.2f} times as fast as {other.name}, more than runs of the same differ."
-    return f"**No real difference to {other.name}**: {ratio:.2f} times as fast, which is within the spread of the runs."
+    return said
 
 
 def apart(one: pd.Series, other: pd.Series) -> bool:
@@ -87,24 +179,33 @@ def apart(one: pd.Series, other: pd.Series) -> bool:
     return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)
 
 
-def _as_good(ranked: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -> list[pd.Series]:
-    """List the variants that several runs do not tell apart from the best one."""
-    rates = [name for name in ranked.columns if name.startswith("samples_per_s")]
+def _as_good(rows: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -> list[pd.Series]:
+    """List the variants that the runs do not tell apart from the best one, where either has several."""
+    rates = [name for name in rows.columns if name.startswith("samples_per_s")]
 
     def scaled(row: pd.Series) -> pd.Series:
         return row[rates] / (row["replicas"] if by == "per_device" else 1)
 
-    rows = [row for _, row in ranked.iterrows() if row.name != best.name and min(row["n"], best["n"]) > 1]
-    return [row for row in rows if not apart(scaled(best), scaled(row))]
+    others = [row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1]
+    return [row for row in others if not apart(scaled(best), scaled(row))]
 
 
-def _limit(best: pd.Series, ranked: pd.DataFrame) -> list[str]:
+def ranks(table: pd.DataFrame) -> dict[str, int]:
+    """The place of each variant, the fastest first; those that the runs do not tell apart from it share the first."""
+    rows = ranked(table)
+    if rows.empty:
+        return {}
+    tied = {row.name for row in _as_good(rows, rows.iloc[0])}
+    return {str(name): 1 if name in tied else place for place, name in enumerate(rows.index, 1)}
+
+
+def _limit(best: pd.Series, rows: pd.DataFrame) -> list[str]:
     """Say what limits a variant, and what to try next that was not tried here."""
     said = []
     fullest = max(best["memory_main_percent"], best["memory_others_percent"], key=lambda v: -1 if pd.isna(v) else v)
     if fullest >= NEARLY_FULL:
         said.append(
-            f"**Memory limits {best.name}**: {fullest:.0f} % of a device is used. Try "
+            f"**Memory limits {plain(best.name)}**: {fullest:.0f} % of a device is used. Try "
             "`--trainer.precision bf16-mixed` or a smaller `--data.batch_size`."
         )
     times = best[[f"{phase}_ms" for phase in PHASES]].astype(float)
@@ -130,17 +231,16 @@ def _limit(best: pd.Series, ranked: pd.DataFrame) -> list[str]:
         phase, part = "rest", own
     if part >= OVERHEAD:
         what, remedy = remedies[phase]
-        return [*said, f"**{what} limits {best.name}**: {part:.0%} of a step. Try {remedy}."]
+        return [*said, f"**{what} limits {plain(best.name)}**: {part:.0%} of a step. Try {remedy}."]
     ideas = []
-    if best["accelerator"] == "cuda" and not (ranked["replicas"] > best["replicas"]).any():
+    if best["accelerator"] == "cuda" and not (rows["replicas"] > best["replicas"]).any():
         ideas.append("more devices")
-    if best["accelerator"] == "cuda" and not ranked["precision"].str.startswith("bf16").any():
+    if best["accelerator"] == "cuda" and not rows["precision"].str.startswith("bf16").any():
         ideas.append("`--trainer.precision bf16-mixed`")
     ideas.append("a larger `--data.batch_size`, which keeps the hardware busier")
     judged = ", as it should be" if own >= MOSTLY else ""
-    said.append(
-        f"**The model's own computation limits {best.name}**: {own:.0%} of a step{judged}. Try {' or '.join(ideas)}."
-    )
+    limited = f"**The model's own computation limits {plain(best.name)}**: {own:.0%} of a step{judged}"
+    said.append(f"{limited}. Try {' or '.join(ideas)}.")
     return said
 
 

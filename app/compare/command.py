@@ -18,9 +18,10 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 
-from app.compare.experiment import Experiment, Variant, command, expand
+from app.compare.experiment import Experiment, Variant, command, expand, inherited
 from app.compare.report import write_report
-from app.compare.runner import Runner
+from app.compare.results import rate
+from app.compare.runner import Outcome, Runner
 from app.errors import UserError, nearest
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser, read_yaml
@@ -69,6 +70,7 @@ def run(arguments: list[str]) -> int:
     head: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "app", "compare", *arguments]),
         "load": os.getloadavg()[0],
+        "usable_cores": usable_cores(),
         "hardware": hardware(),
         "driver": driver(),
         "versions": versions(),
@@ -88,7 +90,7 @@ def run(arguments: list[str]) -> int:
         console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
     if options.wandb:
         project = variants[0].settings.run.project
-        loggers = make_loggers(str(folder.parent), str(experiment.name), name, True, project, group, ["summary"])
+        loggers = make_loggers(folder / name, True, project, group, ["summary"])
         for tracker in loggers:
             if isinstance(tracker, Tracker):
                 tracker.log_comparison(table, pictures)
@@ -139,6 +141,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},
+        "environment": inherited(),
         "warmup_epochs": experiment.warmup_epochs,
         "hardware": hardware(),
         "versions": versions(),
@@ -229,8 +232,9 @@ class _Screen:
         for outcome in runner.outcomes:
             key = (outcome.variant.name, len(outcome.records), outcome.reason)
             if key not in self.told and (outcome.records or outcome.reason):
-                said = _rate(list(outcome.records.values())[-1]) if outcome.records else ""
-                state = outcome.reason or f"run {len(outcome.records)} of {runner.experiment.repeats}, {said}"
+                state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {len(outcome.records)}"
+                state += f" of {runner.experiment.repeats}" * (not outcome.reason)
+                state += f", {_rates(outcome)}" * bool(outcome.records)
                 said = f"{outcome.variant.name}: {state}  ({self._clock(runner)})"
                 self.console.print(said, soft_wrap=True, markup=False)
                 self.told.add(key)
@@ -253,12 +257,13 @@ class _Screen:
                 state = f"[bold]epoch {epochs + 1} of {of}[/bold]" if record else "[bold]starting[/bold]"
             elif outcome.reason:
                 state = escape(f"{outcome.status}: {outcome.reason[:50]}")
-            rates = [_rate(record) for record in outcome.records.values()]
             runs = f"{len(outcome.records)} of {runner.experiment.repeats}"
-            table.add_row(escape(outcome.variant.name), runs, state, rates[-1] if rates else "")
+            table.add_row(escape(outcome.variant.name), runs, state, _rates(outcome))
         return table
 
 
-def _rate(record: dict[str, Any]) -> str:
-    median = record["throughput"]["median"]
-    return "too short to measure" if median is None else f"{median:,.0f} samples/s"
+def _rates(outcome: Outcome) -> str:
+    medians = outcome.medians
+    if not outcome.records:
+        return ""
+    return f"{rate(medians)} samples/s" if medians else "too short to measure"

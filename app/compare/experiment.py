@@ -26,6 +26,9 @@ OWN = (
 )
 
 
+# variables that a run inherits, and without which its command would not do the same in another shell
+INHERITED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
 MOST_VARIANTS = 1000  # each is several runs of minutes
 
 
@@ -76,7 +79,8 @@ class Experiment:
         warmup_epochs: First epochs, which do not count for throughput.
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
-        time_limit: Seconds after which a run is ended and counts as hanging.
+        time_limit: Seconds after which a run is told to end. One that does is slow, and measured on what it has done;
+            one that does not is hanging.
         scale_batch: Let the global batch and the learning rate grow with the number of replicas, instead of holding
             both fixed.
         quick: Take the experiment's small form, for any machine with two cores.
@@ -108,17 +112,22 @@ class Process(NamedTuple):
 
     Attributes:
         arguments: Its arguments.
-        environment: Variables that are added to its environment.
+        environment: Variables of its environment that a person would have to set.
     """
 
     arguments: list[str]
     environment: dict[str, str]
 
 
+def inherited() -> dict[str, str]:
+    """The variables that a run inherits from here."""
+    return {name: os.environ[name] for name in INHERITED if name in os.environ}
+
+
 def command(processes: Sequence[Process]) -> str:
     """Write what a person would type to start these processes, a line for each."""
     lines = [
-        "".join(f"{key}={value} " for key, value in process.environment.items())
+        "".join(f"{key}={shlex.quote(value)} " for key, value in process.environment.items())
         + shlex.join(["python", "-m", "app", *process.arguments])
         for process in processes
     ]
@@ -161,9 +170,9 @@ class Variant:
         arguments = [*self.arguments, *more]
         count = self.settings.trainer.num_nodes
         if count == 1:
-            return [Process(arguments, {})]
+            return [Process(arguments, inherited())]
         arguments += ["--cluster.init_method", url, "--cluster.node_rank"]
-        return [Process([*arguments, str(node)], self._part(node)) for node in range(count)]
+        return [Process([*arguments, str(node)], inherited() | self._part(node)) for node in range(count)]
 
     def _part(self, node: int) -> dict[str, str]:
         """Choose the variables that give a node its part of this machine."""
@@ -173,7 +182,7 @@ class Variant:
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             visible = given.split(",") if given else [str(i) for i in range(self.replicas)]
             return {"CUDA_VISIBLE_DEVICES": ",".join(visible[node * each : (node + 1) * each])}
-        return {"OMP_NUM_THREADS": str(max(usable_cores() // self.replicas, 1))}
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(usable_cores() // self.replicas, 1)))}
 
 
 def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:

@@ -1,136 +1,305 @@
-"""Draws the pictures of a comparison."""
+"""Draws the figures of a comparison, for the page and as files."""
 
+import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
-from matplotlib.ticker import MaxNLocator
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from app.compare.advice import ranked
+from app.compare.results import rate
 from app.compare.runner import Outcome
+from app.monitor.report import PARTS
 from app.monitor.step_profiler import PHASES
+from app.system.page import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, label_lines, superscript
 
-TITLES = {
-    "throughput": "Throughput: median of the runs, bars from the slowest to the fastest",
-    "efficiency": "Scaling efficiency: speed-up for each device",
-    "loss_epoch": "Training loss against epochs",
-    "loss_time": "Training loss against time",
-    "memory": "Peak memory of a device",
-    "step": "Where the time of a step goes",
-}
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#97bbf5")
+WIDE, NARROW = 6.4, 4.6  # inches
+ALIKE = 0.005  # of the range of all losses: less than a line is wide
+NAMED = 5  # lines that have a colour and a name each; of more, only some
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
-def draw(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, folder: Path) -> dict[str, Path]:
-    """Draw every picture for which there are figures.
+class Picture(NamedTuple):
+    """A figure that is to be drawn.
+
+    Attributes:
+        title: What it shows, or better, what is to be seen in it.
+        alt: What it shows, for those who do not see it.
+        paint: Fills its axes.
+        width: In inches.
+        height: In inches.
+    """
+
+    title: str
+    alt: str
+    paint: Callable[[Axes], None]
+    width: float = NARROW
+    height: float = 3.2
+
+
+def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, taken: str | None) -> dict[str, Picture]:
+    """List the pictures for which there are figures, by their names.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
         outcomes: The variants and their runs.
-        baseline: The variant that the ideal line starts from.
-        folder: Where to put them.
-
-    Returns:
-        Title and file of each picture.
+        baseline: The variant that the ideal is computed from.
+        taken: The variant that is recommended.
     """
-    measured = table.dropna(subset=["samples_per_s"])
-    drawn = {}
-
-    def picture(name: str, paint: Callable[[Axes], None], rows: int | None = None) -> None:
-        figure = Figure(figsize=(8, 4.5 if rows is None else 1.5 + 0.45 * rows), layout="constrained")
-        axes = figure.subplots()
-        axes.set_title(TITLES[name], fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
-        paint(axes)
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=120)
-        drawn[TITLES[name]] = path
-
-    if len(measured):
-        picture("throughput", lambda axes: _throughput(axes, measured, baseline), len(measured))
-    if measured["efficiency"].notna().any():
-        scaled = measured.dropna(subset=["efficiency"])
-        picture("efficiency", lambda axes: _efficiency(axes, scaled), len(scaled))
-    if any(outcome.records for outcome in outcomes):
-        picture("loss_epoch", lambda axes: _loss(axes, outcomes, against_time=False))
-        picture("loss_time", lambda axes: _loss(axes, outcomes, against_time=True))
-    known = table.dropna(subset=["memory_main_gib"])
-    if len(known):
-        picture("memory", lambda axes: _memory(axes, known), len(known))
-    timed = table.dropna(subset=["rest_ms"])
+    rows, found = ranked(table), {}
+    if len(rows):
+        rates = {outcome.variant.name: outcome.medians for outcome in outcomes}
+        found["throughput"] = Picture(
+            "Samples/s: the median of the runs",
+            "Samples/s of each variant, the fastest first",
+            lambda axes: _throughput(axes, rows, rates, baseline, taken),
+            WIDE,
+            1.2 + 0.36 * len(rows),
+        )
+    diverged = set(table.loc[table["not_finite_since"].notna(), "variant"])
+    lines = curves([outcome for outcome in outcomes if outcome.variant.name not in diverged])
+    if lines:
+        said, group = _coinciding(lines, baseline)
+        found["loss_epoch"] = Picture(
+            said, "Training loss of each variant against epochs", lambda axes: _loss(axes, lines, baseline, taken)
+        )
+        if _largest(lines, group):
+            found["loss_difference"] = Picture(
+                f"Their difference from {group[0]}",
+                f"Difference of the training loss from that of {group[0]}, against epochs",
+                lambda axes: _difference(axes, lines, group, taken),
+            )
+        found["loss_time"] = Picture(
+            "Training loss against time",
+            "Training loss of each variant against seconds of training",
+            lambda axes: _loss_in_time(axes, lines, baseline, taken),
+        )
+    timed = rows.dropna(subset=["rest_ms"])
     if len(timed):
-        picture("step", lambda axes: _step(axes, timed), len(timed))
-    return drawn
+        found["step"] = Picture(
+            "Where the time of a step goes, on rank zero",
+            "Milliseconds of each part of a step, of each variant",
+            lambda axes: _step(axes, timed),
+            NARROW,
+            1.3 + 0.3 * len(timed),
+        )
+    known = rows.dropna(subset=["memory_main_gib"])
+    if len(known):
+        found["memory"] = Picture(
+            "Peak memory of a device",
+            "Peak memory of the first device and of the largest of the others, of each variant",
+            lambda axes: _memory(axes, known),
+            NARROW,
+            1.3 + 0.3 * len(known),
+        )
+    scaled = rows.dropna(subset=["efficiency"])
+    if len(scaled) > 1:
+        found["efficiency"] = Picture(
+            f"Scaling efficiency: samples/s of each device, as a share of that of {baseline}",
+            "Scaling efficiency of each variant that has more devices than the baseline",
+            lambda axes: _efficiency(axes, scaled),
+            NARROW,
+            0.9 + 0.3 * len(scaled),
+        )
+    return found
+
+
+def curves(outcomes: Sequence[Outcome]) -> dict[str, pd.DataFrame]:
+    """Training loss of each variant by epoch: its median over the runs, their range, and the seconds until then."""
+    found = {}
+    for outcome in outcomes:
+        runs = [
+            pd.DataFrame([e for e in record["epochs"] if e.get("whole", True)]) for record in outcome.records.values()
+        ]
+        runs = [run.assign(until=run["seconds"].cumsum()) for run in runs if len(run)]
+        if runs:
+            by_epoch = pd.concat(runs).astype({"train_loss": float}).dropna(subset=["train_loss"]).groupby("epoch")
+            loss, until = by_epoch["train_loss"], by_epoch["until"]
+            figures = {"loss": loss.median(), "least": loss.min(), "most": loss.max(), "seconds": until.median()}
+            found[outcome.variant.name] = pd.DataFrame(figures | {"soonest": until.min(), "latest": until.max()})
+    return {name: line for name, line in found.items() if len(line)}
+
+
+# -- bars -------------------------------------------------------------------------------------------------------------
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> range:
     """Give each variant a row, the first on top."""
     places = range(len(names))
     axes.set_yticks(places, [name if len(name) <= 32 else f"{name[:31]}…" for name in names])
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params("y", length=0)
     return places
 
 
-def _throughput(axes: Axes, table: pd.DataFrame, baseline: str) -> None:
-    rates = table["samples_per_s"]
-    places = _rows(axes, list(table["variant"]))
-    spread = [rates - table["samples_per_s_min"], table["samples_per_s_max"] - rates]
-    axes.barh(places, rates, xerr=spread, color=COLOURS[0], ecolor="#333333", capsize=3, height=0.6)
+def _below(axes: Axes, handles: Sequence[Patch | Line2D]) -> None:
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, handlelength=1.2)
+
+
+def _throughput(
+    axes: Axes, rows: pd.DataFrame, rates: dict[str, list[float]], baseline: str, taken: str | None
+) -> None:
+    places = _rows(axes, list(rows.index))
+    values, least, most = (rows[f"samples_per_s{end}"] for end in ("", "_min", "_max"))
+    colours = [BLUE if name == taken else PALE for name in rows.index]
+    axes.barh(places, values, color=colours, height=0.62)
+    legend: list[Patch | Line2D] = [Patch(color=BLUE, label="recommended")] if taken else []
+    if (rows["n"] > 1).any():
+        axes.errorbar(
+            values, places, xerr=[values - least, most - values], fmt="none", ecolor=INK, elinewidth=1, capsize=3
+        )
+        legend.append(Line2D([], [], color=INK, linewidth=1, marker="|", label="slowest to fastest run"))
+    ends, room = [float(value) for value in most], 0.2 * float(most.max())  # for a value
+    limit = max(ends) + 1.25 * room
+    if baseline in rows.index:
+        base = rows.loc[baseline]
+        each = base["samples_per_s"] / base["replicas"]
+        scaled = [(p, each * n) for p, n in enumerate(rows["replicas"].tolist()) if n != base["replicas"]]
+        for place, ideal in scaled:
+            axes.plot([ideal, ideal], [place - 0.38, place + 0.38], color=ORANGE, linewidth=2)
+            limit = max(limit, 1.03 * ideal)
+            if ends[place] < ideal < ends[place] + room:  # the value stands beyond it
+                ends[place], limit = ideal, max(limit, ideal + 1.25 * room)
+        if scaled:
+            legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
+    for place, (name, end) in enumerate(zip(rows.index, ends, strict=True)):
+        axes.annotate(rate(rates[name]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_xlim(0, limit)
     axes.set_xlabel("samples/s")
-    base = table[table["variant"] == baseline]
-    if len(base):
-        start = base.iloc[0]
-        ideal = start["samples_per_s"] / start["replicas"] * table["replicas"]
-        for place, value in zip(places, ideal, strict=True):
-            axes.plot([value, value], [place - 0.4, place + 0.4], color="#d62728", linewidth=1.5)
-        axes.plot([], [], color="#d62728", label=f"ideal: {baseline} times the devices")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    _below(axes, legend)
 
 
-def _efficiency(axes: Axes, table: pd.DataFrame) -> None:
-    percent = 100 * table["efficiency"]
-    places = _rows(axes, list(table["variant"]))
-    bars = axes.barh(places, percent, color=COLOURS[3], height=0.6)
-    axes.bar_label(bars, labels=["" if pd.isna(value) else f"{value:.0f} %" for value in percent], padding=3)
-    axes.axvline(100, color="#d62728", linewidth=1.5)
-    axes.set_xlabel("% of the baseline's samples/s for each device")
+def _efficiency(axes: Axes, rows: pd.DataFrame) -> None:
+    places = _rows(axes, list(rows.index))
+    bars = axes.barh(places, 100 * rows["efficiency"], color=BLUE, height=0.62)
+    axes.bar_label(bars, labels=[f"{value:.0%}" for value in rows["efficiency"]], padding=4, fontsize=9)
+    axes.axvline(100, color=ORANGE, linewidth=2)
+    axes.set_xlim(0, 1.15 * max(100 * rows["efficiency"].max(), 100))
+    axes.set_xlabel("% of the ideal")
 
 
-def _loss(axes: Axes, outcomes: Sequence[Outcome], against_time: bool) -> None:
-    """Draw the first run of each variant: the others have the same loss, but for rounding."""
-    styles = ("-", "--", ":", "-.")
-    for index, outcome in enumerate(outcomes):
-        if not outcome.records:
-            continue
-        epochs = pd.DataFrame(outcome.records[min(outcome.records)]["epochs"])
-        if not len(epochs):
-            continue
-        x = epochs["seconds"].cumsum() if against_time else epochs["epoch"] + 1
-        style = styles[index % len(styles)]
-        axes.plot(x, epochs["train_loss"], style, label=outcome.variant.name, marker="o", markersize=3)
-    axes.set_xlabel("seconds of training, validation included" if against_time else "epoch")
-    axes.set_ylabel("training loss, mean of the epoch")
-    if not against_time:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, fontsize=8)
-
-
-def _memory(axes: Axes, table: pd.DataFrame) -> None:
-    places = _rows(axes, list(table["variant"]))
-    axes.barh([p - 0.2 for p in places], table["memory_main_gib"], height=0.38, color=COLOURS[0], label="main device")
-    others = table["memory_others_gib"].fillna(0.0)
-    axes.barh([p + 0.2 for p in places], others, height=0.38, color=COLOURS[1], label="largest of the others")
+def _memory(axes: Axes, rows: pd.DataFrame) -> None:
+    places = _rows(axes, list(rows.index))
+    main, others = rows["memory_main_gib"], rows["memory_others_gib"]
+    several = others.notna()
+    height = (0.62 - 0.24 * several).to_numpy()
+    bars = axes.barh(np.array(places) - 0.2 * several.to_numpy(), main, height=height, color=BLUE)
+    axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=9)
+    if several.any():
+        bars = axes.barh([p + 0.2 for p in places], others.fillna(0.0), height=0.38, color=GREEN)
+        axes.bar_label(bars, ["" if pd.isna(value) else f"{value:.2f}" for value in others], padding=4, fontsize=9)
+        _below(axes, [Patch(color=BLUE, label="first device"), Patch(color=GREEN, label="largest of the others")])
+    axes.set_xlim(0, 1.2 * max(main.max(), others.fillna(0.0).max()))
     axes.set_xlabel("GiB")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, ncols=2)
 
 
-def _step(axes: Axes, table: pd.DataFrame) -> None:
-    places = _rows(axes, list(table["variant"]))
-    left = pd.Series(0.0, index=table.index)
-    for phase, colour in zip(PHASES, COLOURS, strict=True):
-        axes.barh(places, table[f"{phase}_ms"], left=left, height=0.6, color=colour, label=phase.replace("_", " + "))
-        left = left + table[f"{phase}_ms"]
+def _step(axes: Axes, rows: pd.DataFrame) -> None:
+    places = _rows(axes, list(rows.index))
+    left = pd.Series(0.0, index=rows.index)
+    for phase in PHASES:
+        axes.barh(places, rows[f"{phase}_ms"], left=left, height=0.62, color=PARTS[phase])
+        left = left + rows[f"{phase}_ms"]
+    for place, value in zip(places, left, strict=True):
+        axes.annotate(f"{value:.3g}", (value, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_xlim(0, 1.15 * left.max())
     axes.set_xlabel("milliseconds")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, ncols=len(PHASES), fontsize=8)
+    _below(axes, [Patch(color=PARTS[phase], label=phase.replace("_", " + ")) for phase in PHASES])
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+def _groups(lines: dict[str, pd.DataFrame], baseline: str) -> list[list[str]]:
+    """Variants whose curves lie upon each other, those of the baseline first."""
+    losses = [line["loss"] for line in lines.values()]
+    close = ALIKE * (max(loss.max() for loss in losses) - min(loss.min() for loss in losses))
+    groups: list[list[str]] = []
+    for name in sorted(lines, key=lambda each: each != baseline):
+        for group in groups:
+            apart = (lines[name]["loss"] - lines[group[0]]["loss"]).abs().dropna()
+            if len(apart) and apart.max() <= close:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
+
+
+def _largest(lines: dict[str, pd.DataFrame], group: Sequence[str]) -> float:
+    return max(float((lines[name]["loss"] - lines[group[0]]["loss"]).abs().max()) for name in group)
+
+
+def _coinciding(lines: dict[str, pd.DataFrame], baseline: str) -> tuple[str, list[str]]:
+    """Say how many curves lie upon each other, and which."""
+    group = max(_groups(lines, baseline), key=len)
+    if len(group) == 1:
+        return "Training loss against epochs", group
+    largest = _largest(lines, group)
+    by = f"largest difference {largest:.0e}".replace("e-0", "e-") if largest else "to the last digit"
+    count, of = (WORDS[n] if n < len(WORDS) else str(n) for n in (len(group), len(lines)))
+    which = f"{'both' if len(group) == 2 else f'all {count}'}" if len(group) == len(lines) else f"{count} of {of}"
+    return f"{which.capitalize()} loss curves coincide ({by})", group
+
+
+def _loss(axes: Axes, lines: dict[str, pd.DataFrame], baseline: str, taken: str | None) -> None:
+    """Draw a line for all variants whose curves coincide: the median of the runs, with a band for their range."""
+    groups = _groups(lines, baseline)
+    colours = _colours([group[0] for group in groups], baseline, taken)
+    ends = []
+    for group in groups:
+        line, colour = lines[group[0]], colours[group[0]]
+        axes.plot(line.index + 1, line["loss"], color=colour, marker="o", markersize=3)
+        axes.fill_between(line.index + 1, line["least"], line["most"], color=colour, alpha=0.2, linewidth=0)
+        name = _short(group[0]) if len(group) == 1 else f"{len(group)} variants"
+        ends.append((line["loss"].iloc[-1], name, colour))
+    _against_epochs(axes, "training loss")
+    label_lines(axes, ends if len(ends) <= NAMED else [end for end in ends if end[2] != GREY])
+
+
+def _difference(axes: Axes, lines: dict[str, pd.DataFrame], group: Sequence[str], taken: str | None) -> None:
+    apart = {name: (lines[name]["loss"] - lines[group[0]]["loss"]).dropna() for name in group[1:]}
+    power = -math.floor(math.log10(_largest(lines, group)))
+    colours = _colours(list(apart), "", taken)
+    for name, line in apart.items():
+        axes.plot(line.index + 1, line * 10.0**power, color=colours[name], marker="o", markersize=3)
+    axes.axhline(0, color=INK, linewidth=0.6)
+    _against_epochs(axes, f"difference × 10{superscript(power)}")
+    named = sorted(apart, key=lambda name: -abs(apart[name].iloc[-1]))[:NAMED] if len(apart) > NAMED else list(apart)
+    label_lines(axes, [(apart[name].iloc[-1] * 10.0**power, _short(name), colours[name]) for name in named])
+
+
+def _loss_in_time(axes: Axes, lines: dict[str, pd.DataFrame], baseline: str, taken: str | None) -> None:
+    colours = _colours(list(lines), baseline, taken)
+    for name, line in lines.items():
+        axes.plot(line["seconds"], line["loss"], color=colours[name], marker="o", markersize=3)
+        axes.fill_betweenx(line["loss"], line["soonest"], line["latest"], color=colours[name], alpha=0.2, linewidth=0)
+    axes.set(xlabel="seconds of training, validation included", ylabel="training loss")
+    axes.grid(axis="y")
+    axes.set_xlim(left=0)
+    shown = [name for name in lines if len(lines) <= NAMED or colours[name] != GREY]
+    label_lines(axes, [(lines[name]["loss"].iloc[-1], _short(name), colours[name]) for name in shown])
+
+
+def _colours(names: Sequence[str], baseline: str, taken: str | None) -> dict[str, str]:
+    """A colour for each; of many, only what is recommended and the baseline stand out."""
+    if len(names) <= NAMED:
+        return dict(zip(names, COLOURS, strict=False))
+    return {name: BLUE if name == taken else ORANGE if name == baseline else GREY for name in names}
+
+
+def _against_epochs(axes: Axes, label: str) -> None:
+    axes.set(xlabel="epoch", ylabel=label)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.grid(axis="y")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 22 else f"{name[:21]}…"

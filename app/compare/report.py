@@ -1,51 +1,79 @@
-"""Writes the report of an experiment: Markdown, HTML made from it, CSV, JSON, PNGs."""
+"""Writes the report of an experiment: a page, the same as Markdown, CSV, JSON, and the figures as PNG."""
 
-import base64
-import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from markdown_it import MarkdownIt
 
-from app.compare.advice import advice
+from app.compare.advice import Verdict, advice, ranks, verdict, warnings
 from app.compare.experiment import Experiment, command
-from app.compare.figures import draw
-from app.compare.results import COLUMNS, tabulate
+from app.compare.figures import Picture, pictures
+from app.compare.results import COLUMNS, rate, tabulate
 from app.compare.runner import Outcome
 from app.monitor.step_profiler import PHASES
-from app.monitor.summary import markdown_table
 from app.system.files import write_json
-
-STYLE = """\
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
-th, td { border: 1px solid #ccc; padding: .3rem .6rem; text-align: right } th { background: #f3f3f3 }
-th:first-child, td:first-child { text-align: left } img { max-width: 100% }
-pre { background: #f6f6f6; padding: .7rem; white-space: pre-wrap } code { font-size: .9em }"""
+from app.system.page import Section, code, draw, page, plain, png, table
 
 
 def write_report(
     experiment: Experiment, outcomes: Sequence[Outcome], head: dict[str, Any], folder: Path
 ) -> tuple[str, pd.DataFrame, dict[str, Path]]:
-    """Write report.md, report.html, results.csv, results.json and the pictures.
+    """Write report.html, report.md, results.csv, results.json and the pictures.
 
     Args:
         experiment: What was compared.
         outcomes: What became of each variant.
-        head: What it was measured on: command, date, versions, hardware, driver.
+        head: What it was measured on: command, date, versions, hardware, driver, usable cores, load.
         folder: The directory of the report.
 
     Returns:
         What to show in a terminal, as Markdown; the table; title and file of each picture.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
-    table = tabulate(outcomes, baseline)
-    pictures = draw(table, outcomes, baseline, folder)
-    table.to_csv(folder / "results.csv", index=False)
-    commands = {outcome.variant.name: command(outcome.variant.processes()) for outcome in outcomes}
-    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    found = tabulate(outcomes, baseline)
+    result = verdict(found, baseline)
+    drawn = pictures(found, outcomes, baseline, result.taken)
+    commands = {outcome.variant.name: _command(outcome) for outcome in outcomes}
+    _write_results(found, outcomes, commands, {**head, "baseline": baseline, "verdict": result._asdict()}, folder)
+    files = {}
+    for name, picture in drawn.items():
+        files[picture.title] = folder / f"{name}.png"
+        files[picture.title].write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
+
+    lead = _lead(experiment, found, outcomes, head)
+    ranking = Section("Ranking", _ranking(found, outcomes, baseline))
+    recommended = Section("Recommendation", "\n\n".join(advice(found, baseline, commands, head["usable_cores"])))
+    failures = Section("What the others said last", _tails(outcomes), folded=True)
+    sections = [
+        ranking,
+        recommended,
+        Section("Loss", _images(drawn, "loss_epoch", "loss_difference")),
+        Section("Time and memory", _images(drawn, "step", "memory")),
+        Section("Loss against time, and scaling", _images(drawn, "loss_time", "efficiency"), folded=True),
+        *_details(found),
+        Section("Published, and here", _published(experiment, found), folded=True),
+        failures,
+        Section("How it was measured", f"{_method(experiment)}\n\n{_head(head)}", folded=True),
+        Section("Commands", "\n\n".join(f"{plain(n)}:\n\n{code(typed)}" for n, typed in commands.items()), folded=True),
+    ]
+    above = "\n\n".join(filter(None, (lead, _images(drawn, "throughput"))))
+    figures = {f"{name}.png": draw(picture.paint, picture.width, picture.height) for name, picture in drawn.items()}
+    (folder / "report.html").write_text(page(result.said, above, sections, figures))
+    (folder / "report.md").write_text(_markdown(result, above, sections))
+    return _markdown(result, lead, [ranking, recommended, failures]), found, files
+
+
+def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
+    parts = [f"# {plain(result.said)}", lead, *(f"## {s.heading}\n\n{s.text}" for s in sections if s.text)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _write_results(
+    found: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str], head: dict[str, Any], folder: Path
+) -> None:
+    found.to_csv(folder / "results.csv", index=False)
+    rows = found.astype(object).where(found.notna(), None).to_dict("records")
     results = [
         {
             **row,
@@ -56,55 +84,89 @@ def write_report(
         }
         for row, outcome in zip(rows, outcomes, strict=True)
     ]
-    write_json(folder / "results.json", {**head, "baseline": baseline, "variants": results})
-
-    said = advice(table, baseline, commands)
-    short = [f"# {experiment.name}", experiment.description, _head(head), _state(outcomes), "## Advice", *said]
-    short += [*_tables(table, baseline), *_published(experiment, table), *_failures(outcomes)]
-    long = [*short, "## Pictures", *(f"![{title}]({path.name})" for title, path in pictures.items())]
-    long += ["## How it was measured", _method(experiment), "## Commands"]
-    long += [f"{name}:\n\n{_code(typed)}" for name, typed in commands.items()]
-    text = "\n\n".join(part for part in long if part) + "\n"
-    (folder / "report.md").write_text(text)
-    (folder / "report.html").write_text(page(str(experiment.name), text, pictures))
-    return "\n\n".join(part for part in short if part), table, pictures
+    write_json(folder / "results.json", {**head, "variants": results})
 
 
-def _state(outcomes: Sequence[Outcome]) -> str:
+def _command(outcome: Outcome) -> str:
+    """What a person would type to do the same, with the threads that were measured where they are the CPU's."""
+    processes = outcome.variant.processes()
+    threads = {record["threads"] for record in outcome.records.values() if not record["hardware"]["gpus"]}
+    if len(threads) == 1:
+        processes = [
+            each._replace(environment={"OMP_NUM_THREADS": str(*threads)} | each.environment) for each in processes
+        ]
+    return command(processes)
+
+
+def _images(drawn: dict[str, Picture], *names: str) -> str:
+    return "\n".join(
+        f'![{plain(drawn[name].alt)}]({name}.png "{plain(drawn[name].title)}")' for name in names if name in drawn
+    )
+
+
+def _lead(experiment: Experiment, found: pd.DataFrame, outcomes: Sequence[Outcome], head: dict[str, Any]) -> str:
+    """What was asked, what to bear in mind, and what is missing."""
+    cautions = warnings(found, head["hardware"]["cores"], head["usable_cores"], head["load"])
     open_ = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
-    return f"**Not complete**: {', '.join(open_)}. The same command goes on." if open_ else ""
-
-
-def _code(text: str) -> str:
-    """Quote text as it is, whatever is in it."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    if open_:
+        cautions.append(f"**Not complete: {plain(', '.join(open_))}.** The same command goes on.")
+    asked = f"{plain(experiment.name)}: {plain(experiment.description)}" if experiment.description else ""
+    return "\n\n".join([asked or plain(experiment.name), *(f"> {caution}" for caution in cautions)])
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
     return "—" if value is None or pd.isna(value) else f"{value:{form}}{unit}"
 
 
-def _tables(table: pd.DataFrame, baseline: str) -> list[str]:
-    rows = [row for _, row in table.iterrows() if not pd.isna(row["devices"])]
-    if not rows:
-        return []
+def _percent(value: float | None, digits: int) -> str:
+    return "—" if value is None or pd.isna(value) else f"{100 * value:.{digits}f} %"
 
-    def speed(row: pd.Series) -> list[str]:
-        rates = [_number(row[name], ",.0f") for name in ("samples_per_s", "samples_per_s_min", "samples_per_s_max")]
-        return [
-            row["variant"],
-            f"{row['devices']:.0f} × {row['nodes']:.0f}",
-            rates[0],
-            "–".join(rates[1:]) if row["n"] > 1 else "—",
-            f"{row['n']:.0f}",
-            _number(row["speed_up"], ".2f"),
-            _number(row["efficiency"], ".0%"),
-        ]
+
+def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str) -> str:
+    """Rank the variants by samples/s; what was not measured stands below, with the reason."""
+    place, by_name = ranks(found), {outcome.variant.name: outcome for outcome in outcomes}
+    order = [*place, *(name for name in by_name if name not in place)]
+    ordered = sorted(found.to_dict("records"), key=lambda row: order.index(row["variant"]))
+    learnt = bool(found["val_acc"].notna().any())
+    headers = [
+        "",
+        "variant",
+        "samples/s",
+        f"× {baseline}",
+        "of the ideal",
+        "loss",
+        *["validation"] * learnt,
+        "GiB",
+        "note",
+    ]
+    rows = []
+    for row in ordered:
+        outcome = by_name[row["variant"]]
+        notes = ["baseline"] if row["variant"] == baseline else []
+        if outcome.status not in ("measured", "waiting", "running") or outcome.reason:
+            notes.append(f"{outcome.status}: {outcome.reason}")
+        if not pd.isna(row["not_finite_since"]):
+            notes.append(f"loss not finite from epoch {row['not_finite_since'] + 1:.0f} on")
+        ideal = row["efficiency"] if row["variant"] != baseline else None
+        shown = [place.get(row["variant"], ""), row["variant"], rate(outcome.medians) if outcome.medians else "—"]
+        shown += [_number(row["speed_up"], ".2f"), _percent(ideal, 0), _number(row["loss_last"], ".4f")]
+        shown += [_percent(row["val_acc"], 1)] * learnt + [_number(row["memory_main_gib"], ".2f"), "; ".join(notes)]
+        rows.append(shown)
+    kept = [i for i in range(len(headers)) if i < 2 or any(row[i] not in ("—", "") for row in rows)]
+    cells = [[row[i] for i in kept] for row in rows]
+    text = table([headers[i] for i in kept], cells, words=(0, 1, len(kept) - 1 if headers[kept[-1]] == "note" else 0))
+    if list(place.values()).count(1) > 1 and (found["n"] > 1).any():
+        text += "\n\nThose in place 1 are not told apart by their runs."
+    return text
+
+
+def _details(found: pd.DataFrame) -> list[Section]:
+    """Further tables, of what was measured."""
+    rows = [row for _, row in found.iterrows() if not pd.isna(row["devices"])]
 
     def training(row: pd.Series) -> list[str]:
         losses = [_number(row[f"loss_{name}"], ".4f") for name in ("first", "middle", "last")]
-        times = [_number(row[name], ",.1f") for name in ("train_s", "setup_s")]
-        return [row["variant"], *losses, _number(row["val_acc"], ".2%"), *times]
+        return [row["variant"], *losses, *(_number(row[name], ",.1f") for name in ("train_s", "setup_s"))]
 
     def resources(row: pd.Series) -> list[str]:
         memory = [
@@ -112,55 +174,30 @@ def _tables(table: pd.DataFrame, baseline: str) -> list[str]:
             for which in ("main", "others")
         ]
         batch = f"{_number(row['global_batch'], '.0f')} / {_number(row['replica_batch'], 'g')}"
-        processes = f"{row['processes']:.0f} × {row['threads']:.0f}"
-        return [row["variant"], processes, batch, row["precision"], row["placement"] or "—", *memory]
+        shares = [f"{row['devices']:.0f} × {row['nodes']:.0f}", f"{row['processes']:.0f} × {row['threads']:.0f}"]
+        rest = [_number(row["others_cores"], ".1f"), row["precision"], row["placement"] or "—"]
+        return [row["variant"], *shares, batch, *memory, *rest]
 
+    if not rows:
+        return []
+    phases = ["variant", *(phase.replace("_", " + ") for phase in PHASES)]
+    times = ([row["variant"], *(_number(row[f"{phase}_ms"], ".2f") for phase in PHASES)] for row in rows)
+    headers = ["variant", "devices × nodes", "processes × threads", "batch, global / per replica"]
+    headers += ["peak GiB, first device", "largest other", "cores of other programs", "precision", "placement"]
+    learnt = ["variant", "loss, first", "middle", "last epoch", "training (s)", "set-up (s)"]
     return [
-        "## Speed",
-        markdown_table(
-            [
-                "variant",
-                "devices × nodes",
-                "samples/s",
-                "min–max",
-                "n",
-                f"speed-up over {baseline}",
-                "scaling efficiency",
-            ],
-            map(speed, rows),
-        ),
-        "## Training",
-        markdown_table(
-            ["variant", "loss, first", "middle", "last epoch", "validation accuracy", "training (s)", "set-up (s)"],
-            map(training, rows),
-        ),
-        "## Processes, batch and memory",
-        markdown_table(
-            [
-                "variant",
-                "processes × threads",
-                "batch, global / per replica",
-                "precision",
-                "placement",
-                "peak GiB, main device",
-                "largest other",
-            ],
-            map(resources, rows),
-        ),
-        "## Where the time of a step goes, in milliseconds",
-        markdown_table(
-            ["variant", *(phase.replace("_", " + ") for phase in PHASES)],
-            ([row["variant"], *(_number(row[f"{phase}_ms"], ".2f") for phase in PHASES)] for row in rows),
-        ),
+        Section("Losses and times", table(learnt, map(training, rows)), folded=True),
+        Section("Milliseconds of a step", table(phases, times), folded=True),
+        Section("Processes, batch and memory", table(headers, map(resources, rows)), folded=True),
     ]
 
 
-def _published(experiment: Experiment, table: pd.DataFrame) -> list[str]:
+def _published(experiment: Experiment, found: pd.DataFrame) -> str:
     """Set what was published beside what was measured here."""
     published = experiment.published
     if not published:
-        return []
-    here = table.set_index("variant")
+        return ""
+    here = found.set_index("variant")
     small = " **Here it is the small form of the experiment**, whose seconds are not comparable." * experiment.quick
     rows = []
     for entry in published.rows:
@@ -168,23 +205,17 @@ def _published(experiment: Experiment, table: pd.DataFrame) -> list[str]:
             mine = here[key].get(entry.variant) if entry.variant in here.index else None
             theirs = value if isinstance(value, str) else f"{value:,g}" if value >= 1000 else f"{value:.7g}"
             rows.append([entry.what, COLUMNS.get(key, key), theirs, _number(mine, ",.6g"), entry.variant or "—"])
-    return [
-        "## Published, and here",
+    parts = [
         f"Published on {published.hardware}. {published.note}{small}".strip(),
-        markdown_table(["published for", "figure", "published", "here", "variant"], rows),
+        table(["published for", "figure", "published", "here", "variant"], rows, words=(0, 1, 4)),
     ]
+    return "\n\n".join(parts)
 
 
-def _failures(outcomes: Sequence[Outcome]) -> list[str]:
-    absent = [outcome for outcome in outcomes if outcome.reason]
-    if not absent:
-        return []
-    rows = [[outcome.variant.name, outcome.status, str(outcome.reason)] for outcome in absent]
-    parts = ["## Not measured", markdown_table(["variant", "status", "why"], rows)]
-    for outcome in absent:
-        if outcome.tail and outcome.status != "skipped":
-            parts.append(f"The last lines that {outcome.variant.name} said:\n\n{_code(chr(10).join(outcome.tail))}")
-    return parts
+def _tails(outcomes: Sequence[Outcome]) -> str:
+    """The last lines of output of what has failed."""
+    tails = [outcome for outcome in outcomes if outcome.tail and outcome.status != "skipped"]
+    return "\n\n".join(f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in tails)
 
 
 def _method(experiment: Experiment) -> str:
@@ -198,7 +229,10 @@ def _method(experiment: Experiment) -> str:
     return (
         f"{batch} Runs were made in turn ({experiment.repeats} of each variant), each a process of its own. samples/s "
         f"is the median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then the "
-        "median over the runs; min–max is over the runs, n is their number. Training runs from the first step to the "
+        "median over the runs; ± is the most by which one of them differs from it. Two variants differ when the ranges "
+        "of their runs do not overlap, and their medians differ by more than either range. A run that is not done "
+        "within the time limit is told to end: one that does is slow, and measured on what it has done. Validation "
+        "accuracy is left out where guessing may reach it. Training runs from the first step to the "
         "last, validation included; set-up from the start of the process to the first step. Peak memory is what torch "
         "allocated on an accelerator; on a CPU it is that of the process. The phases of a step are medians over 20 "
         "steps near the beginning of rank zero; communication is what a step waits for after its last gradient."
@@ -213,17 +247,5 @@ def _head(head: dict[str, Any]) -> str:
     return (
         f"Measured on {hardware['cpu']}, {hardware['cores']} cores, {gpus}, at {head['date'] or '—'}, with {known}; "
         f"load average at the start {head['load']:.1f}; by\n\n"
-        f"{_code(head['command'])}"
-    )
-
-
-def page(title: str, text: str, pictures: dict[str, Path]) -> str:
-    """Make a page of Markdown that needs no other file; HTML in a name or an output is shown, not interpreted."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    for path in pictures.values():
-        data = base64.b64encode(path.read_bytes()).decode()
-        body = body.replace(f'src="{path.name}"', f'src="data:image/png;base64,{data}"')
-    return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
-        f"<style>\n{STYLE}\n</style>\n{body}</html>\n"
+        f"{code(head['command'])}"
     )

@@ -1,5 +1,7 @@
 """Collects the figures of each variant from the records of its runs."""
 
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +45,7 @@ COLUMNS = {
     "accelerator": "accelerator",
     "not_finite_since": "loss not finite since epoch",
     "slow_rank": "slow rank",
+    "others_cores": "cores taken by other programs",
 }
 
 # figure: where it stands in a run record, and how those of several runs become one
@@ -64,10 +67,19 @@ FIGURES = {
     "n": ("throughput.median", "count"),
     **{f"{phase}_ms": (f"time_per_step.{phase}", "median") for phase in (*PHASES, "launch")},
     "not_finite_since": ("not_finite_since", "first"),
+    "others_cores": ("others_cores", "median"),
 }
 TEXT = ("precision", "placement")
 WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
 RUN = ("variant", "repeat")
+OF_THE_WHOLE = ("loss_middle", "loss_last", "val_acc", "train_s")  # figures that a run without its end does not have
+
+
+def rate(rates: Sequence[float]) -> str:
+    """Write samples/s of several runs: their median, and the most by which one of them differs from it."""
+    median = statistics.median(rates)
+    spread = max(max(rates) - median, median - min(rates))
+    return f"{median:,.0f} ± {spread:,.0f}" if len(rates) > 1 else f"{median:,.0f}"
 
 
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
@@ -86,6 +98,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     variants = pd.DataFrame([{"variant": o.variant.name, "status": o.status} for o in outcomes]).set_index("variant")
     table = variants.join([_figures(records), _accuracy(records), _memory(records), _slow_rank(records)])
     base = table.loc[[baseline]].iloc[0]
+    table.loc[table["status"] == "slow", list(OF_THE_WHOLE)] = math.nan
     table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
     grown = table["replicas"] / base["replicas"]
@@ -101,9 +114,24 @@ def _figures(records: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _accuracy(records: list[dict[str, Any]]) -> pd.Series:
-    """Take the validation accuracy of each run's last epoch that has one, and their median for each variant."""
+    """Take the validation accuracy of each run's last epoch that has one, and their median for each variant.
+
+    All are left out where guessing may reach most of them: they are not above chance by three standard deviations.
+    """
+    fields = ["data.classes", "data.images.val"]
     epochs = pd.json_normalize(records, "epochs", [*RUN]).reindex(columns=[*RUN, "val_acc"]).astype({"val_acc": float})
-    return epochs.groupby([*RUN])["val_acc"].last().groupby("variant").median()
+    accuracy = epochs.groupby([*RUN])["val_acc"].last().groupby("variant").median()
+    of = (
+        pd.json_normalize(records)
+        .reindex(columns=["variant", *fields])
+        .groupby("variant")[fields]
+        .first()
+        .astype(float)
+    )
+    chance = 1 / of["data.classes"]
+    guessed = chance + 3 * (chance * (1 - chance) / of["data.images.val"]) ** 0.5
+    at_chance = accuracy <= guessed.reindex(accuracy.index)
+    return accuracy * math.nan if at_chance.mean() > 0.5 else accuracy
 
 
 def _memory(records: list[dict[str, Any]]) -> pd.DataFrame:

@@ -1,10 +1,13 @@
 """Runs every variant in processes of its own, repeats in turn, and records the outcome of each."""
 
 import datetime
+import math
 import os
 import re
+import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -32,8 +35,9 @@ class Outcome:
     Attributes:
         variant: The variant.
         records: The run records of its completed runs, by repeat.
-        status: `waiting`, `running`, `measured`, `skipped`, `failed` or `hanging`.
-        reason: Why it was skipped or failed, in one line.
+        status: `waiting`, `running`, `measured`, `slow`, `skipped`, `failed` or `hanging`. One that is slow has a
+            record of what it has done until the time limit.
+        reason: Why it was skipped, failed or ended, in one line.
         tail: The last lines of output of a run that failed or hung.
     """
 
@@ -42,6 +46,12 @@ class Outcome:
     status: str = "waiting"
     reason: str | None = None
     tail: list[str] = field(default_factory=list)
+
+    @property
+    def medians(self) -> list[float]:
+        """Samples/s of each run that has had a window to measure it."""
+        found = ((record["throughput"] or {}).get("median") for record in self.records.values())
+        return [median for median in found if median is not None]
 
 
 class Runner:
@@ -71,8 +81,11 @@ class Runner:
                 outcome.status, outcome.reason = "skipped", outcome.variant.lacking
             for repeat in range(1, experiment.repeats + 1):
                 record = self._read(outcome.variant, repeat)
-                if record.get("status") == "completed" and "wall_s" in record:  # which is added when it has ended well
+                # the first is added when it has ended well; a slow one is run anew where it has more time
+                if "wall_s" in record and record.get("time_limit", math.inf) >= experiment.time_limit:
                     outcome.records[repeat] = record
+                    if "time_limit" in record:
+                        outcome.status, outcome.reason = "slow", _progress(record)
             if len(outcome.records) == experiment.repeats:
                 outcome.status = "measured"
 
@@ -167,6 +180,7 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)  # what a broken-off run has left
         folder.mkdir(parents=True)
         deadline = began + self.experiment.time_limit
+        busy = _busy_seconds()
         output = folder / "output.txt"
         with ExitStack() as stack:
             processes: list[subprocess.Popen[bytes]] = []
@@ -184,23 +198,25 @@ class Runner:
                     )
                 )
             ended: dict[int, int] = {}  # node and exit code of those that ended by themselves
-            while len(ended) < len(processes):
+            late = False
+            while len(ended) < len(processes) and not late:
                 ended |= {node: code for node, p in enumerate(processes) if (code := p.poll()) is not None}
-                if time.monotonic() > deadline:
-                    outcome.status = "hanging"
-                    outcome.reason = f"not done after {self.experiment.time_limit:g} s: see --time_limit"
-                    break
+                late = time.monotonic() > deadline
                 if any(ended.values()):  # the other nodes wait for one that is gone
                     break
                 self.show(self)
                 with suppress(subprocess.TimeoutExpired):
                     next(p for p in processes if p.returncode is None or p is processes[-1]).wait(0.5)
-        record = self._read(variant, repeat)
-        if outcome.status != "hanging" and not any(ended.values()) and record.get("status") == "completed":
+        record, failing = self._read(variant, repeat), any(ended.values())
+        if late and not failing and record.get("status") == "interrupted":  # it makes progress: it did as it was told
+            outcome.status, record["time_limit"] = "slow", self.experiment.time_limit
+            outcome.reason = _progress(record)
+        if not failing and (record.get("status") == "completed" or outcome.status == "slow"):
             record["wall_s"] = round(time.monotonic() - began, 3)
+            record["others_cores"] = round(max((_busy_seconds() - busy) / record["wall_s"], 0.0), 2)
             write_json(self.run_dir(variant, repeat) / "run.json", record)
             outcome.records[repeat] = record
-            if record["throughput"]["median"] is None:
+            if outcome.status != "slow" and record["throughput"]["median"] is None:
                 outcome.reason = (
                     f"{record['steps']} steps end before a window of --trainer.log_every_n_steps after the warm-up of "
                     f"{self.experiment.warmup_epochs} epoch(s): no throughput"
@@ -211,13 +227,39 @@ class Runner:
         output = folder / f"output_node{failed}.txt" if failed else output
         lines = [_plain(line) for line in output.read_text(errors="replace").splitlines() if line.strip()]
         outcome.tail = [line[:300] for line in lines[-TAIL:]]
-        if outcome.status == "hanging":
+        if late and not failing:
+            outcome.status = "hanging"
+            outcome.reason = f"no progress after {self.experiment.time_limit:g} s: see --time_limit"
             return
         said = [line.partition("error: ")[2] for line in lines if "error: " in line]
         outcome.status = "failed"
         outcome.reason = said[-1] if said else record.get("error") or (lines[-1] if lines else "it said nothing")
         if ended.get(failed) != 2:  # which stands for a mistake that is explained in one line
             outcome.reason = f"exit code {ended.get(failed)}: {outcome.reason}"
+
+
+def _progress(record: dict[str, Any]) -> str:
+    """How far a run has come until the time limit; where that is within its warm-up, it is measured all the same."""
+    after = f"after {record['time_limit']:g} s"
+    if not record["steps"]:
+        return f"not one step {after}"
+    rates = [rate for _, rate in (record.get("course") or {}).get("samples_per_s", [])][1:]
+    if rates and record["throughput"]["median"] is None:
+        figures = {"median": statistics.median(rates), "min": min(rates), "max": max(rates), "n": len(rates)}
+        record["throughput"] |= figures
+        after += ", warm-up included"
+    of = record["max_epochs"]
+    if of is None or of < 0:
+        return f"step {record['steps']:,} {after}"
+    return f"epoch {sum(bool(row['whole']) for row in record['epochs']) + 1} of {of} {after}"
+
+
+def _busy_seconds() -> float:
+    """Seconds for which the cores of this machine were busy with what is not ours."""
+    times = psutil.cpu_times()._asdict()
+    ours = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are in the user's time, too
+    return sum(times.values()) - sum(times.get(name, 0.0) for name in idle) - sum(u.ru_utime + u.ru_stime for u in ours)
 
 
 def _plain(line: str) -> str:

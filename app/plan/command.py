@@ -1,35 +1,45 @@
 """`python -m app plan`: reads its flags, measures, predicts, and writes the plan."""
 
+import argparse
+import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import pandas as pd
+import psutil
 import torch
 from jsonargparse import Namespace
-from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
 from rich.console import Console
 from rich.markdown import Markdown
 
 from app.errors import UserError
-from app.fit.configuration import split_flags
+from app.fit.configuration import resolve, split_flags
+from app.fit.devices import accelerator_name
 from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import next_version
-from app.monitor.summary import markdown_table
-from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict
-from app.plan.measure import measure_steps, profile_gradients, read_record
+from app.plan.compared import add_measured
+from app.plan.cost_model import Machines, Processor, Step, fit_step, make_buckets, predict, spread_of_link
+from app.plan.measure import measure_steps, profile_gradients, read_record, timed
+from app.plan.report import advice, draw, heading, markdown, notes, origin, screen
 from app.system.files import write_json
 from app.system.interconnect import Link, fit_link, measure_all_reduce
-from app.system.machine import hardware, usable_cores, versions
+from app.system.machine import busy, hardware, usable_cores, versions
+from app.system.terminal import working
 
 USAGE = """\
 python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]
 
-Predicts step time, throughput, efficiency and cost on more devices and nodes, from a step measured here, or in runs
-that you name, and a network measured here, or given. What to train is said by the flags of fit."""
+Predicts step time, throughput, efficiency and cost on more devices and nodes,
+from a step measured here, or in runs that you name, and a network measured
+here, or given. What to train is said by the flags of fit. What `compare` has
+measured of the same training on this machine stands beside the predictions.
+
+  python -m app plan --config configs/quickstart.yaml
+  python -m app plan --run RUN --node_bandwidth 10Gbit/s --per_node 8"""
 
 PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -51,6 +61,35 @@ def latency(text: str) -> float:
     return float(match[1]) * SECONDS[match[2]]
 
 
+@dataclass
+class Basis:
+    """What a plan is made from.
+
+    Attributes:
+        step: On one device.
+        batch: The global batch.
+        config: The resolved configuration that was measured.
+        cuda: Whether the device is a GPU.
+        threads: Of a process on a CPU.
+        one_thread: The step with one thread, where a process alone has more.
+        source: A sentence on where the step comes from.
+        hardware: Of the machine of the step.
+        gpus: How many of them there are.
+        cautions: Sentences on what the predictions leave out.
+    """
+
+    step: Step
+    batch: int
+    config: dict[str, Any]
+    cuda: bool
+    threads: int
+    one_thread: Step | None
+    source: str
+    hardware: dict[str, Any]
+    gpus: int
+    cautions: list[str]
+
+
 def run(arguments: list[str]) -> int:
     """Measure, predict, and write the plan.
 
@@ -65,53 +104,80 @@ def run(arguments: list[str]) -> int:
     """
     own, flags = split_flags(arguments)
     options = _parse(own)
-    console = Console() if sys.stdout.isatty() else Console(width=110)
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=110, highlight=False)
     fit = ["fit", *(part for pair in flags for part in pair)]
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
             raise UserError(f"{flag} {value}: with --run the steps are those of the run: leave it out")
-    step, batch, source = _step(options, fit, console)
-    typed = [value for flag, value in flags if flag == "--data.batch_size" and options.run]
-    if typed:
-        if not typed[-1].isdigit() or int(typed[-1]) < 1:
-            raise UserError(f"--data.batch_size {typed[-1]}: give a number of images to plan for")
-        batch = int(typed[-1])
-    machines, network = _machines(options, console)
-    most = options.max_devices if options.scale_batch else min(options.max_devices, batch)
-    table = predict(step, batch, _counts(most, machines.per_node), machines, options.scale_batch)
+    disturbed = busy()
+    if disturbed:
+        console.print(f"[yellow]busy[/yellow]  {disturbed}")
+    with working(console) as show:
+
+        def say(what: str) -> None:
+            show(what)
+            if not console.is_terminal:
+                console.print(f"{what} …")
+
+        basis = _basis(options, fit, say)
+        typed = [value for flag, value in flags if flag == "--data.batch_size" and options.run]
+        if typed:
+            if not typed[-1].isdigit() or int(typed[-1]) < 1:
+                raise UserError(f"--data.batch_size {typed[-1]}: give a number of images to plan for")
+            basis.batch = int(typed[-1])
+        machines, network = _machines(options, basis, say)
+    most = options.max_devices if options.scale_batch else min(options.max_devices, basis.batch)
+    table = predict(basis.step, basis.batch, _counts(most, machines.per_node), machines, options.scale_batch)
+    here = basis.hardware if basis.cuda or machines.processor else {}  # else of no machine that there is
+    table, measured = add_measured(table, Path(options.root, "compare"), basis.config, here, basis.cuda)
     if most < options.max_devices:
-        network += f" More than {most} devices have no images of a batch of {batch}: see `--scale_batch true`."
+        basis.cautions.append(
+            f"More than {most} devices have no images of a batch of {basis.batch}: see `--scale_batch true`."
+        )
 
     folder = Path(options.root, "plan")
     folder = folder / next_version(str(folder.parent), "plan")
     folder.mkdir(parents=True)
-    text = "\n\n".join(_report(table, step, machines, source, network, options.scale_batch))
     command = shlex.join(["python", "-m", "app", "plan", *arguments])
-    head = f"`{command}`, torch {versions()['torch']}, on {hardware()['cpu']}"
-    (folder / "plan.md").write_text(f"{text}\n\n{head}\n\n![scaling](plan.png)\n")
+    said = "\n\n".join(advice(table, options.scale_batch))
+    what = "\n\n".join(origin(basis.step, machines, basis.source, network))
+    reading = "\n\n".join([*notes(table, machines), *basis.cautions, measured])
+    title = heading(table, basis.config, basis.batch)
+    parts = ["# Plan", title + ".", said, f"**Busy**: {disturbed}." if disturbed else "", "![scaling](plan.png)"]
+    parts += ["## Predicted", markdown(table, machines), reading, "## From what", what]
+    parts += [f"`{command}`, torch {versions()['torch']}, on {hardware()['cpu']}"]
+    (folder / "plan.md").write_text("\n\n".join(filter(None, parts)) + "\n")
     table.to_csv(folder / "plan.csv", index=False)
     rows = table.astype(object).where(table.notna(), None).to_dict("records")
-    what = {"command": command, "versions": versions(), "hardware": hardware()}
-    write_json(folder / "plan.json", {**what, "step": asdict(step), "machines": asdict(machines), "predicted": rows})
-    _draw(table, folder / "plan.png")
-    console.print(Markdown(text))
+    known = {"command": command, "versions": versions(), "hardware": hardware(), "load": psutil.getloadavg()[0]}
+    write_json(
+        folder / "plan.json", {**known, "step": asdict(basis.step), "machines": asdict(machines), "predicted": rows}
+    )
+    draw(table, machines, title, folder / "plan.png")
+    console.print(f"\n{title}\n", style="bold")
+    console.print(screen(table, machines))
+    console.print(Markdown(f"{said}\n\n{reading}"))
     console.print(f"\nplan  {folder}/plan.md, plan.csv, plan.json, plan.png", soft_wrap=True)
     return 0
 
 
 def _parse(arguments: list[str]) -> Namespace:
     parser = PlainParser(prog="python -m app plan", usage=USAGE)
-    parser.add_argument("--run", nargs="+", default=[], metavar="DIR", help="directories of runs whose steps to take")
-    parser.add_argument("--bandwidth", help="between devices of a node, such as 25GB/s; by default measured")
-    parser.add_argument("--latency", help="between devices of a node, such as 20us; by default measured")
-    parser.add_argument("--node_bandwidth", help="between nodes; by default as between devices")
-    parser.add_argument("--node_latency", help="between nodes; by default as between devices")
-    parser.add_argument("--per_node", type=int, help="devices of a node; by default those of this machine")
-    parser.add_argument("--max_devices", type=int, default=16, help="up to how many devices to predict")
-    parser.add_argument("--price_per_hour", type=float, help="price of one device for an hour")
+    parser.add_argument("--max_devices", type=int, default=16, metavar="N", help="up to how many devices to predict")
     parser.add_argument("--scale_batch", type=bool, default=False, help="let the global batch grow with the devices")
-    parser.add_argument("--root", default="runs", help="plans go to ROOT/plan")
-    options = parser.parse_args(arguments)
+    unsaid: dict[str, dict[str, Any]] = {  # what is taken instead is said in words
+        "per_node": {"type": int, "metavar": "N", "help": "devices of a node; else those of this machine"},
+        "bandwidth": {"metavar": "X", "help": "within a node, such as 25GB/s; else measured"},
+        "latency": {"metavar": "X", "help": "within a node, such as 20us; else measured"},
+        "node_bandwidth": {"metavar": "X", "help": "between nodes; else as within one"},
+        "node_latency": {"metavar": "X", "help": "between nodes; else as within one"},
+        "price_per_hour": {"type": float, "metavar": "X", "help": "of one device; adds what it costs"},
+        "run": {"nargs": "+", "metavar": "DIR", "help": "take the steps of runs; else they are measured"},
+    }
+    for name, settings in unsaid.items():
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **settings)
+    parser.add_argument("--root", default="runs", help="plans go to ROOT/plan, comparisons are in ROOT/compare")
+    options = Namespace(dict.fromkeys(unsaid) | parser.parse_args(arguments).as_dict())
     for name, most in (("per_node", None), ("max_devices", 16384)):
         value = options[name]
         if value is not None and (value < 1 or (most is not None and value > most)):
@@ -140,147 +206,103 @@ def _counts(most: int, per_node: int) -> list[int]:
     return sorted(count for count in counts if count <= most)
 
 
-def _step(options: Namespace, fit: list[str], console: Console) -> tuple[Step, int, str]:
-    """Measure the step, or read it from runs: step, global batch, and a sentence on where both come from."""
+def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Basis:
+    """Measure the step, or read it from runs."""
+    cautions: list[str] = []
     if options.run:
-        read = [read_record(path) for path in options.run]
-        configs = [record["config"] for _, _, record in read]
-        models = [
-            (read_yaml(config).get("model"), record["precision"])
-            for config, (_, _, record) in zip(configs, read, strict=True)
-        ]
+        records = [read_record(path) for path in options.run]
+        configs = [read_yaml(record["config"]) for record in records]
+        models = [(c.get("model"), r["precision"], r["threads"]) for c, r in zip(configs, records, strict=True)]
         if any(model != models[0] for model in models):
-            raise UserError("the runs of --run are of different models or precisions: give runs of one")
-        measured = [(batch, times) for batch, times, _ in read]
-        whole = max(record["global_batch_size"] for _, _, record in read)
-        fit = ["fit", "--config", configs[0], *fit[1:]]
-        if len({record.get("threads") for _, _, record in read}) > 1:
-            raise UserError("the runs of --run had different numbers of threads: give runs of one")
+            raise UserError("the runs of --run are of different models, precisions or threads: give runs of one")
+        measured = [timed(record) for record in records]
+        batch = max(record["global_batch_size"] for record in records)
+        fit, config = ["fit", "--config", records[0]["config"], *fit[1:]], configs[0]
+        cuda = records[0]["peak_memory"][0]["device"].startswith("cuda")
+        found = records[0]["hardware"]
+        gpus = len(found["gpus"])
         source = f"the steps of {', '.join(options.run)}"
-        if len({batch for batch, _ in measured}) == 1:
-            source += (
-                ", of one batch size: what it costs to launch a step is not known and taken to be nothing, so that the "
-                "predictions are the best that can be hoped for, and dp, which it matters most to, is left out"
+        if len({each.images for each in measured}) == 1:
+            cautions.append(
+                "The steps of `--run` have one batch size: what it costs to launch a step is not known and taken to be "
+                "nothing, so that the predictions are the best that can be hoped for, and dp, which it matters most "
+                "to, is left out. Give a run with another batch, too."
             )
     else:
-        console.print("measuring steps on one device …")
-        measured = measure_steps(fit)
-        whole = int(measured[0][0])
-        source = f"steps measured here, with batches of {', '.join(f'{batch:.0f}' for batch, _ in measured)}"
-    backward, gradients = profile_gradients(fit, max(int(measured[0][0]), 1))
-    return fit_step(measured, backward, make_buckets(gradients)), whole, source
+        config = resolve(fit).as_dict()
+        cuda, found = accelerator_name(resolve(fit).trainer) == "cuda", hardware()
+        gpus = torch.cuda.device_count()  # that may be used
+        _refuse_to_share(options, gpus if cuda else usable_cores(), cuda)
+        measured = measure_steps(fit, say=say)
+        batch = int(measured[0].images)
+        source = f"steps measured here, with batches of {', '.join(f'{each.images:.0f}' for each in measured)}"
+    say("looking when each gradient is ready")
+    backward, gradients = profile_gradients(fit, max(int(measured[0].images), 1))
+    buckets, one_thread = make_buckets(gradients), None
+    threads = measured[0].threads
+    given = "OMP_NUM_THREADS" in os.environ or config["run"].get("threads", "auto") != "auto"
+    if threads > 1 and not (cuda or options.run or given):
+        one_thread = fit_step(measure_steps(fit, 1, say), backward, buckets)
+        source += f", with {threads} threads and with one, as processes that share a processor have fewer"
+    step = fit_step(measured, backward, buckets)
+    if one_thread is not None and one_thread.single(batch) < step.single(batch):
+        slower, quicker = (1000 * each.single(batch) for each in (step, one_thread))
+        cautions.append(
+            f"**Take one thread**: a step of one process takes {quicker:.1f} ms with one thread and {slower:.1f} ms "
+            f"with {threads}. The plan is for `OMP_NUM_THREADS=1`, or `--run.threads 1`."
+        )
+        step, threads, one_thread = one_thread, 1, None
+    return Basis(step, batch, config, cuda, threads, one_thread, source, found, gpus, cautions)
 
 
-def _machines(options: Namespace, console: Console) -> tuple[Machines, str]:
-    """Describe the machines, and say where the figures of their network come from."""
+def _refuse_to_share(options: Namespace, there: int, cuda: bool, threads: int = 1) -> None:
+    """Refuse more devices of a node than there are here, where they would be taken for devices of their own.
+
+    Raises:
+        UserError: Unless the network of another machine is given.
+    """
     given = options.bandwidth is not None and options.latency is not None
-    link = Link(options.bandwidth or 1.0, options.latency or 0.0)
-    source = "given"
-    if not given:
-        console.print("measuring an all-reduce of two processes …")
+    if options.per_node is not None and options.per_node > there and not given:
+        has = f"{there} GPU(s)" if cuda else f"cores for {there} process(es) of {threads} thread(s)"
+        raise UserError(
+            f"--per_node {options.per_node}: this machine has {has}; more would share them, none as fast as alone: "
+            f"give {there} at most, or --bandwidth and --latency of another machine"
+        )
+
+
+def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
+    """Describe the machines, and say where the figures of their network come from."""
+    asked = [name for name in ("bandwidth", "latency") if options[name] is None]
+    cores, processor = usable_cores(), None
+    there = basis.gpus if basis.cuda else max(cores // (1 if basis.one_thread else basis.threads), 1)
+    per_node = options.per_node or max(there, 1)
+    if asked and basis.cuda and not torch.cuda.is_available():
+        given = " and ".join(f"--{name}" for name in asked)
+        raise UserError(f"the steps are of a GPU, and this machine has none to measure its network: give {given}")
+    _refuse_to_share(options, there, basis.cuda, 1 if basis.one_thread else basis.threads)
+    if not basis.cuda and per_node <= there:
+        processor = Processor(cores, basis.threads, basis.one_thread)
+    link, spread, source = Link(options.bandwidth or 1.0, options.latency or 0.0), (1.0, 1.0), "given"
+    if asked:
+        say("measuring an all-reduce of two processes")
         try:
-            measured = measure_all_reduce()
+            measured = measure_all_reduce(timeout=300 if busy() else 60)
         except (RuntimeError, TimeoutError) as error:
             raise UserError(f"the network could not be measured ({error}): give --bandwidth and --latency") from error
         found = fit_link(measured, 2)
+        spread = spread_of_link(measured, found, 2)
         link = Link(options.bandwidth or found.bandwidth, found.latency if options.latency is None else options.latency)
-        names = [name for name in ("bandwidth", "latency") if options[name] is None]
-        source = f"{' and '.join(names)} measured between two processes of this machine"
+        source = f"{' and '.join(asked)} measured between two processes of this machine"
     if options.node_bandwidth is None and options.node_latency is None:
         source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
     node_latency = link.latency if options.node_latency is None else options.node_latency
-    gpus = torch.cuda.device_count()
     machines = Machines(
-        per_node=options.per_node or gpus or usable_cores() // max(torch.get_num_threads(), 1) or 1,
+        per_node=per_node,
         link=link,
         node_link=Link(options.node_bandwidth or link.bandwidth, node_latency),
-        shared=not gpus,
+        processor=processor,
+        shared=not basis.cuda,
+        link_spread=spread,
         price_per_hour=options.price_per_hour,
     )
     return machines, source
-
-
-def _report(
-    table: pd.DataFrame, step: Step, machines: Machines, source: str, network: str, scaled: bool
-) -> Iterator[str]:
-    def cells(row: pd.Series) -> list[str]:
-        shown = [
-            row["strategy"],
-            f"{row['devices']} = {row['nodes']} × {min(row['devices'], machines.per_node)}",
-            f"{row['global_batch']} / {row['replica_batch']}{'' if row['shared_equally'] else ' *'}",
-            f"{row['step_ms']:.2f}",
-            "—" if pd.isna(row["waiting_ms"]) else f"{row['waiting_ms']:.2f}",
-            f"{row['samples_per_s']:,.0f}",
-            f"{row['speed_up']:.2f}",
-            f"{row['efficiency']:.0%}",
-        ]
-        return [*shown, f"{row['cost_per_million_samples']:.4g}"] if machines.price_per_hour is not None else shown
-
-    headers = ["", "devices = nodes × each", "batch, global / each", "step (ms)", "waiting (ms)", "samples/s"]
-    headers += ["speed-up", "efficiency"] + ["cost of 10⁶ samples"] * (machines.price_per_hour is not None)
-    buckets = ", ".join(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}" for bucket in step.buckets)
-    links = [
-        f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} µs {where}"
-        for link, where in ((machines.link, "in a node"), (machines.node_link, "between nodes"))
-    ]
-    yield "# Plan"
-    yield from _advice(table, scaled)
-    yield "## Predicted"
-    yield markdown_table(headers, [cells(row) for _, row in table.iterrows()])
-    yield "Waiting is communication that the backward pass does not hide."
-    if not table["shared_equally"].all():
-        yield "\\* on paper only: `fit` refuses a batch that the devices cannot share equally."
-    yield "## From what"
-    yield f"Step: {source}. Buckets of gradients, and when in the backward pass they are ready: {buckets}."
-    yield (
-        f"Network: {', '.join(links)}; {network}. The model is a ring all-reduce of DDP's buckets that overlaps with "
-        "the backward pass; its formulas and sources are in app/plan/cost_model.py. Among many ranks NCCL takes trees "
-        "for small buffers, whose latency grows less than that of a ring."
-    )
-
-
-def _advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
-    table = table[table["shared_equally"]]
-    ranked = table.sort_values("samples_per_s", ascending=False)
-    best = ranked.iloc[0]
-    worth = table[(table["efficiency"] >= 0.5) & (table["strategy"] != "dp")].iloc[-1]
-    if best["devices"] == 1:
-        yield "**One device is the fastest**: whatever a second one gains, exchanging gradients costs more."
-        limit = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
-        yield f"Try {limit}: more work for each exchange."
-        return
-    yield (
-        f"**Fastest: {best['devices']} devices in {best['nodes']} node(s) under {best['strategy']}**, "
-        f"{best['speed_up']:.2f} times one device, {best['efficiency']:.0%} of the ideal."
-    )
-    if worth["devices"] == table["devices"].max():
-        yield f"**Worth it up to {worth['devices']} devices at least**, the most that were looked at."
-    else:
-        yield f"**Worth it up to {worth['devices']} device(s)**: from there on less than half of each one is used."
-    ddp = table[table["strategy"] != "dp"]
-    if (ddp["nodes"] == 2).any():
-        gain = ddp[ddp["nodes"] == 2].iloc[-1]["samples_per_s"] / ddp[ddp["nodes"] == 1].iloc[-1]["samples_per_s"]
-        verdict = "at twice the price" if gain > 1 else "so it is of no use"
-        yield f"A second node gives {gain:.2f} times the throughput of one, {verdict}."
-
-
-def _draw(table: pd.DataFrame, path: Path) -> None:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    speed, parts = figure.subplots(1, 2)
-    single = table[table["devices"] == 1]
-    for strategy, style in (("ddp", "o-"), ("dp", "s--")):
-        rows = pd.concat([single, table[(table["strategy"] == strategy) & (table["devices"] > 1)]])
-        if len(rows) > 1:
-            speed.plot(rows["devices"], rows["speed_up"], style, label=strategy)
-            parts.plot(rows["devices"], 100 * rows["efficiency"], style, label=strategy)
-    speed.plot(table["devices"], table["devices"], color="#999999", linestyle=":", label="ideal")
-    speed.set(xlabel="devices", ylabel="speed-up over one device", title="Predicted speed-up")
-    parts.set(xlabel="devices", ylabel="% of the ideal", title="Predicted scaling efficiency", ylim=(0, 105))
-    for axes in (speed, parts):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(set(table["devices"])), sorted(set(table["devices"])), rotation=60)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    speed.set_yscale("log", base=2)
-    speed.yaxis.set_major_formatter("{x:g}")
-    figure.savefig(path, dpi=120)

@@ -22,12 +22,22 @@ update and rest are those of the whole batch on the first device:
     step = data(B) + N · (launch of forward and backward) + (forward + backward)(b) without launch
            + 2(N-1) · (bytes of the parameters/bandwidth + latency) + update + rest
 
+On a CPU nothing is copied, and autograd takes the backward pass of all replicas in one thread, where it has one for
+each GPU: https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
+
+Processes on the CPU of one node share its cores. Each takes the step that was measured with as many threads as it gets
+there, between two measurements in proportion to 1/threads (Amdahl); where all of them together have more threads than
+there are cores, everything takes longer by that ratio. So no more processes than cores are looked at.
+
+Each prediction has a range: the same formulas with all steps as much faster or slower than their lines as any window of
+the measured ones was, and with the link as much faster or slower than its line as any measured all-reduce was.
+
 It says nothing of stragglers, of other traffic, or of algorithms other than the ring (NCCL takes trees for small
 buffers among many ranks, whose latency grows with log N).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -48,6 +58,10 @@ class Line:
     def __call__(self, images: float) -> float:
         """Predict the seconds for a batch."""
         return self.launch + self.per_image * images
+
+    def combined(self, other: "Line", own: float, others: float) -> "Line":
+        """Add a multiple of this line and one of another."""
+        return Line(own * self.launch + others * other.launch, own * self.per_image + others * other.per_image)
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,7 @@ class Step:
         rest: Everything else.
         buckets: The gradients, in the order in which they become ready.
         launch_known: Whether the lines were fitted to more than one batch size.
+        spread: The fastest and the slowest that was measured, as parts of what the lines say.
     """
 
     data: Line
@@ -84,6 +99,7 @@ class Step:
     rest: float
     buckets: tuple[Bucket, ...]
     launch_known: bool = True
+    spread: tuple[float, float] = (1.0, 1.0)
 
     @property
     def parameter_bytes(self) -> int:
@@ -105,55 +121,81 @@ class Step:
         agreed = link.all_reduce(AGREEMENT, devices)
         return self.data(images) + self.forward(images) + max(backward, end) + self.update + self.rest + agreed
 
-    def dp(self, batch: int, devices: int, link: Link, shared: bool = False) -> float:
-        """Predict the seconds of a step under dp; replicas with `shared` memory have no parameters to copy."""
+    def dp(self, batch: int, devices: int, link: Link, shared: bool = False, slowdown: float = 1.0) -> float:
+        """Predict the seconds of a step under dp.
+
+        Args:
+            batch: The global batch.
+            devices: Replicas.
+            link: Between the devices.
+            shared: Whether they are threads on one CPU: there are no parameters to copy, and one of them takes the
+                backward pass of all.
+            slowdown: How many times longer each replica takes, because it shares cores with the others.
+        """
         if devices == 1:
             return self.single(batch)
         images = -(-batch // devices)
         launch = self.forward.launch + self.backward.launch
-        compute = (self.forward.per_image + self.backward.per_image) * images
+        forward = self.forward.per_image * images * slowdown
+        backward = self.backward.per_image * (batch if shared else images)
         copies = 0.0 if shared else 2 * (devices - 1) * (self.parameter_bytes / link.bandwidth + link.latency)
-        return self.data(batch) + devices * launch + compute + copies + self.update + self.rest
+        return self.data(batch) + devices * launch + forward + backward + copies + self.update + self.rest
 
     def stretched(self, factor: float) -> "Step":
-        """Make the same step for devices that share a processor, so that all they compute takes longer."""
+        """Make the same step for devices on which all that they compute takes longer."""
+        return self.combined(self, factor, 0.0)
 
-        def slower(line: Line) -> Line:
-            return Line(line.launch * factor, line.per_image * factor)
-
-        return Step(
-            data=slower(self.data),
-            forward=slower(self.forward),
-            backward=slower(self.backward),
-            update=self.update * factor,
-            rest=self.rest * factor,
-            buckets=self.buckets,
-            launch_known=self.launch_known,
+    def combined(self, other: "Step", own: float, others: float) -> "Step":
+        """Add a multiple of the times of this step and one of another's."""
+        return replace(
+            self,
+            data=self.data.combined(other.data, own, others),
+            forward=self.forward.combined(other.forward, own, others),
+            backward=self.backward.combined(other.backward, own, others),
+            update=own * self.update + others * other.update,
+            rest=own * self.rest + others * other.rest,
+            spread=(min(self.spread[0], other.spread[0]), max(self.spread[1], other.spread[1])),
         )
 
 
-def fit_step(measured: Sequence[tuple[float, dict[str, float]]], backward: float, buckets: Iterable[Bucket]) -> Step:
+@dataclass(frozen=True)
+class Timed:
+    """Steps of one batch size that were measured on one device.
+
+    Attributes:
+        images: Of a batch on that device.
+        phases: Its `time_per_step` as in run.json, in milliseconds.
+        windows: The fastest and the slowest logging window, as parts of the median one.
+        threads: Of the process.
+    """
+
+    images: float
+    phases: dict[str, float]
+    windows: tuple[float, float] = (1.0, 1.0)
+    threads: int = 1
+
+
+def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucket]) -> Step:
     """Fit the step of one device to what batches of several sizes have taken.
 
     Args:
-        measured: Images of a batch on one device, and its `time_per_step` as in run.json, in milliseconds. With one
-            batch size alone, data, forward and backward are taken to be in proportion to the images.
+        measured: With one batch size alone, data, forward and backward are taken to be in proportion to the images.
         backward: The part of forward and backward that is backward, 0…1.
         buckets: The gradients.
     """
-    images = [batch for batch, _ in measured]
+    images = [timed.images for timed in measured]
 
     def line(phase: str) -> Line:
-        seconds = [max(times[phase], 1e-6) / 1000 for _, times in measured]
+        seconds = [max(timed.phases[phase], 1e-6) / 1000 for timed in measured]
         if len(set(images)) == 1:
             return Line(0.0, sum(seconds) / len(seconds) / images[0])
         return Line(*fit_line(images, seconds))
 
     def mean(phase: str) -> float:
-        return sum(times[phase] for _, times in measured) / len(measured) / 1000
+        return sum(timed.phases[phase] for timed in measured) / len(measured) / 1000
 
     both = line("forward_backward")
-    return Step(
+    step = Step(
         data=line("data"),
         forward=Line(both.launch * (1 - backward), both.per_image * (1 - backward)),
         backward=Line(both.launch * backward, both.per_image * backward),
@@ -162,6 +204,27 @@ def fit_step(measured: Sequence[tuple[float, dict[str, float]]], backward: float
         buckets=tuple(buckets),
         launch_known=len(set(images)) > 1,
     )
+    alone = ("data", "forward_backward", "optimizer", "rest")
+    off = [sum(timed.phases[phase] for phase in alone) / 1000 / step.single(timed.images) for timed in measured]
+    return replace(
+        step,
+        spread=(
+            min(1.0, *(part * timed.windows[0] for part, timed in zip(off, measured, strict=True))),
+            max(1.0, *(part * timed.windows[1] for part, timed in zip(off, measured, strict=True))),
+        ),
+    )
+
+
+def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int) -> tuple[float, float]:
+    """Find the fastest and the slowest all-reduce that was measured, as parts of what a link says.
+
+    Args:
+        measured: Bytes and seconds.
+        link: What was fitted to them.
+        ranks: Number of ranks that took part.
+    """
+    off = [seconds / link.all_reduce(size, ranks) for size, seconds in measured]
+    return min(1.0, *off), max(1.0, *off)
 
 
 def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
@@ -183,6 +246,38 @@ def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
 
 
 @dataclass(frozen=True)
+class Processor:
+    """The cores of a node, which the processes on it share.
+
+    Attributes:
+        cores: How many.
+        threads: Of a process that has a node for itself.
+        one_thread: The step with one thread, where the cores are divided among the processes of a node, as `fit` does;
+            None where each of them has `threads`.
+    """
+
+    cores: int
+    threads: int
+    one_thread: Step | None = None
+
+    def threads_each(self, processes: int) -> int:
+        """Threads of each of several processes on a node."""
+        return self.threads if self.one_thread is None or processes == 1 else max(self.cores // processes, 1)
+
+    def slowdown(self, threads: int) -> float:
+        """How many times longer it takes with so many threads in all than a process that has a node for itself."""
+        return max(threads / self.cores, 1.0) / max(self.threads / self.cores, 1.0)
+
+    def shared(self, step: Step, processes: int) -> Step:
+        """Make the step that each of several processes on a node takes."""
+        each = self.threads_each(processes)
+        if self.one_thread is not None and each < self.threads:
+            part = (1 / each - 1 / self.threads) / (1 - 1 / self.threads)
+            step = step.combined(self.one_thread, 1 - part, part)
+        return step.stretched(self.slowdown(processes * each))
+
+
+@dataclass(frozen=True)
 class Machines:
     """The machines to train on, real or imagined.
 
@@ -190,14 +285,18 @@ class Machines:
         per_node: Devices of a node.
         link: Between the devices of a node.
         node_link: Between nodes.
-        shared: Whether the devices of a node share one memory, as cores of a CPU do.
+        processor: What the devices of a node share, where they are processes on the CPU of this machine.
+        shared: Whether the devices of a node share one memory and are fed by one thread, as cores of a CPU are.
+        link_spread: The fastest and the slowest all-reduce that was measured, as parts of what `link` says.
         price_per_hour: Price of one device for an hour, or None.
     """
 
     per_node: int
     link: Link
     node_link: Link
+    processor: Processor | None = None
     shared: bool = False
+    link_spread: tuple[float, float] = (1.0, 1.0)
     price_per_hour: float | None = None
 
     def slowest(self, devices: int) -> Link:
@@ -222,33 +321,49 @@ def predict(
 
     Returns:
         A row for each, with step_ms, samples_per_s, speed_up, efficiency, waiting_ms (communication that the backward
-        pass does not hide) and, with a price, cost_per_million_samples.
+        pass does not hide) and, with a price, cost_per_million_samples. `_low` and `_high` are the ends of the range.
     """
     rows: list[dict[str, Any]] = []
-    alone = batch / step.single(batch)
+    alone, cpu = batch / step.single(batch), machines.processor
     for count in counts:
         images = batch * count if scale_batch else batch
-        link = machines.slowest(count)
-        seconds = {"ddp": step.ddp(images, count, link)}
-        if 1 < count <= machines.per_node and step.launch_known:
-            seconds["dp"] = step.dp(images, count, machines.link, machines.shared)
-        for strategy, time in seconds.items():
-            free = step.ddp(images, count, Link(float("inf"), 0.0))
-            rate = images / time
+        processes = min(count, machines.per_node)
+        own = cpu.shared(step, processes) if cpu else step
+        threads = {"ddp": cpu.threads_each(processes), "dp": cpu.threads} if cpu else {}
+        both = 1 < count <= machines.per_node and step.launch_known
+        for strategy in ("ddp", "dp") if both else ("ddp",):
+            taken = own if strategy == "ddp" else step
+            time, *ends = (
+                _seconds(strategy, taken.stretched(compute), images, count, machines, sending)
+                for compute, sending in ((1.0, 1.0), *zip(taken.spread, machines.link_spread, strict=True))
+            )
+            rates = {"": images / time, "_low": images / ends[1], "_high": images / ends[0]}
+            hidden = own.ddp(images, count, Link(float("inf"), 0.0))
             row = {
                 "strategy": strategy if count > 1 else "one device",
                 "devices": count,
                 "nodes": -(-count // machines.per_node),
+                "threads": threads.get(strategy),
                 "global_batch": images,
                 "replica_batch": -(-images // count),
                 "shared_equally": images % count == 0,
                 "step_ms": 1000 * time,
-                "waiting_ms": 1000 * (time - free) if strategy == "ddp" else float("nan"),
-                "samples_per_s": rate,
-                "speed_up": rate / alone,
-                "efficiency": rate / alone / count,
+                "waiting_ms": 1000 * (time - hidden) if strategy == "ddp" else float("nan"),
+                **{f"samples_per_s{end}": rate for end, rate in rates.items()},
+                **{f"speed_up{end}": rate / alone if count > 1 else 1.0 for end, rate in rates.items()},
+                "efficiency": rates[""] / alone / count,
             }
             if machines.price_per_hour is not None:
-                row["cost_per_million_samples"] = 1e6 / rate / 3600 * machines.price_per_hour * count
+                row["cost_per_million_samples"] = 1e6 / rates[""] / 3600 * machines.price_per_hour * count
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _seconds(strategy: str, step: Step, images: int, count: int, machines: Machines, sending: float) -> float:
+    """Predict the seconds of a step on several devices, whose link takes so many times longer than it says."""
+    link, cpu = machines.slowest(count), machines.processor
+    link = Link(link.bandwidth / sending, link.latency * sending)
+    if strategy == "ddp":
+        return step.ddp(images, count, link)
+    slowdown = cpu.slowdown(count * cpu.threads) if cpu else 1.0
+    return step.dp(images, count, link, machines.shared, slowdown)

@@ -1,6 +1,7 @@
 """Measures a step of training, and when its gradients are ready, on one device of this machine."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +14,66 @@ from app.fit.configuration import build, resolve
 from app.fit.short_run import short_run
 from app.modules import ImageClassifier
 from app.monitor.run_record import load_record
+from app.plan.cost_model import Timed
+
+WINDOW = 5  # steps
 
 
-def measure_steps(arguments: list[str]) -> list[tuple[float, dict[str, float]]]:
+def measure_steps(
+    arguments: list[str], threads: int | None = None, say: Callable[[str], None] = lambda what: None
+) -> list[Timed]:
     """Train for 30 steps on one device with the global batch, a quarter and a sixteenth of it.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
+        threads: Of the process; by default as many as it takes by itself.
+        say: Is told what is measured next.
 
     Returns:
-        Images of a batch and its `time_per_step`, the global batch first; that one alone where the data cannot take
-        another batch size.
+        What was measured, the global batch first; that one alone where the data cannot take another batch size.
 
     Raises:
         UserError: When such a run fails.
     """
-    first = timed_run(arguments)
-    batch = first["global_batch_size"]
-    if batch is None:
-        raise UserError("the data module is not one of this application, so that its batch is not known: give --data")
-    measured = [(float(batch), first["time_per_step"])]
-    for smaller in sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True):
-        measured.append((float(smaller), timed_run([*arguments, "--data.batch_size", str(smaller)])["time_per_step"]))
+    measured: list[Timed] = []
+    left: list[int | None] = [None]  # the batch of the arguments
+    while left:
+        size = left.pop(0)
+        of = "" if size is None else f" with batches of {size}"
+        say(f"measuring steps on one device{of}" + (f", with {threads} thread" if threads else ""))
+        record = timed_run(arguments if size is None else [*arguments, "--data.batch_size", str(size)], threads)
+        batch = record["global_batch_size"]
+        if batch is None:
+            raise UserError("the data module is not one of this application: its batch is not known: give --data")
+        if size is None:
+            left += sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True)
+        measured.append(timed(record))
     return measured
 
 
-def timed_run(arguments: list[str]) -> dict[str, Any]:
+def timed_run(arguments: list[str], threads: int | None = None) -> dict[str, Any]:
     """Make a run of 30 steps on one device, and return its record.
 
     Raises:
         UserError: When it fails, or its steps could not be timed.
     """
-    record = short_run(arguments)
+    changes = {"trainer.log_every_n_steps": WINDOW, "run.warmup_epochs": 0}
+    record = short_run(arguments, changes | ({"run.threads": threads} if threads else {}))
     if record["time_per_step"] is None:
         raise UserError("the steps could not be timed: leave --trainer.profiler out")
     return record
 
 
-def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
-    """Read a run's record: the images of a batch on each device, `time_per_step`, and all of it.
+def timed(record: dict[str, Any]) -> Timed:
+    """What a run record says of the steps of one device."""
+    rates = record["throughput"]
+    windows = (rates["median"] / rates["max"], rates["median"] / rates["min"]) if rates["median"] else (1.0, 1.0)
+    images = record["global_batch_size"] / record["replicas"]
+    return Timed(images, record["time_per_step"], windows, record["threads"])
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """Read a run's record, of which a step on one device is known.
 
     Raises:
         UserError: When there is no record, or it has not what is needed.
@@ -61,13 +83,12 @@ def read_record(path: str) -> tuple[float, dict[str, float], dict[str, Any]]:
         record = load_record(file)
     except ValueError as error:
         raise UserError(f"--run {path}: {error}: give a run's directory") from error
-    for name in ("time_per_step", "global_batch_size", "config", "replicas"):
+    for name in ("time_per_step", "global_batch_size", "config", "replicas", "throughput", "threads", "peak_memory"):
         if not record.get(name):
             raise UserError(f"--run {path}: its record has no {name}: give a run of fit of 6 or more steps")
     if record["world_size"] < record["replicas"]:
         raise UserError(f"--run {path} was under dp, whose step is not that of one device: give another run")
-    batch = record["global_batch_size"] / record["replicas"]
-    return batch, record["time_per_step"], record
+    return record
 
 
 def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tuple[int, float]]]:

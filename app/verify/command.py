@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=110)
     options, prover = _parse(arguments)
     prover.say = lambda line: console.print(line, style="dim", highlight=False)
-    prover.folder = Path(options.root, "verify", claim_version(options.root, "verify"))
+    prover.folder = claim_version(Path(options.root, "verify"))
     verdict = prover.run()
     show(verdict, console)
     command = shlex.join(["python", "-m", "app", "verify", *arguments])

@@ -14,8 +14,9 @@ from app.errors import UserError
 from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
-TOLERANCE = 1e-5  # of float32: of losses and gradients relative to the largest, else to what is larger than 1
-TINY = 1e-3  # a loss below which differences are no longer relative: it may be a difference of larger ones
+TOLERANCE = 1e-5  # of float32: of losses and gradients relative, else of what is larger than 1
+TINY = 1e-3  # a loss, or share of the largest gradient, below which differences are no longer relative: what is so
+# small may be a difference of larger numbers
 EXACT = 1e-10  # of float64, in which only rounding shrinks so
 
 
@@ -202,7 +203,7 @@ def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
 def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
     scale = max((norm for norm in there.gradients.values() if math.isfinite(norm)), default=1.0) or 1.0
     sizes = {
-        name: apart(here.gradients.get(name, math.nan), there.gradients.get(name, math.nan), scale)
+        name: apart(here.gradients.get(name, math.nan), there.gradients.get(name, math.nan), TINY * scale)
         for name in {*here.gradients, *there.gradients}
     }
     name = max(sizes, key=lambda each: sizes[each], default="")

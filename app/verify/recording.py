@@ -146,9 +146,16 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     leaves = [leaf for leaf in tensors(batch) if leaf.ndim]
     count = Counter(map(len, leaves)).most_common(1)[0][0] if leaves else 0
     leaves = [leaf for leaf in leaves if len(leaf) == count]
-    whole = [" ".join(digest(leaf[row : row + 1]) for leaf in leaves) for row in range(count)]
+    whole = [" ".join(digest(unpadded(leaf[row])) for leaf in leaves) for row in range(count)]
     integers = [leaf for leaf in leaves if not leaf.is_floating_point()]
-    return whole, [" ".join(digest(leaf[row : row + 1]) for leaf in integers) for row in range(count) if integers]
+    return whole, [" ".join(digest(unpadded(leaf[row])) for leaf in integers) for row in range(count) if integers]
+
+
+def unpadded(sample: Tensor) -> Tensor:
+    """A sample without what fills it up to the length of others in its batch: the value that its end repeats."""
+    if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
+        return sample
+    return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:

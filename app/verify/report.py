@@ -1,17 +1,20 @@
 """What `verify` says: a table, the causes, and a page with the curves."""
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from app.compare.report import page
-from app.monitor.summary import markdown_table
+from app.system.page import COLOURS, INK, PALE, Section, code, draw, label_lines, page, superscript
+from app.system.page import table as page_table
 from app.verify.differences import COLUMNS
 from app.verify.proof import Verdict, Way
 
@@ -32,7 +35,7 @@ def table(verdict: Verdict) -> list[list[str]]:
     return rows + [[way.name, *(cell(way, column) for column in COLUMNS)] for way in verdict.ways]
 
 
-def said(way: Way) -> list[str]:
+def said_of(way: Way) -> list[str]:
     """What there is to say of a way, beside its row."""
     if way.left_out:
         return [f"{way.name}: left out: {way.left_out}"]
@@ -73,7 +76,7 @@ def show(verdict: Verdict, console: Console) -> None:
         shown.add_row(*(f"[red]{escape(text)}[/red]" if text[0] == "✗" else escape(text) for text in row))
     console.print(shown)
     for way in verdict.ways:
-        for line in said(way):
+        for line in said_of(way):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(conclusion(verdict), highlight=False)
 
@@ -102,36 +105,53 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def write(verdict: Verdict, command: str, folder: Path) -> Path:
-    """Write `report.html`: the curves on top of each other, their differences below, and the table."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    """Write `report.html`: what is the same, the curves on top of each other with their differences, and why."""
     wanted = np.array([step.loss for step in verdict.reference.steps])
-    above.plot(range(1, len(wanted) + 1), wanted, color="#222", linewidth=3, alpha=0.3, label="one device")
-    for way in verdict.ways:
-        if way.recorded is None:
-            continue
-        losses = np.array([step.loss for step in way.recorded.steps])
-        count = min(len(losses), len(wanted))
-        above.plot(range(1, len(losses) + 1), losses, linewidth=1, label=way.name)
-        below.plot(range(1, count + 1), (losses[:count] - wanted[:count]) * 1e6, linewidth=1)
-    above.set(ylabel="training loss", title="Loss of each step")
-    below.set(xlabel="step", ylabel="difference × 10⁶", title="Difference from one device")
-    below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture := folder / "losses.png", dpi=120)
-    lines = [line for way in verdict.ways for line in said(way)]
-    header, *rows = table(verdict)
-    text = "\n\n".join(
-        [
-            f"# {conclusion(verdict)}",
-            f"    {command}",
-            markdown_table(header, rows),
-            f"![Losses of all ways, and their differences]({picture.name})",
-            "\n".join(f"    {line}" for line in lines),
-        ]
+    losses = {way.name: [step.loss for step in way.recorded.steps] for way in verdict.ways if way.recorded is not None}
+    apart = {name: np.array(line[: len(wanted)]) - wanted[: len(line)] for name, line in losses.items() if line}
+    finite = [abs(line[np.isfinite(line)]).max(initial=0.0) for line in apart.values()]
+    largest = max(finite, default=0.0)
+    power = -math.floor(math.log10(largest)) if largest else 0
+    colours = dict(zip(losses, itertools.cycle(COLOURS)))
+
+    def curves(axes: Axes) -> None:
+        axes.plot(range(1, len(wanted) + 1), wanted, color=PALE, linewidth=5, solid_capstyle="round")
+        for name, line in losses.items():
+            axes.plot(range(1, len(line) + 1), line, color=colours[name], linewidth=1.2)
+        axes.set(xlabel="step", ylabel="training loss")
+        _by_step(axes)
+        label_lines(axes, [(wanted[-1], "one device (pale)\nand the others", INK)])
+
+    def difference(axes: Axes) -> None:
+        for name, line in apart.items():
+            axes.plot(range(1, len(line) + 1), line * 10.0**power, color=colours[name], linewidth=1.2)
+        axes.set(xlabel="step", ylabel=f"difference × 10{superscript(power)}")
+        _by_step(axes)
+        ends = [(line[-1] * 10.0**power, name, colours[name]) for name, line in apart.items()]
+        label_lines(axes, [end for end in ends if math.isfinite(end[0])])
+
+    said = (
+        f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-")
+        if largest
+        else "No difference from one device"
     )
+    figures: dict[str, Figure | bytes] = {"losses": draw(curves), "differences": draw(difference)}
+    shown = '![Training loss of each step, in every way](losses "Training loss of each step")\n'
+    shown += f'![Difference of the losses from those on one device](differences "{said}")'
+    header, *rows = table(verdict)
+    causes = "\n".join(line for way in verdict.ways for line in said_of(way))
+    sections = [
+        Section("What is the same", page_table(header, rows, words=range(len(header)))),
+        Section("Why", code(causes)),
+        Section("Losses", shown),
+        Section("The command", code(command)),
+    ]
+    steps = f"{len(wanted)} steps in {len(losses) + 1} ways of running, against one device."
     file = folder / "report.html"
-    file.write_text(page(conclusion(verdict), text, {"losses": picture}))
+    file.write_text(page(conclusion(verdict), steps, sections, figures))
     return file
+
+
+def _by_step(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.grid(axis="y")

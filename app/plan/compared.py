@@ -1,0 +1,85 @@
+"""Finds what `compare` has measured of the training that is planned, on this machine."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from app.errors import UserError
+from app.fit.parser import read_yaml
+from app.system.files import read_json
+
+# settings that leave the time of a step as it is, or nearly so
+BESIDE = {
+    "model": ("num_classes", "optimizer", "scheduler", "scheduler_interval"),
+    "data": ("root", "size", "data_seed", "seed", "val_size", "cache", "batch_size"),
+}
+KEY = ["strategy", "devices", "global_batch", "threads"]
+FIGURES = ["measured_samples_per_s", "measured_low", "measured_high"]
+
+
+def add_measured(
+    table: pd.DataFrame, root: Path, config: Mapping[str, Any], hardware: dict[str, Any], cuda: bool
+) -> tuple[pd.DataFrame, str]:
+    """Set beside the predictions what the newest comparison has measured of the same training on the same machine.
+
+    Args:
+        table: As `app.plan.cost_model.predict` makes it.
+        root: The folder of comparisons.
+        config: The resolved configuration of what is planned.
+        hardware: Of the machine of the predictions.
+        cuda: Whether it is planned for GPUs.
+
+    Returns:
+        The table, with samples/s that were measured, and those of the slowest and the fastest run; and a sentence on
+        where they are from, or why there are none.
+    """
+    here, key = table[table["nodes"] == 1].reset_index(), KEY[:-1] if cuda else KEY
+    files = sorted(root.glob("*/version_*/results.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    other: list[pd.DataFrame] = []
+    for file in files:
+        rows = _measured(file, _what_matters(config), hardware, "cuda" if cuda else "cpu").drop_duplicates(key)
+        found = here.merge(rows, on=key).set_index("index")[FIGURES]
+        if len(found):
+            return table.join(found), f"Measured: {file.parent}."
+        other.append(rows)
+    seen = pd.concat(other) if other else pd.DataFrame(columns=KEY)
+    said = f"`compare` has measured nothing of it on this machine (looked for in {root})."
+    for name, flag in (("global_batch", "--data.batch_size"), ("threads", "OMP_NUM_THREADS")):
+        known = sorted(set(seen[name]) - set(here[name]))
+        if known:
+            said = f"`compare` has measured it with {flag} {' or '.join(f'{value:g}' for value in known)} only."
+    return table.assign(**dict.fromkeys(FIGURES, float("nan"))), said
+
+
+def _what_matters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose the settings on which the time of a step on one device depends."""
+    trainer = config["trainer"]
+    chosen = {"precision": trainer["precision"] or "32-true", "parts": trainer["accumulate_grad_batches"]}
+    for section, beside in BESIDE.items():
+        arguments = (config[section].get("init_args") or {}).items()
+        chosen[section] = config[section]["class_path"], {k: v for k, v in arguments if k not in beside}
+    return chosen
+
+
+def _measured(file: Path, wanted: dict[str, Any], hardware: dict[str, Any], accelerator: str) -> pd.DataFrame:
+    """Read the variants of a comparison that train the same on one node of the machine, a row for each."""
+    rows = []
+    try:
+        results = read_json(file)
+        variants = results["variants"] if results["hardware"] == hardware else []
+        for variant in variants:
+            if not variant["samples_per_s"] or variant["nodes"] != 1 or variant["accelerator"] != accelerator:
+                continue
+            run = file.parent.joinpath("runs", *Path(variant["runs"][0]).parts[-3:])
+            if _what_matters(read_yaml(str(run / "config.yaml"))) != wanted:
+                continue
+            rates = dict(zip(FIGURES, (variant[f"samples_per_s{end}"] for end in ("", "_min", "_max")), strict=True))
+            strategy = "one device" if variant["replicas"] == 1 else read_json(run / "run.json")["strategy"]
+            rows.append(
+                {"strategy": strategy, "devices": variant["replicas"], **{k: variant[k] for k in KEY[2:]}} | rates
+            )
+    except (ValueError, LookupError, TypeError, UserError):  # of another version, or not whole
+        pass
+    return pd.DataFrame(rows, columns=KEY + FIGURES)

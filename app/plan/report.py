@@ -1,0 +1,248 @@
+"""Says and draws what is predicted, beside what was measured."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
+from matplotlib.lines import Line2D
+from rich import box
+from rich.table import Column, Table
+
+from app.monitor.summary import markdown_table
+from app.plan.compared import FIGURES
+from app.plan.cost_model import Machines, Step
+
+ENDS = ("samples_per_s_low", "samples_per_s", "samples_per_s_high")
+BLUE, ORANGE, BLACK, GREY = "#4269d0", "#d98200", "#222222", "#888888"
+
+
+def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int) -> str:
+    """Write the result in one line: the fastest on one node, as measured where it was, and the fastest of all."""
+    model = config["model"]
+    name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
+    table = table[table["shared_equally"]].copy()
+    alone = table.loc[table["devices"] == 1, "measured_samples_per_s"].iloc[0]
+    table["best"] = (table["measured_samples_per_s"] / alone).fillna(table["speed_up"])
+    found = pd.concat([rows.nlargest(1, "best") for rows in (table[table["nodes"] == 1], table)])
+    said = []
+    for _, row in found.drop_duplicates(["strategy", "devices"]).iterrows():
+        how = "predicted" if pd.isna(row["measured_samples_per_s"]) or pd.isna(alone) else "measured"
+        text = f"{row['best']:.2f} × with {row['strategy']} on {_devices(row)}, {how}"
+        said.append(text if row["devices"] > 1 else "one device is the fastest on one node")
+    return f"{name}, batch {batch}: {'; '.join(said)}"
+
+
+def _devices(row: pd.Series) -> str:
+    nodes = f" of {row['nodes']} nodes" if row["nodes"] > 1 else ""
+    return f"{row['devices']} devices{nodes}"
+
+
+def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
+    """Say what is fastest, what is worth it, and where a measurement says otherwise."""
+    yield from _gains(table[table["shared_equally"]], scaled)
+    for _, row in table[table["measured_samples_per_s"].notna()].iterrows():
+        if not row["samples_per_s_low"] <= row["measured_samples_per_s"] <= row["samples_per_s_high"]:
+            yield (
+                f"**{row['strategy']}{f' on {_devices(row)}' if row['devices'] > 1 else ''}: measured "
+                f"{row['measured_samples_per_s']:,.0f} samples/s, predicted {row['samples_per_s']:,.0f}** "
+                f"({_range(row, 'samples_per_s', ',.0f')}). Trust the measurement, if the machine was quiet then."
+            )
+
+
+def _gains(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
+    best = table.nlargest(1, "samples_per_s").iloc[0]
+    worth = table[(table["efficiency"] >= 0.5) & (table["strategy"] != "dp")].iloc[-1]
+    if best["devices"] == 1:
+        yield "**One device is the fastest**: whatever a second one gains, exchanging gradients costs more."
+        limit = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
+        yield f"Try {limit}: more work for each exchange."
+        return
+    unsure = "" if best["speed_up_low"] > 1 else ": by what was measured, it may also be slower than one"
+    yield (
+        f"**Fastest: {best['strategy']} on {_devices(best)}**, {best['speed_up']:.2f} times one device "
+        f"({_range(best, 'speed_up', '.2f')}), {best['efficiency']:.0%} of the ideal{unsure}."
+    )
+    if worth["devices"] == table["devices"].max():
+        yield f"**Worth it up to {worth['devices']} devices at least**, the most that were looked at."
+    else:
+        some = f"{worth['devices']} device{'s' * (worth['devices'] > 1)}"
+        yield f"**Worth it up to {some}**: from there on less than half of each one is used."
+    ddp = table[table["strategy"] != "dp"]
+    if (ddp["nodes"] == 2).any():
+        gain = ddp[ddp["nodes"] == 2].iloc[-1]["samples_per_s"] / ddp[ddp["nodes"] == 1].iloc[-1]["samples_per_s"]
+        verdict = "at twice the price" if gain > 1 else "so it is of no use"
+        yield f"A second node gives {gain:.2f} times the throughput of one, {verdict}."
+
+
+def _range(row: pd.Series, name: str, form: str) -> str:
+    return f"{row[f'{name}_low']:{form}}–{row[f'{name}_high']:{form}}"
+
+
+def _measured(row: pd.Series) -> str:
+    """What was measured, and by how much the prediction is off."""
+    rate = row["measured_samples_per_s"]
+    return "—" if pd.isna(rate) else f"{_rate(rate)} ({row['samples_per_s'] / rate - 1:+.0%})"
+
+
+def screen(table: pd.DataFrame, machines: Machines) -> Table:
+    """Set the predictions out for a terminal of 80 columns; the files have all of the figures."""
+    names = ["devices", "batch\neach", "samples/s\npredicted", "\nrange", "measured\n(error)", "speed-up\npredicted"]
+    names += ["\nrange", *["cost of\n10⁶"] * (machines.price_per_hour is not None)]
+    columns = [Column(name, justify="right", no_wrap=True) for name in names]
+    shown = Table(Column("", no_wrap=True), *columns, box=box.SIMPLE_HEAD, padding=0)
+    for _, row in table.iterrows():
+        cells = [
+            row["strategy"] if row["devices"] > 1 else "alone",
+            f"{row['devices']}" + (f"={row['nodes']}×{machines.per_node}" if row["nodes"] > 1 else ""),
+            f"{row['replica_batch']}{'' if row['shared_equally'] else '*'}",
+            _rate(row["samples_per_s"]),
+            f"{_rate(row['samples_per_s_low'])}–{_rate(row['samples_per_s_high'])}",
+            _measured(row),
+            f"{row['speed_up']:.2f}",
+            _range(row, "speed_up", ".2f") if row["devices"] > 1 else "",
+        ]
+        costs = [f"{row['cost_per_million_samples']:.4g}"] if machines.price_per_hour is not None else []
+        shown.add_row(*cells, *costs)
+    return shown
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e5 else f"{value / 1000:,.0f}k"
+
+
+def markdown(table: pd.DataFrame, machines: Machines) -> str:
+    """Write all figures as a table."""
+    headers = ["", "devices = nodes × each", "batch, global / each", "step (ms)", "waiting (ms)", "samples/s", "range"]
+    headers += ["measured (error of the prediction)", "speed-up", "range", "efficiency"]
+    headers += ["cost of 10⁶ samples"] * (machines.price_per_hour is not None)
+    rows = []
+    for _, row in table.iterrows():
+        cells = [
+            row["strategy"],
+            f"{row['devices']} = {row['nodes']} × {min(row['devices'], machines.per_node)}",
+            f"{row['global_batch']} / {row['replica_batch']}{'' if row['shared_equally'] else ' *'}",
+            f"{row['step_ms']:.2f}",
+            "—" if pd.isna(row["waiting_ms"]) else f"{row['waiting_ms']:.2f}",
+            f"{row['samples_per_s']:,.0f}",
+            _range(row, "samples_per_s", ",.0f"),
+            _measured(row),
+            f"{row['speed_up']:.2f}",
+            _range(row, "speed_up", ".2f"),
+            f"{row['efficiency']:.0%}",
+        ]
+        cost = [f"{row['cost_per_million_samples']:.4g}"] if machines.price_per_hour is not None else []
+        rows.append(cells + cost)
+    return markdown_table(headers, rows)
+
+
+def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
+    """Say how the table is to be read."""
+    yield (
+        "The range is how far steps and all-reduces of a plan's own measurement lay from the formulas; in brackets "
+        "beside what `compare` measured, how far the prediction is off."
+    )
+    if not table["shared_equally"].all():
+        yield "\\* on paper only: `fit` refuses a batch that the devices cannot share equally."
+    cpu = machines.processor
+    if cpu is not None:
+        most = machines.per_node
+        each = f"{cpu.threads_each(most)} thread{'s' * (cpu.threads_each(most) > 1)}"
+        cores, processes = f"{cpu.cores} core{'s' * (cpu.cores > 1)}", f"{most} process{'es' * (most > 1)}"
+        yield (
+            f"One node is this machine, with {cores} for {processes} of {each}; more would share them and gain "
+            "nothing, so that they are not predicted. More nodes are machines like this one."
+        )
+
+
+def origin(step: Step, machines: Machines, source: str, network: str) -> Iterator[str]:
+    """Say what was measured, what was given, and by which model the rest is predicted."""
+    buckets = ", ".join(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}" for bucket in step.buckets)
+    links = [
+        f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} µs {where}"
+        for link, where in ((machines.link, "in a node"), (machines.node_link, "between nodes"))
+    ]
+    yield (
+        f"Step: {source}. It took {step.spread[0]:.2f} to {step.spread[1]:.2f} times what was fitted to it. Buckets of "
+        f"gradients, and when in the backward pass they are ready: {buckets}."
+    )
+    yield (
+        f"Network: {', '.join(links)}; {network} All-reduces took {machines.link_spread[0]:.2f} to "
+        f"{machines.link_spread[1]:.2f} times what was fitted to them. Waiting is communication that the backward "
+        "pass does not hide. The model is a ring all-reduce of DDP's buckets that overlaps with the backward pass; its "
+        "formulas and sources are in app/plan/cost_model.py. Among many ranks NCCL takes trees for small buffers, "
+        "whose latency grows less than that of a ring."
+    )
+
+
+def draw(table: pd.DataFrame, machines: Machines, title: str, path: Path) -> None:
+    """Draw throughput and efficiency against the number of devices, with what was measured."""
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    rate, parts = figure.subplots(1, 2)
+    rate.set(title="Throughput", ylabel="samples/s")
+    parts.set(title="Scaling efficiency", ylabel="% of one device's throughput, for each device")
+    single, share = table[table["devices"] == 1].iloc[0], 100 / table["devices"]
+    drawn = table[["strategy", "devices", *ENDS, *FIGURES]]
+    _draw_ways(rate, drawn, single["samples_per_s"] * table["devices"])
+    for name in ENDS:
+        drawn = drawn.assign(**{name: share * table[name.replace("samples_per_s", "speed_up")]})
+    for name in FIGURES:
+        drawn = drawn.assign(**{name: share * table[name] / single["measured_samples_per_s"]})
+    drawn.loc[table["devices"] == 1, [*FIGURES]] = float("nan")  # 100 % by definition
+    _draw_ways(parts, drawn, pd.Series(100.0, table.index))
+    if table["samples_per_s"].max() > 50 * table["samples_per_s"].min():
+        rate.set_yscale("log")
+    for axes in (rate, parts):
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        _mark_devices(axes, sorted(set(table["devices"])), machines.per_node)
+    ways = [Line2D([], [], color=BLUE, marker="o", label="ddp, predicted; shaded: its range")]
+    ways += [Line2D([], [], color=ORANGE, marker="s", linestyle="", label="dp, predicted, with its range")]
+    ways += [Line2D([], [], color=GREY, linestyle=":", label="ideal")]
+    ways += [Line2D([], [], color=BLACK, marker="D", linestyle="", label="measured by compare: median, range")]
+    shown = [True, (table["strategy"] == "dp").any(), True, table["measured_samples_per_s"].notna().any()]
+    handles = [way for way, there in zip(ways, shown, strict=True) if there]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series) -> None:
+    """Draw one figure of each way of running against the number of devices."""
+    ddp, dp = table[table["strategy"] != "dp"], table[table["strategy"] == "dp"]
+    low, middle, high = (ddp[name] for name in ENDS)
+    axes.fill_between(ddp["devices"], low, high, color=BLUE, alpha=0.15, linewidth=0)
+    axes.plot(ddp["devices"], middle, "o-", color=BLUE)
+    top = table[[*ENDS, *FIGURES]].max().max()
+    axes.plot(table["devices"], ideal, ":", color=GREY)
+    measured = table[table[FIGURES[0]].notna()]
+    beside = {"s": 1.06, "D": 0.94}  # so that they do not lie on each other
+    for rows, names, style, colour in (
+        (dp, ENDS, "s", ORANGE),
+        (measured, (FIGURES[1], FIGURES[0], FIGURES[2]), "D", BLACK),
+    ):
+        if len(rows):
+            low, middle, high = (rows[name] for name in names)
+            ends = [middle - low, high - middle]
+            x = rows["devices"] * beside[style]
+            axes.errorbar(x, middle, yerr=ends, fmt=style, color=colour, capsize=3, zorder=3)
+    for _, row in measured[measured["devices"] > 1].iterrows():
+        place = row["devices"] * beside["D"], row[FIGURES[0]]
+        axes.annotate(row["strategy"], place, (-8, -3), textcoords="offset points", fontsize=9, ha="right")
+    axes.set_ylim(0, 1.1 * top)
+
+
+def _mark_devices(axes: Axes, counts: list[int], per_node: int) -> None:
+    """Mark the numbers of devices, and up to where they are those of one node."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=60 if len(counts) > 8 else 0)
+    axes.set_xticks([], minor=True)
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("devices")
+    if counts[-1] > per_node:
+        axes.axvline(per_node * 2**0.5, color=GREY, linewidth=0.8)
+        for text, side in (("one node ", "right"), (" more nodes", "left")):
+            place = per_node * 2**0.5, 0.98
+            axes.text(*place, text, transform=axes.get_xaxis_transform(), color=GREY, fontsize=9, ha=side, va="top")
