@@ -72,6 +72,13 @@ class LoopsInAWorker(nn.Module):
         return image
 
 
+class LoopsInSetup(Synthetic):
+    def setup(self, stage: str) -> None:
+        while self.trainer is not None and self.trainer.global_rank == 1:
+            pass
+        super().setup(stage)
+
+
 class WaitsForALock(CIFARCNN):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if is_meant(self.trainer):

@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from app.compare.advice import advice
+from app.compare.advice import advice, ranks, verdict, warnings
 from app.compare.results import COLUMNS
 
 
@@ -17,6 +17,9 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
         times = {f"{phase}_ms": 1.0 for phase in ("data", "communication", "optimizer", "rest")}
         base = {
             "nodes": 1,
+            "processes": 1,
+            "threads": 1,
+            "others_cores": 0.0,
             "replicas": row["devices"],
             "n": 3,
             "precision": "32-true",
@@ -37,7 +40,9 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
 def told(*rows: dict[str, Any]) -> str:
     table = made_up(*rows)
     commands = {row["variant"]: f"python -m app fit --run.name {row['variant']}" for row in rows}
-    return "\n".join(advice(table, rows[0]["variant"], commands))
+    baseline = str(rows[0]["variant"])
+    said = [verdict(table, baseline).said, *warnings(table, 4, 4, 0.1), *advice(table, baseline, commands, 4)]
+    return "\n".join(said)
 
 
 ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
@@ -51,21 +56,56 @@ def test_advice_doubts_what_cannot_be() -> None:
 
 def test_advice_names_the_fastest_and_the_best_for_each_device() -> None:
     said = told(ONE, FOUR)
-    assert "**Fastest: four**, 3,600 samples/s. It is 3.60 times as fast as one, more than runs of the same" in said
-    assert "**Best for each device: one**, 1,000 samples/s" in said
+    assert said.startswith("four is the fastest: 3,600 samples/s, 3.60 times as fast as one\n")
+    assert "**Take four**: it is 3.60 times as fast as one, more than runs of the same differ." in said
+    assert "Best for each device is **one**: 1,000 samples/s" in said
     assert "python -m app fit" in said
 
 
-def test_advice_does_not_claim_what_is_within_the_spread() -> None:
-    said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": 0.1})
-    assert "No real difference to one" in said
-    said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": 0.03})
-    assert "No real difference to one" in said, "apart by less than the runs of one differ"
-    assert "one is as fast with 1 device(s)**: take that" in said
+@pytest.mark.parametrize("spread", [0.1, 0.03])
+def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
+    """Nor where they are apart by less than the runs of one differ."""
+    said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
+    assert said.startswith("No winner: four and one are as fast as each other, within the spread of their runs\n")
+    assert "**Take one**: it is as fast as any, on 1 device where others take 4." in said
     assert "--run.name one" in said, "the command is that of the one to take"
+    assert "the fastest" not in said
+
+
+def test_no_verdict_from_single_runs() -> None:
     said = told(ONE | {"n": 1}, FOUR | {"n": 1})
-    assert "in a single run: whether that is more than chance is not known" in said
-    assert "No real difference" not in said
+    assert said.startswith("four was the fastest, in a single run of each: 3,600 samples/s\n")
+    assert "a single run of each does not tell a difference from chance. Give `--repeats 3`" in said
+
+
+def test_places() -> None:
+    """Those that are as fast as the fastest share the first."""
+    near, slow = FOUR | {"variant": "near", "samples_per_s": 3590.0}, ONE | {"samples_per_s": 500.0}
+    assert ranks(made_up(slow, FOUR.copy(), near)) == {"four": 1, "near": 1, "one": 3}
+
+
+CPU = {"accelerator": "cpu", "threads": 4}
+
+
+def test_a_busy_machine_is_said_first_and_fewer_threads_only_where_there_are_several() -> None:
+    busy = "**The machine was busy: other programs took up to 1.5 of its 4 cores.**"
+    said = told(ONE | CPU | {"others_cores": 1.5}).splitlines()
+    assert said[1].startswith(busy)
+    assert "`OMP_NUM_THREADS=1`" in said[1]
+    assert "OMP_NUM_THREADS" not in told(ONE | CPU | {"others_cores": 1.5, "threads": 1})
+    assert "busy" not in told(ONE | CPU | {"others_cores": 0.3})
+    table = made_up(ONE | {"others_cores": 20.0})
+    assert not warnings(table, 64, 8, 20.0), "there are cores enough for both"
+    assert "its load average was 3.0" in warnings(made_up(ONE | {"others_cores": None}), 4, 4, 3.0)[0]
+
+
+def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
+    two = FOUR | CPU | {"processes": 4}
+    said = told(ONE | CPU, two | {"threads": 1})
+    assert "one uses all 4 cores already, by its 4 threads" in said
+    assert "take turns" not in said
+    assert "cores already" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
+    assert "four runs 8 threads on 4 cores, which take turns" in told(ONE | CPU, two | {"threads": 2})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +140,7 @@ def test_a_gpu_that_waits_for_the_host() -> None:
 def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() -> None:
     said = told(ONE, FOUR | {"not_finite_since": 2})
     assert "The loss of four is not finite" in said
-    assert "**Fastest: one**" in said
+    assert "**Take one**" in said
     assert "compare losses, too" in told(ONE, FOUR | {"global_batch": 256})
 
 

@@ -178,7 +178,7 @@ def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None
     assert "d\ufffdg" in (run / "confusion_matrix.csv").read_text(encoding="utf-8")
     code, out = app("predict", *images_at(image_root)[1:], "--ckpt_path", "last")
     assert code == 0, out
-    assert b"/\xfe.jpg" in (run.with_name("version_1") / "predictions.csv").read_bytes()
+    assert b"/\xfe.jpg" in (run / "predict_1" / "predictions.csv").read_bytes()
 
 
 def test_labels_that_there_are_not(app: App, fashion_root: Path) -> None:

@@ -86,6 +86,16 @@ def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.ckpt", PREVIOUS, LAST]
 
 
+def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
+    """Then both names are of one file, and rename(2) would leave a third."""
+    last, before = tmp_path / LAST, tmp_path / PREVIOUS
+    CheckpointFiles().save_checkpoint(content(1), last)
+    before.hardlink_to(last)
+    CheckpointFiles().save_checkpoint(content(2), last)
+    assert [read(path)["global_step"] for path in (before, last)] == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([LAST, PREVIOUS])
+
+
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line; what was there before is untouched, and nothing else is left."""
     last = tmp_path / LAST

@@ -1,12 +1,54 @@
-"""The shipped files for clusters, as far as that goes without one; tests/test_slurm.py runs slurm.sbatch for real."""
+"""The shipped files for clusters and sweeps, as far as that goes without one; tests/test_slurm.py runs slurm.sbatch."""
 
+import itertools
+import json
+import os
 import re
+import shlex
+import signal
 import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
 import yaml
-from harness import ROOT
+from harness import QUIET, ROOT, ForkServer, free_port
 
 CLUSTER = ROOT / "configs" / "cluster"
+SMALL = ["--trainer.accelerator", "cpu", "--data", "Synthetic", "--data.size", "60", "--data.batch_size", "12"]
+SMALL += ["--model.network", "lenet", "--run.test", "false", *QUIET]
+
+
+def run_nodes(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], cwd: Path) -> list[str]:
+    """Run a command for each node at once; what each has printed.
+
+    Raises:
+        AssertionError: When one has failed, or is not done in time.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    nodes = [
+        subprocess.Popen(
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, "PATH": path, **own},
+        )
+        for command, own in zip(commands, variables, strict=True)
+    ]  # fmt: skip
+    try:
+        said = [node.communicate(timeout=100)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+                node.communicate()
+    assert [node.returncode for node in nodes] == [0] * len(nodes), said
+    return said
+
+
+def epochs(root: Path) -> list[tuple[int, int]]:
+    """World size and number of epochs of each run, in order."""
+    records = [json.loads(path.read_text()) for path in sorted(root.glob("*/version_*/run.json"))]
+    return [(record["world_size"], len(record["epochs"])) for record in records]
 
 
 def test_slurm_script() -> None:
@@ -53,3 +95,110 @@ def test_kubernetes_job() -> None:
     devices = container["resources"]["limits"]["nvidia.com/gpu"]
     assert command[:5] == ["torchrun", f"--nproc-per-node={devices}", "-m", "app", "fit"]
     assert (ROOT / next(word for word in command if word.startswith("--config")).partition("=")[2]).exists()
+
+
+@pytest.mark.slow
+def test_kubernetes_train_job(tmp_path: Path) -> None:
+    """Names of the CRD trainjobs.trainer.kubeflow.org of Kubeflow Trainer 2.3; its command, in two pods of one process.
+
+    Source: github.com/kubeflow/trainer, manifests/base/crds and pkg/runtime/framework/plugins/torch, which sets the
+    variables, refuses them in the job, and names the container `node`.
+    """
+    job = yaml.safe_load((CLUSTER / "trainjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
+    spec = job["spec"]
+    assert spec.keys() == {"runtimeRef", "trainer", "runtimePatches"}
+    assert spec["runtimeRef"] == {"name": "torch-distributed"}, "a ClusterTrainingRuntime, unless its kind is given"
+    trainer = spec["trainer"]
+    assert trainer.keys() == {"numNodes", "image", "command", "env", "resourcesPerNode"}
+    assert not [each for each in trainer["env"] if each["name"].startswith("PET_")], "they are reserved"
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 4
+    (patch,) = spec["runtimePatches"]
+    assert patch.keys() == {"manager", "trainingRuntimeSpec"}
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (replicated["name"], container["name"]) == ("node", "node")
+    assert container.keys() == {"name", "volumeMounts"}, "variables of this container go to the trainer"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    limit = next(each["value"] for each in trainer["env"] if each["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert int(limit) < pod["terminationGracePeriodSeconds"]
+
+    command = [word.replace("/shared", str(tmp_path)) for word in trainer["command"] if "--data.root" not in word]
+    meeting = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+    counts = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": "1"}
+    pods = [{**meeting, **counts, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])]
+    run_nodes([[*command, *SMALL, "--trainer.max_epochs", "1"]] * len(pods), pods, ROOT)
+    assert epochs(tmp_path / "runs") == [(2, 1)]
+
+
+@pytest.mark.slow
+def test_skypilot(tmp_path: Path) -> None:
+    """Its commands on two nodes of one device; when all are started again, they go on."""
+    task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
+    known = {"name", "workdir", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
+    assert task.keys() == known, "source: docs.skypilot.co/en/latest/reference/yaml-spec.html"
+    assert task["resources"].keys() == {"accelerators", "use_spot", "job_recovery"}
+    (bucket,) = task["file_mounts"].items()
+    assert bucket[1]["mode"] == "MOUNT_CACHED", "metrics.csv is appended to"
+    assert f"--run.root {bucket[0]} " in task["run"]
+    script = task["run"].replace(bucket[0], str(tmp_path)).replace("29400", str(free_port()))
+    flags = shlex.join([*task["envs"]["FLAGS"].split(), *SMALL])
+    nodes = task["num_nodes"]
+    machines = {
+        "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * nodes),
+        "SKYPILOT_NUM_NODES": str(nodes),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+    }
+    for count in (1, 2):
+        own = {**task["envs"], **machines, "FLAGS": f"{flags} --trainer.max_epochs {count}"}
+        ranks = [{**own, "SKYPILOT_NODE_RANK": str(rank)} for rank in range(nodes)]
+        said = run_nodes([["bash", "-eu", "-c", script]] * nodes, ranks, ROOT)
+    assert "going on from" in said[0]
+    assert epochs(tmp_path)[-1] == (2, 2)
+    alone = {**own, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "FLAGS": "--print_config"}
+    assert "num_nodes: 1" in run_nodes([["bash", "-eu", "-c", script]], [alone], ROOT)[0]
+
+
+@pytest.mark.slow
+def test_sweep(tmp_path: Path) -> None:
+    """Three trials as an agent of Weights & Biases starts them: each is one run, with the id and flags it was given."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+    from wandb.sdk.lib.config_util import save_config_file_from_dict
+
+    sweep = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
+    assert (sweep["method"], sweep["metric"]) == ("grid", {"name": "val_acc", "goal": "maximize"})
+    values = {name: each.get("values", [each.get("value")]) for name, each in sweep["parameters"].items()}
+    trials = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    assert len(trials) == 3
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    small = ["--data.size=60", "--data.batch_size=12", "--trainer.max_epochs=1", "--run.test=false"]
+    with ForkServer(tmp_path, limit=None) as server:
+        for number, trial in enumerate(trials):
+            parameters = {name: {"value": value} for name, value in sorted(trial.items())}  # sorted, as the server does
+            given = tmp_path / f"trial{number}.yaml"
+            save_config_file_from_dict(str(given), parameters)
+            args = create_sweep_command_args({"args": parameters})
+            said = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"], "${args}": args["args"]}
+            command = [word for part in create_sweep_command(sweep["command"]) for word in said.get(part, [part])]
+            assert command[:5] == ["/usr/bin/env", "python", "-m", "app", "fit"]
+            env = {"WANDB_MODE": "offline", "WANDB_RUN_ID": f"trial{number}", "WANDB_SWEEP_ID": "sweep"}
+            env["WANDB_SWEEP_PARAM_PATH"] = str(given)
+            code, out = server.run(*command[4:], *small, *QUIET, env=env)
+            assert code == 0, out
+    for number, trial in enumerate(trials):
+        run = tmp_path / "runs" / "sweep" / f"version_{number}"
+        record = json.loads((run / "run.json").read_text())
+        assert (record["tracker"], record["world_size"]) == (f"trial{number}", 2)
+        (folder,) = (run / "wandb").glob("offline-run-*")
+        assert folder.name.endswith(f"-trial{number}")
+        read = subprocess.run(
+            [Path(sys.executable).parent / "wandb", "leet", "inspect", "--summary", "--json", *folder.glob("*.wandb")],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        tracked = json.loads(read.stdout)
+        assert "val_acc" in tracked["summary"]
+        assert tracked["config"]["model.optimizer.lr"] == trial["model.optimizer.lr"], "what the agent has given"
+        optimizer = tracked["config"]["model"]["init_args"]["optimizer"]
+        assert optimizer["init_args"]["lr"] == trial["model.optimizer.lr"], "what was run"

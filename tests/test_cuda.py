@@ -232,7 +232,7 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     for epochs, resume in (("1", []), ("2", ["--ckpt_path", "last"])):
         code, out = start_app(*flags, "--trainer.max_epochs", epochs, *resume)
         assert code == 0, out
-    record = json.loads((tmp_path / "cifar_cnn" / "version_1" / "run.json").read_text())
+    record = json.loads((tmp_path / "cifar_cnn" / "version_0" / "run.json").read_text())
     assert record["test"] is not None
 
 

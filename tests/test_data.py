@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.data.sources import SyntheticSource
+from app.data.synthetic import SyntheticSource
 from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
 from app.launch.cluster_environment import Slurm
@@ -102,7 +102,7 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     checkpoint = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
     code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET)
     assert code == 0, out
-    lines = (tmp_path / "runs" / "cifar_cnn" / "version_1" / "predictions.csv").read_text().splitlines()
+    lines = (tmp_path / "runs" / "cifar_cnn" / "version_0" / "predict_1" / "predictions.csv").read_text().splitlines()
     assert lines[0] == "file,predicted,name,probability,label"
     assert lines[1].startswith(str(image_root / "test" / "cat" / "00.jpg"))
     assert len(lines) == 13
@@ -116,7 +116,7 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
         image_root / "test" / "eel",
     )
     assert code == 0, out
-    lines = (tmp_path / "runs" / "cifar_cnn" / "version_2" / "predictions.csv").read_text().splitlines()
+    lines = (tmp_path / "runs" / "cifar_cnn" / "version_0" / "predict_2" / "predictions.csv").read_text().splitlines()
     assert lines[0] == "file,predicted,name,probability", "no label is known"
     assert len(lines) == 5
 

@@ -1,14 +1,22 @@
 """What this machine has and what will work on it."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from harness import error_of, start_app
 
+import app.doctor
 from app.doctor import Check, environment, examine
+from app.launch.process import run_app
+from app.system.machine import busy
 
 App = Callable[..., tuple[int, str]]
 
@@ -48,7 +56,7 @@ def test_data_sets_present_missing_and_broken(
     found = found_before_the_self_test(fashion_root)
     assert found["FashionMNIST"].level == "green"
     assert (found["CIFAR10"].level, found["CIFAR10"].found) == ("yellow", f"not there in {fashion_root}")
-    assert {"versions", "accelerators", "processor", "disk", "backends", "tracker"} <= found.keys()
+    assert {"load", "versions", "accelerators", "processor", "disk", "backends", "tracker"} <= found.keys()
     assert re.fullmatch(r"Python 3\S+, torch \S+, .*, wandb \S+; .*(glibc|N/A).*", found["versions"].found)
     assert "WANDB_MODE" in found["tracker"].found
     file = fashion_root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"
@@ -84,3 +92,110 @@ def test_the_whole_of_it_with_misleading_variables(tmp_path: Path) -> None:
     assert "GB/s" in by_name["all-reduce"]["found"]
     assert "written and read" in by_name["checkpoint"]["found"]
     assert not list(tmp_path.iterdir())
+
+
+# -- busy and slow machines ---------------------------------------------------------------------------------
+
+QUIET, BUSY = 0.1, 1e4
+
+
+def under_load(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("load", "usable", "there", "is_busy"),
+    [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 64, True), (1.5, 1, 2, True)],
+)
+def test_busy(load: float, usable: int, there: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where too few cores are free for what this process may use."""
+    under_load(load, monkeypatch)
+    monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
+    monkeypatch.setattr(os, "cpu_count", lambda: there)
+    said = busy()
+    assert (said is not None) == is_busy
+    assert said is None or f"a load of {load:.1f} on {usable} cores; it helps to wait" in said
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert (said is None) == (busy() is None)
+    assert said is None or "OMP_NUM_THREADS=1" in str(busy())
+
+
+class Machine:
+    """Doctor's self-test on a machine on which each run takes some seconds of a clock of its own.
+
+    The first run is made; of the others that are done in time, the outcome is taken to be the same.
+    """
+
+    def __init__(self, seconds: dict[str, float], load: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds, self.now = seconds, 0.0
+        monkeypatch.setattr(app.doctor, "monotonic", lambda: self.now)
+        monkeypatch.setattr(app.doctor, "run_app", self.run)
+        monkeypatch.setattr(app.doctor, "measure_all_reduce", self.all_reduce)
+        under_load(load, monkeypatch)
+
+    def take(self, what: str, limit: float) -> None:
+        self.now += min(self.seconds[what], limit)
+        if self.seconds[what] > limit:
+            raise TimeoutError
+
+    def run(self, argv: list[str], limit: float) -> subprocess.CompletedProcess[str]:
+        strategy, root = argv[argv.index("--trainer.strategy") + 1], Path(argv[argv.index("--run.root") + 1])
+        try:
+            self.take(strategy, limit)
+        except TimeoutError as error:
+            raise subprocess.TimeoutExpired(argv, limit) from error
+        if strategy == "auto":
+            return run_app(argv, 120)
+        shutil.copytree(root / "auto", root / strategy)
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    def all_reduce(self, timeout: float) -> list[tuple[int, float]]:
+        self.take("all-reduce", timeout)
+        return [(1024, 0.001), (2**20, 0.002)]
+
+
+EACH = {"dp": 5.0, "ddp": 5.0, "ddp_spawn": 5.0, "ddp_fork": 5.0, "all-reduce": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "load", "levels"),
+    [
+        # the limit of the others is ten times what one step has taken
+        ({"auto": 100.0, **dict.fromkeys(EACH, 900.0)}, QUIET, {"one step": "yellow"}),
+        ({"auto": 100.0, **EACH, "ddp": 1100.0}, QUIET, {"one step": "yellow", "ddp x2": "yellow"}),
+        ({"auto": 5.0, **EACH, "ddp": 61.0, "all-reduce": 61.0}, BUSY, {"ddp x2": "yellow", "all-reduce": "yellow"}),
+        ({"auto": 5.0, **EACH, "all-reduce": 61.0}, QUIET, {"all-reduce": "yellow"}),  # ddp has trained
+        ({"auto": 5.0, **EACH, "ddp": 61.0, "all-reduce": 61.0}, QUIET, {"ddp x2": "red", "all-reduce": "red"}),
+        ({"auto": 1000.0}, BUSY, {"one step": "yellow"}),
+        ({"auto": 1000.0}, QUIET, {"one step": "red"}),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="which strategies are tested depends on the GPUs")
+def test_what_is_slow_is_not_broken(
+    seconds: dict[str, float], load: float, levels: dict[str, str], app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Machine(seconds, load, monkeypatch)
+    code, out = app("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    tested = {
+        name: check["level"]
+        for name, check in checks.items()
+        if name in ("one step", "all-reduce") or name.endswith(" x2")
+    }
+    assert {name: level for name, level in tested.items() if level != "green"} == levels
+    assert len(tested) == (6 if seconds["auto"] <= 300 else 1)
+    assert code == int("red" in levels.values())
+    assert checks["load"]["level"] == ("yellow" if load == BUSY else "green")
+    for name in levels:
+        assert ("run doctor again" in checks[name]["remedy"]) == (levels[name] == "yellow")
+
+
+def test_what_people_see(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine({"auto": 5.0, **EACH}, BUSY, monkeypatch)
+    monkeypatch.setenv("RANK", "3")
+    code, out = app("doctor")
+    assert code == 1
+    lines = out.splitlines()
+    assert re.match(r"yellow +load +.* load of 10000\.0 on \d+ cores", lines[0])
+    assert re.match(r" +→ ", lines[1]), "what to do stands below"
+    assert re.match(r"1 of \d+ do not work, after \d+ s", lines[-1])

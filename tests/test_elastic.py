@@ -105,7 +105,10 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
             os.kill(int((tmp_path / f"rank{random.randint(0, 1)}").read_text()), signal.SIGKILL)
             out = killed.end(180)
         assert killed.process.returncode == 0, out
-        assert killed.directory != first
+        assert killed.directory == first, "one training is one run"
+        (part,) = killed.record["parts"]
+        assert part["status"] == "failed"
+        assert part["error"].endswith("all were started again") == (name == "agent")
         assert killed.record["resumed_from"].startswith(str(first))
         assert killed.record["status"] == "completed"
         assert [row["epoch"] for row in killed.record["epochs"]] == list(range(30))

@@ -82,7 +82,7 @@ def test_a_checkpoint_of_another_layout(before: str, app: App, tmp_path: Path) -
     after = "false" if before == "true" else "true"
     code, out = app(*flags, "--model.channels_last", after, "--ckpt_path", "last")
     assert code == 0, out
-    last = torch.load(tmp_path / "runs" / "x" / "version_1" / "checkpoints" / "last.ckpt", weights_only=True)
+    last = torch.load(tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
     momenta = [state["momentum_buffer"] for state in last["optimizer_states"][0]["state"].values()]
     convolution = next(momentum for momentum in momenta if momentum.shape == (16, 6, 5, 5))
     assert convolution.is_contiguous(memory_format=torch.channels_last) == (after == "true")

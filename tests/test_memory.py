@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from harness import QUIET, error_of, fork_app, largest_difference, losses, start_app, weights
 
 from app.errors import UserError
 from app.fit import memory
 from app.fit.memory import largest, settle_micro_batch
+from app.system import machine
+from app.system.machine import free_memory, usable_cores
 
 App = Callable[..., tuple[int, str]]
 # an image takes 0.2 MiB in the network: 1,200 of them 240 MiB, beside what the process takes
@@ -63,8 +66,8 @@ def test_what_fails_for_another_reason_is_said(monkeypatch: pytest.MonkeyPatch) 
         raise UserError("--model.scheduler: no")
 
     monkeypatch.setattr(memory, "short_run", fails)
-    with pytest.raises(UserError, match="scheduler: no"):
-        settle_micro_batch("", 64, 784, memory.torch.device("cpu"), 1, 2.0)
+    with pytest.raises(UserError, match=r"auto: --model\.scheduler: no, or give a count"):
+        settle_micro_batch("", 64, 784, memory.torch.device("cpu"), 2.0)
 
 
 def record(root: Path, name: str) -> dict[str, Any]:
@@ -95,6 +98,36 @@ def test_auto(tmp_path: Path) -> None:
         np.testing.assert_allclose(losses(run), losses(runs[0]), rtol=0, atol=1e-5)
         last = [weights(each / "checkpoints" / "last.ckpt") for each in (run, runs[0])]
         assert largest_difference(*last) < 1e-5
+
+
+def test_a_resumed_run_keeps_it(app: App, tmp_path: Path) -> None:
+    """Another one would round otherwise."""
+    code, out = app("fit", *WIDE, "--data.micro_batch", "100")
+    assert code == 0, out
+    more = ["--trainer.max_steps", "4", "--ckpt_path", "last", "--data.micro_batch", "auto"]
+    code, out = app("fit", *WIDE, *more)
+    assert code == 0, out
+    (last,) = tmp_path.rglob("run.json")
+    assert json.loads(last.read_text())["micro_batch"] == 100
+
+
+def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tightest of a group and those around it counts; pages of files that nobody uses are free."""
+    own = machine._control_groups
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
+    assert own() == []
+    assert usable_cores() == 64
+    gib, inner = 2**30, tmp_path / "job"
+    for folder, cpu, limit in ((tmp_path, "400000 100000", "max"), (inner, "max 100000", str(gib))):
+        folder.mkdir(exist_ok=True)
+        (folder / "cpu.max").write_text(cpu + "\n")
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text(f"{3 * gib // 4}\n")
+        (folder / "memory.stat").write_text(f"anon {gib // 4}\ninactive_file {gib // 2}\n")
+    monkeypatch.setattr(machine, "_control_groups", lambda: [inner, tmp_path])
+    assert usable_cores() == 4
+    assert free_memory(torch.device("cpu")) == 3 * gib // 4
 
 
 @pytest.mark.slow

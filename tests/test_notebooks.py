@@ -11,7 +11,8 @@ import pytest
 from harness import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SMALL = {"LAB_DATA": "synthetic", "LAB_SIZE": "400", "LAB_EPOCHS": "1"}
+SMALL = {"LAB_DATA": "synthetic", "LAB_SIZE": "400", "LAB_EPOCHS": "1", "LAB_BATCHES": "16 256"}
+SMALL |= {"LAB_REPEATS": "2", "LAB_MEGABYTES": "1"}
 
 
 def name(path: Path) -> str:
@@ -27,7 +28,7 @@ def test_there_are_notebooks() -> None:
 def test_runs(notebook: Path, tmp_path: Path) -> None:
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *plugins, "--nbmake", "--nbmake-timeout=120", str(notebook)],
+        [sys.executable, "-m", "pytest", *plugins, "--nbmake", "--nbmake-timeout=240", str(notebook)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -36,7 +37,7 @@ def test_runs(notebook: Path, tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=500)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -9,10 +9,13 @@ import torch
 from harness import QUIET, fork_app, largest_difference, losses, weights
 
 from app.data.batches import stream
-from app.data.sources import SyntheticSource
+from app.data.synthetic import SyntheticSource
 from app.modules import CIFARCNN, FashionMLP
+from app.verify.differences import Recorded, differences
 
 # 1,003 images less 100 for validation: 15 steps of 64, the last one of 7, which neither 2 nor 4 divides
+RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
+RECORDING += ["--trainer.callbacks.steps=60", "--trainer.callbacks.epoch_steps=15"]
 STEPS = ["--trainer.max_epochs", "4", "--trainer.log_every_n_steps", "1", "--run.test", "false", *QUIET]
 MODELS = {
     "cnn": ["--model", "CIFARCNN", "--data", "Synthetic"],
@@ -42,11 +45,19 @@ TOLERANCE = 1e-5
 SLOW = pytest.mark.slow
 
 
+def check_same(run: Path, expected: Path) -> None:
+    """As `verify` does: samples, learning rates, losses, gradients, weights, evaluation, optimizer, over 60 steps."""
+    np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=TOLERANCE)
+    here, there = Recorded(run), Recorded(expected)
+    assert len(here.steps) == len(there.steps) == 60
+    assert differences(there, here) == {}
+
+
 @pytest.fixture(scope="module")
 def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run on one device: the name of its model, and its directory."""
     root = tmp_path_factory.mktemp(request.param)
-    code, out = fork_app("fit", *MODELS[request.param], *STEPS, "--run.root", root, "--run.name", "single")
+    code, out = fork_app("fit", *MODELS[request.param], *STEPS, *RECORDING, "--run.root", root, "--run.name", "single")
     assert code == 0, out
     return request.param, root / "single" / "version_0"
 
@@ -68,13 +79,10 @@ def test_parity(
     model, expected = single
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
     run_app = app if strategy == "dp" else fork_app
-    code, out = run_app("fit", *MODELS[model], *STEPS, *way, "--run.root", tmp_path, "--run.name", "x")
+    code, out = run_app("fit", *MODELS[model], *STEPS, *RECORDING, *way, "--run.root", tmp_path, "--run.name", "x")
     assert code == 0, out
     run = tmp_path / "x" / "version_0"
-    assert len(losses(run)) == len(losses(expected)) == 60
-    np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=TOLERANCE)
-    trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, expected))
-    assert largest_difference(trained, wanted) < TOLERANCE
+    check_same(run, expected)
 
 
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)
@@ -99,16 +107,25 @@ def test_accumulated_gradients(
 ) -> None:
     """Of batches and parts of batches, weighted by their samples: the last window has fewer, and smaller ones."""
     model, expected = single
-    flags = [*MODELS[model], *STEPS, "--data.batch_size", str(64 // batches), "--trainer.accelerator", "cpu"]
+    flags = [
+        *MODELS[model],
+        *STEPS,
+        *RECORDING,
+        "--data.batch_size",
+        str(64 // batches),
+        "--trainer.accelerator",
+        "cpu",
+    ]
     flags += ["--data.micro_batch", str(micro_batch)] if micro_batch else []
     flags += ["--trainer.strategy", strategy, "--trainer.devices", "1" if strategy == "auto" else "2"]
     flags += ["--trainer.accumulate_grad_batches", str(batches), "--run.root", str(tmp_path), "--run.name", "x"]
     code, out = (fork_app if "ddp" in strategy else app)("fit", *flags)
     assert code == 0, out
     run = tmp_path / "x" / "version_0"
-    np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=TOLERANCE)
-    last = (weights(each / "checkpoints" / "last.ckpt") for each in (run, expected))
-    assert largest_difference(*last) < TOLERANCE
+    check_same(run, expected)
+    if micro_batch:
+        (evaluated,) = Recorded(run).ranks[0]["evaluation"].values()
+        assert max(map(len, evaluated)) == micro_batch
 
 
 @pytest.mark.parametrize("model", ["cnn", "mlp"])

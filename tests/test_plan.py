@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,9 +15,25 @@ import pytest
 from cluster.hosts import Network
 from harness import QUIET, error_of, start_app
 
-from app.plan.cost_model import AGREEMENT, Bucket, Line, Machines, Step, fit_step, make_buckets, predict
+from app.fit.configuration import resolve
+from app.plan.compared import FIGURES, add_measured
+from app.plan.cost_model import (
+    AGREEMENT,
+    Bucket,
+    Line,
+    Machines,
+    Processor,
+    Step,
+    Timed,
+    fit_step,
+    make_buckets,
+    predict,
+    spread_of_link,
+)
 from app.plan.measure import measure_steps, profile_gradients
+from app.plan.report import advice, heading
 from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
+from app.system.machine import hardware, usable_cores
 
 App = Callable[..., tuple[int, str]]
 AT_H1 = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
@@ -65,7 +82,9 @@ def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
     assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5), "the largest part: 3 of 10"
     # dp: data of the whole batch, launches one after the other, 2·(100/100 + 0.5) of copies
     assert one.dp(10, 2, SLOW) == pytest.approx(1 + 1 + 2 * (2 + 3) + 1 + 1.5 + 3 + 4 + 5)
-    assert one.dp(10, 2, SLOW, shared=True) == pytest.approx(one.dp(10, 2, SLOW) - 3)
+    # on a CPU nothing is copied, and one thread takes the backward pass of both; the forward passes may share cores
+    assert one.dp(10, 2, SLOW, shared=True) == pytest.approx(one.dp(10, 2, SLOW) - 3 + 1.5)
+    assert one.dp(10, 2, SLOW, shared=True, slowdown=2) == pytest.approx(one.dp(10, 2, SLOW, shared=True) + 1)
     assert one.stretched(2).single(10) == pytest.approx(2 * one.single(10))
 
 
@@ -84,12 +103,13 @@ def test_lines_and_links_are_found_again() -> None:
 def test_a_step_from_records() -> None:
     times = {"data": 1.0, "forward_backward": 30.0, "optimizer": 2.0, "rest": 4.0}
     half = {"data": 1.0, "forward_backward": 20.0, "optimizer": 4.0, "rest": 4.0}
-    found = fit_step([(100, times), (50, half)], backward=0.6, buckets=[Bucket(8, 1.0)])
+    found = fit_step([Timed(100, times), Timed(50, half)], backward=0.6, buckets=[Bucket(8, 1.0)])
     assert found.launch_known
     assert found.forward(100) + found.backward(100) == pytest.approx(0.030)
     assert found.backward(50) == pytest.approx(0.6 * 0.020)
     assert (found.backward.launch, found.update, found.rest) == pytest.approx((0.006, 0.003, 0.004))
-    alone = fit_step([(100, times)], 0.6, [])
+    alone = fit_step([Timed(100, times, windows=(0.9, 1.2))], 0.6, [])
+    assert alone.spread == pytest.approx((0.9, 1.2))
     assert not alone.launch_known
     assert alone.forward(10) + alone.backward(10) == pytest.approx(0.003)
 
@@ -117,6 +137,47 @@ def test_predictions_cost_and_nodes() -> None:
     assert (scaled["global_batch"], scaled["step_ms"]) == (400, pytest.approx(1000 * (3 + waiting)))
 
 
+def test_a_range_from_what_was_measured() -> None:
+    """Steps 10 % off a line, their windows 20 % off, and all-reduces that lie beside theirs."""
+    parts = dict.fromkeys(("data", "optimizer", "rest"), 0.0)
+    measured = [(10, 11.0), (20, 18.0), (40, 44.0)]
+    timed = [Timed(b, {**parts, "forward_backward": ms}, windows=(0.8, 1.2)) for b, ms in measured]
+    one = fit_step(timed, 0.5, [Bucket(100, 1.0)])
+    low, high = one.spread
+    off = [ms / 1000 / one.single(batch) for batch, ms in measured]
+    assert (low, high) == pytest.approx((0.8 * min(off), 1.2 * max(off)), rel=1e-3)
+    link_spread = spread_of_link([(100, 0.5 * SLOW.all_reduce(100, 2)), (400, 2 * SLOW.all_reduce(400, 2))], SLOW, 2)
+    assert link_spread == (0.5, 2.0)
+    table = predict(one, 100, [1, 2], Machines(2, SLOW, SLOW, link_spread=link_spread))
+    assert (table["samples_per_s_low"] < table["samples_per_s"]).all()
+    assert (table["samples_per_s_high"] > table["samples_per_s"]).all()
+    ddp = table[table["strategy"] == "ddp"].iloc[0]
+    slow = Link(SLOW.bandwidth / 2, SLOW.latency * 2)
+    assert ddp["samples_per_s_low"] == pytest.approx(100 / one.stretched(high).ddp(100, 2, slow))
+    assert ddp["speed_up_low"] / ddp["speed_up"] == pytest.approx(ddp["samples_per_s_low"] / ddp["samples_per_s"])
+
+
+def test_processes_share_the_cores_of_their_machine() -> None:
+    """No more than all of the cores are used, however many processes there are."""
+    one, with_one_thread = (step(forward=Line(0.0, each), backward=Line(0.0, each)) for each in (0.01, 0.03))
+    every_core = Processor(cores=4, threads=4)
+    for count in (1, 2, 4, 8):
+        assert every_core.shared(one, count).single(8) == pytest.approx(one.single(8) * count)
+    table = predict(one, 64, [1, 2, 4, 8], Machines(4, FREE, FREE, every_core, shared=True))
+    on_one = table[(table["nodes"] == 1) & (table["strategy"] != "dp")]
+    assert list(on_one["speed_up"]) == pytest.approx([1, 1, 1], rel=1e-6)
+    assert table["speed_up"].iloc[-1] == pytest.approx(2, rel=1e-6), "a second machine has cores of its own"
+    assert (table.loc[table["strategy"] == "dp", "speed_up"] <= 1).all()
+    divided = Processor(4, 4, with_one_thread)
+    assert [divided.threads_each(count) for count in (1, 2, 4)] == [4, 2, 1]
+    assert divided.shared(one, 4).single(8) == pytest.approx(with_one_thread.single(8))
+    half = one.single(8) + (1 / 2 - 1 / 4) / (1 - 1 / 4) * (with_one_thread.single(8) - one.single(8))
+    assert divided.shared(one, 2).single(8) == pytest.approx(half)
+    assert divided.shared(one, 1) == one
+    too_many = Processor(cores=2, threads=4)
+    assert too_many.shared(one, 1).single(8) == pytest.approx(one.single(8)), "as it was measured"
+
+
 # -- the command --------------------------------------------------------------------------------------------
 
 
@@ -130,6 +191,8 @@ def run_dir(app: App, tmp_path: Path) -> Path:
 
 
 NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]
+CPU = ["--trainer.accelerator", "cpu"]
+TINY_DATA = ["--data", "Synthetic", "--data.size", "240", "--data.batch_size", "24"]
 
 
 def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
@@ -146,6 +209,7 @@ def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     assert list(ddp["nodes"]) == [1, 1, 1, 1, *(2**exponent for exponent in range(1, 12))]
     assert "dp" not in set(table["strategy"]), "one batch size does not tell what dp costs"
     assert "what it costs to launch a step is not known" in out
+    assert "cost of" in out
     assert (ddp["cost_per_million_samples"].diff().iloc[1:] > 0).all(), "the same work on more devices costs more"
     found = json.loads((folder / "plan.json").read_text())
     assert found["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
@@ -157,9 +221,12 @@ def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
 
 
 def test_a_fixed_batch_has_an_end(app: App, run_dir: Path) -> None:
+    code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--max_devices", "64", "--per_node", "600")
+    assert code == 0, out
+    assert "One node is this machine" not in out
     code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--max_devices", "64", "--per_node", "6")
     assert code == 0, out
-    table = pd.read_csv(run_dir / "plan" / "version_0" / "plan.csv")
+    table = pd.read_csv(run_dir / "plan" / "version_1" / "plan.csv")
     assert list(table["devices"]) == [1, 2, 4, 6, 12, 24, 48]
     assert list(table["shared_equally"]) == [True, True, True, False, False, False, False]
     assert "on paper only" in out
@@ -180,12 +247,91 @@ def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> Non
         (["--latency", "20"], "--latency 20: give a time, such as 20us"),
         (["--max_devices", "16385"], "--max_devices 16385: give 1 or more, up to 16,384"),
         (["--per_node", "0"], "--per_node 0: give 1 or more"),
+        (["--per_node", "600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
         (["--run", "nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
         (["--bandwith", "1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
     ],
 )
 def test_a_plan_that_cannot_be(app: App, words: list[str], message: str) -> None:
     assert message in error_of(*app("plan", "--root", "runs", *words))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(usable_cores() < 2, reason="two processes need two cores")
+def test_what_compare_has_measured_stands_beside(
+    app: App, experiment: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same model, data, batch and threads on this machine, and of nothing else; while others keep it busy."""
+    variants = {"single": {}, "other": {"data.flip": True}, "ddp x2": {"trainer.strategy": "ddp", "trainer.devices": 2}}
+    code, out = app("compare", "--experiment", experiment(variants=variants, max_epochs=3))
+    assert code == 0, out
+    file = tmp_path / "runs" / "compare" / "tiny" / "version_0" / "results.json"
+    rates = {row["variant"]: row["samples_per_s"] for row in json.loads(file.read_text())["variants"]}
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
+    monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
+    code, out = app("plan", *CPU, *TINY_DATA, "--max_devices", "4")
+    assert code == 0, out
+    assert out.startswith("busy  other processes keep this machine busy: a load of 10000.0")
+    assert "measuring steps on one device with batches of 6 …" in out
+    folder = tmp_path / "runs" / "plan" / "version_0"
+    table = pd.read_csv(folder / "plan.csv").set_index(["strategy", "devices"])
+    measured = table["measured_samples_per_s"].dropna()
+    assert dict(measured) == {("one device", 1): rates["single"], ("ddp", 2): rates["ddp x2"]}
+    assert (table["samples_per_s_low"] <= table["samples_per_s"]).all()
+    for place in (out, (folder / "plan.md").read_text()):
+        assert "Measured: " in place
+        assert f"{rates['ddp x2']:,.0f} (" in place
+    assert list(table["threads"].dropna()) == [1] * len(table)
+    config = resolve(["fit", *CPU, *TINY_DATA]).as_dict()
+    smaller = predict(step(rest=1.0), 12, [1, 2], Machines(2, FREE, FREE, Processor(2, 1)))
+    found, said = add_measured(smaller, tmp_path / "runs" / "compare", config, hardware(), cuda=False)
+    assert found["measured_samples_per_s"].isna().all()
+    assert said == "`compare` has measured it with --data.batch_size 24 only."
+    for machine in ({**hardware(), "cores": 7}, {}):
+        said = add_measured(smaller, tmp_path / "runs" / "compare", config, machine, cuda=False)[1]
+        assert said.startswith("`compare` has measured nothing of it on this machine")
+    file.write_text("{}")
+    assert "nothing" in add_measured(smaller, tmp_path / "runs" / "compare", config, hardware(), cuda=False)[1]
+
+
+def test_what_was_measured_comes_first() -> None:
+    """Where a prediction and a measurement differ, the measurement is the result, and the difference is said."""
+    config = {"model": {"class_path": "app.modules.CIFARCNN", "init_args": {"network": "lenet"}}}
+    one = step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), buckets=(Bucket(1, 1.0),))
+    table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE, Processor(2, 1), shared=True))
+    unmeasured = table.assign(**dict.fromkeys(FIGURES, math.nan))
+    assert heading(unmeasured, config, 64) == (
+        "lenet, batch 64: 2.00 × with ddp on 2 devices, predicted; 4.00 × with ddp on 4 devices of 2 nodes, predicted"
+    )
+    rates = {("one device", 1): 50.0, ("ddp", 2): 25.0, ("dp", 2): 60.0}
+    figures = pd.Series([rates.get(row, math.nan) for row in zip(table["strategy"], table["devices"], strict=True)])
+    measured = table.join(pd.DataFrame(dict.fromkeys(FIGURES, figures)))
+    assert "1.20 × with dp on 2 devices, measured; 4.00 ×" in heading(measured, config, 64)
+    said = [text for text in advice(measured, scaled=False) if "Trust the measurement" in text]
+    assert [text.split(":")[0] for text in said] == ["**ddp on 2 devices", "**dp on 2 devices"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(usable_cores() < 2, reason="with one core nothing is divided")
+def test_threads_are_divided_as_fit_does(tmp_path: Path) -> None:
+    """A process alone has all cores; each of as many as there are cores has one thread, which is measured, too."""
+    cores = usable_cores()
+    words = [*CPU, *TINY_DATA, *NETWORK, "--max_devices", str(2 * cores), "--root", str(tmp_path)]
+    free: dict[str, str | None] = {"OMP_NUM_THREADS": None}
+    alone = int(subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.get_num_threads())"],
+        env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout)  # fmt: skip
+    code, out = start_app("plan", *words, env=free)
+    assert code == 0, out
+    table = pd.read_csv(tmp_path / "plan" / "version_0" / "plan.csv")
+    ddp = table[table["strategy"] != "dp"].set_index("devices")
+    one_is_faster = "The plan is for OMP_NUM_THREADS=1" in " ".join(out.split())
+    assert ddp["threads"][1] == (1 if one_is_faster else alone)
+    assert ddp["threads"][cores] == 1
+    assert list(ddp["nodes"][[1, cores, 2 * cores]]) == [1, 1, 2]
+    assert ("with 1 thread …" in out) == (alone > 1)
 
 
 # -- predictions against measurement ------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_throughput_is_that_of_other_windows(app: App, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "dp"])
+@pytest.mark.parametrize("strategy", ["ddp_fork", "dp"])
 def test_several(strategy: str, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     code, out = fork_app("fit", *SMALL, *way, "--trainer.max_epochs", "2", "--profile", "--run.root", tmp_path)

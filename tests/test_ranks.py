@@ -123,7 +123,7 @@ HANGING = {
             for each in (
                 ("LoopsInData", "ddp"),
                 ("LoopsInData", "ddp_fork"),
-                ("WaitsForALock", "ddp_spawn"),
+                ("WaitsForALock", "ddp_fork"),
                 ("LeavesTheEpochEarly", "ddp_fork"),
             )
         ),
@@ -151,6 +151,16 @@ def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
     assert re.fullmatch(said, record(tmp_path)["error"])
     assert sorted(file.name for file in folder.iterdir()) == ["rank_0.txt", "rank_1.txt"]
     assert "most recent call first" in (folder / "rank_1.txt").read_text()
+
+
+@pytest.mark.slow
+def test_who_hangs_in_the_set_up(tmp_path: Path) -> None:
+    flags = ["--data", "stuck_code.LoopsInSetup", *DATA, *CPU, *way("ddp_fork", 2), "--cluster.timeout", "8"]
+    code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
+    assert code == 1, out
+    at = line_of(stuck_code.LoopsInSetup, "while")
+    where = rf"rank 1 is in stuck_code.py:({at}|{at + 1}) setup; rank 0 waits for its answer"
+    assert re.search(f"^error: no answer from another rank within --cluster.timeout: {where}", out, re.MULTILINE), out
 
 
 @pytest.mark.slow

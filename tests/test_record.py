@@ -1,6 +1,7 @@
 """The run's directory and its record, also of runs that fail or are interrupted; the tracker."""
 
 import copy
+import io
 import json
 import re
 import shutil
@@ -19,17 +20,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import QUIET, free_port, start_app
+from harness import QUIET, error_of, fork_app, free_port, start_app
 from PIL import Image
 from rich.console import Console
 
-from app.callbacks import draw_confusion_matrix
+from app.monitor.header import layers
 from app.monitor.loggers import claim_version
-from app.monitor.summary import layers
+from app.monitor.progress_bar import ProgressBar
+from app.monitor.report import draw_confusion_matrix
+from app.monitor.summary import faster
 from app.networks import MLP, LeNet, resnet18
 
 KEY = "5ec2e7" * 6 + "5ec2"
 App = Callable[..., tuple[int, str]]
+SLOW = pytest.mark.slow
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
 
 
@@ -182,8 +186,13 @@ def test_the_layers_of_a_network(name: str, width: int, capsys: pytest.CaptureFi
 
 def test_the_summary_shows_the_layers(app: App) -> None:
     flags = ["fit", *SMALL[:-2], "--run.test", "false", "--trainer.max_steps", "1"]
-    assert "features.0" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
+    assert "network" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
     code, out = app(*flags)
+    assert code == 0, out
+    assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
+    assert "optimizer  SGD, lr 0.001, momentum 0.9\n" in out
+    assert "features.0" not in out
+    code, out = app(*flags, "--verbose")
     assert code == 0, out
     assert "features.0" in out
     assert "val_metrics" not in out
@@ -256,9 +265,12 @@ def test_a_line_for_each_epoch(app: App) -> None:
     code, out = app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false")
     assert code == 0, out
     said = [line for line in out.splitlines() if line.startswith("epoch ")]
-    assert [line.split(":")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
-    for part in ("train_loss", "val_loss", "val_acc"):
-        assert all(re.search(rf"{part} \d\.\d{{4}}", line) for line in said)
+    assert [line.split("  ")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
+    for line in said:
+        assert re.search(r"train \d\.\d{3}  val \d\.\d{3}  acc +\d+\.\d % [* ]  lr 0\.001  [\d,]+/s  \d\.\d GiB", line)
+        assert len(line) < 100
+    assert re.search(r"\d s left$", said[0])
+    assert "left" not in said[1]
 
 
 def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
@@ -269,7 +281,7 @@ def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
     return file, json.loads(read.stdout)
 
 
-@pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["auto", *(pytest.param(f"ddp_{how}", marks=SLOW) for how in ("spawn", "fork"))])
 def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
     devices = "1" if strategy == "auto" else "2"
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
@@ -365,7 +377,7 @@ def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
 
     def claim(_: int) -> str:
         together.wait(30)
-        return claim_version(str(tmp_path), "x")
+        return claim_version(tmp_path / "x").name
 
     with ThreadPoolExecutor(20) as pool:
         claimed = list(pool.map(claim, range(20)))
@@ -403,18 +415,74 @@ def test_the_bar_is_drawn_a_few_times_a_second(app: App, monkeypatch: pytest.Mon
     """However many steps there are; its last state is the last step, and a bar of one's own is left alone."""
     from lightning.pytorch.callbacks import RichProgressBar
 
-    shown: list[int] = []
-
-    def note(self: RichProgressBar, *args: Any) -> None:
-        shown.append(args[-1])
-
-    monkeypatch.setattr(RichProgressBar, "on_train_batch_end", note)
+    ours, theirs = [], []
+    monkeypatch.setattr(ProgressBar, "_show", lambda self, *args: ours.append(args))
+    monkeypatch.setattr(RichProgressBar, "on_train_batch_end", lambda self, *args: theirs.append(args[-1]))
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 1.0))
+    monkeypatch.setattr(
+        "app.monitor.progress_bar.get_console", lambda: Console(file=io.StringIO(), force_terminal=True)
+    )
     flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
     code, out = app(*flags)
     assert code == 0, out
-    assert shown == [8, 8], "the last step of each epoch: the first ones come too soon after the sanity check"
-    shown.clear()
+    assert [shown[0] for shown in ours] == [1, 9, 9], "one of the sanity check, and the last step of each epoch"
+    assert re.fullmatch(r"([\d,]+/s  )?[\d.]+ s left", ours[1][2])
+    ours.clear()
     code, out = app(*flags, "--trainer.callbacks", "RichProgressBar")
     assert code == 0, out
-    assert shown == [*range(9), *range(9)]
+    assert theirs == [*range(9), *range(9)]
+    assert not ours
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_the_bar_is_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=columns)
+    monkeypatch.setattr("app.monitor.progress_bar.get_console", lambda: console)
+    bar = ProgressBar()
+    bar._begin("epoch 1/2", 100)
+    bar._show(50, 100, "  ".join(["train_loss 0.123"] * 20))
+    progress = bar._progress
+    assert progress is not None
+    (line,) = console.render_lines(progress.get_renderable())
+    assert sum(segment.cell_length for segment in line) <= columns
+    bar._end()
+
+
+def test_what_else_to_try_is_what_compare_has_found(tmp_path: Path) -> None:
+    """On this machine, of a way that was compared, and where the runs of the two do not overlap."""
+    hardware = {"cpu": "x", "cores": 2, "gpus": []}
+    run = {"run_dir": str(tmp_path / "x" / "version_0"), "hardware": hardware, "command": "python -m app fit"}
+    assert faster(run) is None
+
+    def found(low: float, **other: Any) -> str | None:
+        rows = [
+            {"command": "OMP_NUM_THREADS=1 python -m app fit", "samples_per_s": 100, "samples_per_s_max": 110},
+            {"command": "python -m app fit --trainer.strategy=ddp --trainer.devices=2", "samples_per_s": 180},
+        ]
+        variants = [{"samples_per_s_min": low, **row} for row in rows]
+        file = tmp_path / "compare" / "mine" / "version_3" / "results.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"hardware": hardware, "variants": variants, **other}))
+        return faster(run)
+
+    said = "--trainer.devices 2 --trainer.strategy ddp: 1.8 × as fast in "
+    assert found(170) == said + str(tmp_path / "compare" / "mine" / "version_3")
+    assert found(105) is None
+    assert found(170, hardware={**hardware, "cores": 4}) is None
+    assert found(170, variants=[{}]) is None
+
+
+def test_threads(tmp_path: Path) -> None:
+    flags = [*SMALL, "--trainer.max_steps", "1", "--run.test", "false", "--run.root", tmp_path]
+    code, out = fork_app("fit", *flags, "--run.threads", "2", env={"OMP_NUM_THREADS": "1"})
+    assert code == 0, out
+    assert record(tmp_path / "cifar_cnn" / "version_0")["threads"] == 2
+    assert "--run.threads 0: give 1 or more" in error_of(*fork_app("fit", *flags, "--run.threads", "0"))
+
+
+def test_a_busy_machine_is_said(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
+    code, out = app("fit", *SMALL, "--trainer.max_steps", "1", "--run.test", "false")
+    assert code == 0, out
+    assert "warning: other processes keep this machine busy: a load of 10000.0 on " in out

@@ -128,10 +128,10 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
     for command in ("test", "predict"):
         ways = run_nodes([command, *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best"], methods)
         assert [code for code, _ in ways] == [0, 0], ways
-    found = [json.loads((ours.with_name(f"version_{n}") / "run.json").read_text()) for n in (1, 2)]
+    found = [json.loads((ours / below / "run.json").read_text()) for below in ("test_1", "predict_1")]
     assert [each["status"] for each in found] == ["completed"] * 2
     assert found[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
-    runs = (ours.with_name("version_2"), tmp_path / "suggested" / "cifar_cnn" / "version_0")
+    runs = (ours / "predict_1", tmp_path / "suggested" / "cifar_cnn" / "version_0")
     together, alone = (pd.read_csv(run / "predictions.csv") for run in runs)
     pd.testing.assert_frame_equal(together, alone)
 

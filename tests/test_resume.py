@@ -3,20 +3,27 @@
 The checkpoint to resume from is the one that an undisturbed run wrote on its way.
 """
 
+import fcntl
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from harness import QUIET, error_of, fork_app, largest_difference, weights
 
 from app.networks import LeNet
+from app.verify.differences import Recorded, differences
 
 App = Callable[..., tuple[int, str]]
 # 453 images after validation: 15 steps of an epoch, the last one of 5 images
 DATA = ["--data", "Synthetic", "--data.size", "503", "--data.batch_size", "32", "--data.flip", "true"]
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
+RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
+RECORDING += ["--trainer.callbacks.steps=1000", "--trainer.callbacks.epoch_steps=15"]
 STEPS = ["--run.test", "false", "--trainer.max_epochs", "3", *EVERY, *QUIET]
 CNN = [
     *DATA,
@@ -64,13 +71,16 @@ def epochs(run: Path) -> list[tuple[int, float, float, float]]:
 @pytest.mark.parametrize("model", MODELS)
 def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None:
     whole, resumed = (tmp_path / "runs" / name / "version_0" for name in ("whole", "resumed"))
-    code, out = app("fit", *MODELS[model], *STEPS, "--run.name", "whole")
+    code, out = app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "whole")
     assert code == 0, out
     saved = checkpoints(whole)
     assert sorted(saved) == [7, 14, 21, 28, 35, 42]
-    code, out = app("fit", *MODELS[model], *STEPS, "--run.name", "resumed", "--ckpt_path", saved[21])
+    code, out = app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "resumed", "--ckpt_path", saved[21])
     assert code == 0, out
     assert sorted(checkpoints(resumed)) == [28, 35, 42]
+    before = Recorded(whole)
+    del before.ranks[0]["steps"][21:]
+    assert differences(Recorded(whole), Recorded(resumed, before), tolerance=0.0) == {}
     assert largest_difference(weights(saved[42]), weights(checkpoints(resumed)[42])) == 0
     assert epochs(resumed) == epochs(whole)
     assert len(epochs(whole)) == 3
@@ -80,12 +90,14 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     """`--ckpt_path last`, for a longer training; the best checkpoint so far is not forgotten."""
     flags = [*CNN[:-2], "--run.test", "false", *QUIET, "--run.name", "x"]
     runs = tmp_path / "runs" / "x"
-    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):
+    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # of version_1
         code, out = app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume)
         assert code == 0, out
-    whole, resumed = (weights(runs / version / "checkpoints" / "last.ckpt") for version in ("version_0", "version_2"))
+    whole, resumed = (weights(runs / version / "checkpoints" / "last.ckpt") for version in ("version_0", "version_1"))
     assert largest_difference(whole, resumed) == 0
-    assert epochs(runs / "version_2") == epochs(runs / "version_0")
+    assert epochs(runs / "version_1") == epochs(runs / "version_0")
+    assert not (runs / "version_2").exists(), "one training is one run"
+    pd.testing.assert_frame_equal(*(pd.read_csv(runs / f"version_{n}" / "metrics.csv") for n in (0, 1)), atol=1e-6)
     code, out = app("fit", *flags, "--trainer.max_epochs", "4", "--ckpt_path", "last", "--model.optimizer.lr", "0")
     assert code == 2
     assert "--model.optimizer.lr 0.0: a resumed run goes on with the checkpoint's optimizer, where it is 0.05" in out
@@ -100,10 +112,10 @@ def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -
     assert code == 0, out
     code, out = app("fit", *flags, "8", *plan, "--ckpt_path", "last")
     assert code == 0, out
-    run = tmp_path / "runs" / "x" / "version_1"
+    run = tmp_path / "runs" / "x" / "version_0"
     assert max(epochs(run), key=lambda row: row[3])[0] < 6
     record = json.loads((run / "run.json").read_text())
-    assert Path(record["checkpoint"]["best"]).parts[-3] == "version_0"
+    assert torch.load(record["checkpoint"]["best"], weights_only=True)["epoch"] < 6
 
 
 def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
@@ -119,11 +131,12 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in said
     code, out = app("fit", *first, "--trainer.max_epochs", "2")
     assert code == 0, out
-    resumed = json.loads((runs / "version_2" / "run.json").read_text())
+    resumed = json.loads((runs / "version_0" / "run.json").read_text())
     assert resumed["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
     code, out = app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best")
     assert code == 0, out
-    assert json.loads((runs / "version_3" / "run.json").read_text())["resumed_from"].startswith(str(runs / "version_0"))
+    tested = json.loads((runs / "version_0" / "test_1" / "run.json").read_text())
+    assert tested["resumed_from"].startswith(str(runs / "version_0"))
 
 
 @pytest.mark.parametrize("steps", [(1,), (3, 16), (7, 15), (15, 20), (20, 29)], ids=str)
@@ -139,7 +152,7 @@ def test_stopped_by_max_steps(steps: tuple[int, ...], app: App, tmp_path: Path) 
     ):
         code, out = app("fit", *flags, "--run.name", name, *more)
         assert code == 0, out
-    whole, resumed = runs / "whole" / "version_0", runs / "x" / f"version_{len(steps)}"
+    whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_0"
     assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed))) == 0
     assert epochs(resumed) == epochs(whole)
 
@@ -160,7 +173,7 @@ def test_a_checkpoint_that_is_due_after_the_last_step_of_an_epoch(app: App, tmp_
     for name, more in (("whole", []), ("x", ["--trainer.max_steps", "15"]), ("x", ["--ckpt_path", "last"])):
         code, out = app("fit", *flags, "--run.name", name, *more)
         assert code == 0, out
-    whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_1"
+    whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_0"
     assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed))) == 0
     assert epochs(resumed) == epochs(whole)
 
@@ -213,29 +226,61 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_p
     assert "Traceback" not in out
 
 
+def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
+    """A setting of the training, an earlier checkpoint, or that the run still goes on; said in one line."""
+    runs, newest = tmp_path / "runs" / "x", ["--ckpt_path", "auto"]
+    flags = [*CNN, "--run.test", "false", *EVERY, *QUIET, "--run.name", "x", "--trainer.max_epochs"]
+    code, out = app("fit", *flags, "1")
+    assert code == 0, out
+    first = runs / "version_0"
+    with held(first):
+        code, out = app("fit", *flags, "2", *newest)
+    assert code == 0, out
+    assert f"this is another run than {first}: it is still running" in out
+    code, out = app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7])
+    assert code == 0, out
+    assert f"this is another run than {first}: it has newer checkpoints" in out
+    code, out = app("fit", *flags, "3", "--data.flip", "false", *newest)
+    assert code == 0, out
+    assert f"this is another run than {runs}/version_2: --data.flip is another" in out
+    found = [json.loads((runs / f"version_{n}" / "run.json").read_text()) for n in range(4)]
+    assert [len(each["epochs"]) for each in found] == [1, 2, 2, 3]
+    assert not any(each["parts"] for each in found)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """As a run that goes on holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+    os.close(descriptor)
+
+
 def test_auto(app: App, tmp_path: Path) -> None:
     """The newest that can be read, or none; one at the end of its training has still to be tested."""
     flags = [*CNN[:-2], *QUIET, "--run.name", "x", "--ckpt_path", "auto", "--trainer.max_epochs"]
     runs = tmp_path / "runs" / "x"
-    for version, epochs_wanted in enumerate(("1", "2", "2")):
+    last, first = runs / "version_0" / "checkpoints" / "last.ckpt", {}
+    for earlier, epochs_wanted in enumerate(("1", "2", "2")):
         code, out = app("fit", *flags, epochs_wanted)
         assert code == 0, out
-        record = json.loads((runs / f"version_{version}" / "run.json").read_text())
+        record = json.loads((runs / "version_0" / "run.json").read_text())
         assert (record["status"], len(record["epochs"])) == ("completed", int(epochs_wanted))
-        assert record["resumed_from"] == (
-            (version and str(runs / f"version_{version - 1}/checkpoints/last.ckpt")) or None
-        )
+        assert record["resumed_from"] == (str(last) if earlier else None)
         assert record["test"] is not None
-        if version == 0:
-            broken = runs / "version_0" / "checkpoints" / "newer.ckpt"
-            broken.write_bytes((runs / "version_0" / "checkpoints" / "last.ckpt").read_bytes()[:1000])
-    assert f"going on from {runs}/version_1/checkpoints/last.ckpt" in out
-    first = json.loads((runs / "version_0" / "run.json").read_text())
+        assert len(record["parts"]) == earlier
+        before = sum(part["train_s"] for part in record["parts"])
+        assert record["train_s"] > before - 1e-6 >= 0 or not earlier
+        if not earlier:
+            first = record
+            last.with_name("newer.ckpt").write_bytes(last.read_bytes()[:1000])
+    assert f"going on from {last}" in out
     assert set(first) == set(record)
-    (runs / "version_2" / "run.json").write_text("")  # after a loss of power
+    (runs / "version_0" / "run.json").write_text("")  # after a loss of power
     code, out = app("fit", *flags, "2")
     assert code == 0, out
-    assert f"going on from {runs}/version_" in out
+    assert f"going on from {last}" in out
 
 
 FLAGS = [*CNN[:-2], *QUIET, "--run.name", "x", "--run.test", "false", "--trainer.max_epochs"]
@@ -264,13 +309,13 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     code, out = app("fit", *FLAGS, "3", "--ckpt_path", "auto")
     assert code == 0, out
     assert f"{last} is damaged: it is kept as last.ckpt.damaged, and the run goes on from {folder}/last-1.ckpt" in out
-    second = json.loads((tmp_path / "runs" / "x" / "version_1" / "run.json").read_text())
+    second = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
     assert (second["resumed_from"], len(second["epochs"])) == (str(folder / "last-1.ckpt"), 3)
     assert (folder / "last.ckpt.damaged").exists()
     for path in (tmp_path / "runs").rglob("*.ckpt"):
         bit_flipped(path)
     said = error_of(*app("fit", *FLAGS, "4", "--ckpt_path", "auto"))
-    assert "from none of the 4 checkpoints under" in said
+    assert "from none of the 3 checkpoints under" in said
     assert "give another --run.name to begin anew" in said
 
 

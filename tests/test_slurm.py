@@ -32,13 +32,13 @@ def clean(slurm: Slurm) -> Iterator[None]:
     assert [name for node in living for name in node.shared_memory()] == []
 
 
-def record(root: Path, version: int) -> dict[str, Any]:
+def record(root: Path, version: int = 0) -> dict[str, Any]:
     path = root / "cifar_cnn" / f"version_{version}" / "run.json"
     return json.loads(path.read_text()) if path.exists() else {"epochs": []}
 
 
-def last(root: Path, version: int) -> Path:
-    return root / "cifar_cnn" / f"version_{version}" / "checkpoints" / "last.ckpt"
+def last(root: Path) -> Path:
+    return root / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
 
 
 def submit(slurm: Slurm, root: Path, *flags: str, shape: Sequence[str] = TWO, epochs: int = 24, **env: str) -> str:
@@ -47,10 +47,10 @@ def submit(slurm: Slurm, root: Path, *flags: str, shape: Sequence[str] = TWO, ep
     )
 
 
-def trained(slurm: Slurm, job: str, root: Path, epochs: int, version: int = 0) -> None:
+def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
     ended = ("COMPLETED", "FAILED", "CANCELLED")
     awaited(
-        lambda: len(record(root, version)["epochs"]) >= epochs or slurm.job(job)["JobState"] in ended,
+        lambda: len(record(root)["epochs"]) >= epochs or slurm.job(job)["JobState"] in ended,
         280,
         lambda: slurm.output(job),
     )
@@ -69,24 +69,25 @@ def test_it_goes_on_exactly(slurm: Slurm, app: Callable[..., tuple[int, str]], t
     # as `--signal=SIGUSR1@90` does, some time before the end: the run asks for the requeue
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
     slurm.start_again(job)
-    trained(slurm, job, stopped, 6, version=1)
+    trained(slurm, job, stopped, 6)
     slurm.run("scontrol", "requeue", job)
     slurm.start_again(job)
     assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
 
-    records = [record(stopped, version) for version in range(3)]
-    assert [r["status"] for r in records] == ["interrupted", "interrupted", "completed"], slurm.output(job)
-    assert [r["resumed_from"] for r in records] == [None, *(str(last(stopped, version)) for version in range(2))]
-    assert records[0]["tracker"] is not None
-    assert len({r["tracker"] for r in records}) == 1
-    assert (records[2]["world_size"], records[2]["num_nodes"]) == (4, 2)
-    assert len(records[2]["epochs"]) == 24
+    found = record(stopped)
+    runs = [*found["parts"], found]
+    assert [each["status"] for each in runs] == ["interrupted", "interrupted", "completed"], slurm.output(job)
+    assert [each["resumed_from"] for each in runs] == [None, *[str(last(stopped))] * 2]
+    assert len(list(stopped.glob("*/version_0/wandb/offline-run-*"))) == 3
+    assert len(list(stopped.glob(f"*/version_0/wandb/offline-run-*-{found['tracker']}"))) == 3
+    assert (found["world_size"], found["num_nodes"]) == (4, 2)
+    assert len(found["epochs"]) == 24
     code, said = app("fit", *STEPS, *EXACT, "--trainer.max_epochs", "24")
     assert code == 0, said
     whole = tmp_path / "runs"
-    assert largest_difference(weights(last(whole, 0)), weights(last(stopped, 2))) < 1e-7
-    parts = [losses(stopped / "cifar_cnn" / f"version_{version}") for version in range(3)]
-    np.testing.assert_allclose(np.concatenate(parts), losses(whole / "cifar_cnn" / "version_0"), rtol=0, atol=1e-6)
+    assert largest_difference(weights(last(whole)), weights(last(stopped))) < 1e-7
+    both = [losses(root / "cifar_cnn" / "version_0") for root in (stopped, whole)]
+    np.testing.assert_allclose(*both, rtol=0, atol=1e-6)
 
 
 @pytest.mark.usefixtures("clean")
@@ -100,8 +101,8 @@ def test_scancel_saves_and_leaves_no_process(slurm: Slurm, tmp_path: Path) -> No
     slurm.run("scancel", job)
     slurm.reaches(job, "CANCELLED")
     assert slurm.processes(job) == {}
-    assert record(tmp_path, 0)["error"] == "by SIGTERM"
-    assert last(tmp_path, 0).exists()
+    assert record(tmp_path)["error"] == "by SIGTERM"
+    assert last(tmp_path).exists()
 
 
 def test_a_node_that_fails(slurm: Slurm, tmp_path: Path) -> None:
@@ -111,8 +112,8 @@ def test_a_node_that_fails(slurm: Slurm, tmp_path: Path) -> None:
     slurm.nodes["h2"].end()
     slurm.start_again(job, seconds=120)
     assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
-    assert record(tmp_path, 1)["resumed_from"] == str(last(tmp_path, 0))
-    assert [row["epoch"] for row in record(tmp_path, 1)["epochs"]] == list(range(40))
+    assert record(tmp_path)["resumed_from"] == str(last(tmp_path))
+    assert [row["epoch"] for row in record(tmp_path)["epochs"]] == list(range(40))
 
 
 def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_job_that_may_not_be_requeued(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.job(job)["ExitCode"] == "143:0", slurm.output(job)
     assert f"SLURM does not start job {job} again (" in slurm.output(job)
     assert "submit it anew with --ckpt_path auto" in slurm.output(job)
-    assert last(tmp_path, 0).exists()
+    assert last(tmp_path).exists()
 
 
 @pytest.mark.parametrize("preempted", [True, False])

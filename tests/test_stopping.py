@@ -91,9 +91,15 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
     assert sum(row["val_acc"] is not None for row in found["epochs"]) == validations
     code, out = app("fit", "--config", run / "config.yaml", "--ckpt_path", "last")
     assert code == 0, out
-    found = json.loads((run.with_name("version_1") / "run.json").read_text())
+    found = json.loads((run / "run.json").read_text())
     assert found["status"] == "completed"
+    assert [(part["status"], part["error"], part["steps"]) for part in found["parts"]] == [
+        ("interrupted", "by Ctrl-C", 4)
+    ]
     assert [row["epoch"] for row in found["epochs"]] == [0, 1]
+    times = [seconds for seconds, _ in found["course"]["samples_per_s"]]
+    assert times == sorted(times), "that of the whole training"
+    assert (run / "report.html").is_file()
 
 
 @SLOW
@@ -156,7 +162,7 @@ def is_started_rank(process: int) -> bool:
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_a_rank_that_is_killed_is_named(strategy: str, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     flags = ["--model", "user_code.SaysItsProcess", "--model.directory", str(tmp_path)]
@@ -190,21 +196,21 @@ def test_rank_zero_that_is_killed_is_named(tmp_path: Path) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp_spawn", 1)])
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp_fork", 1)])
 def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
     """Longer than the timeout: the other one says so, and no process is left, not even the stopped one."""
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, *DDP, *FOR_EVER]
-    with started(tmp_path, *flags, "--trainer.strategy", strategy, "--cluster.timeout", "30") as run:
+    with started(tmp_path, *flags, "--trainer.strategy", strategy, "--cluster.timeout", "15") as run:
         run.trained(2)
         os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
-        out = run.end(seconds=30 + 20)
+        out = run.end(seconds=15 + 20)
     assert run.process.returncode == 1, out
     assert "error: no answer from another rank within --cluster.timeout" in out
     assert "Traceback" not in out
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_a_stopped_command_does_not_stay_for_ever(strategy: str, tmp_path: Path) -> None:
     """The process in which it was typed is ended like a rank, and with it all others."""
     with started(tmp_path, *SMALL, *DDP, *FOR_EVER, "--trainer.strategy", strategy, "--cluster.timeout", "15") as run:
@@ -250,7 +256,7 @@ def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:

@@ -341,6 +341,7 @@ RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", 
     [
         pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "cifar_resnet18"))
         for path in sorted((ROOT / "configs").glob("*.yaml"))
+        if path.stem != "sweep"
     ],
 )
 def test_every_config(

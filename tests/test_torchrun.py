@@ -62,6 +62,7 @@ def test_a_new_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
         with started(tmp_path, *flags, epochs, *more, launcher=TORCHRUN) as run:
             out = run.end(120)
         assert run.process.returncode == 0, out
+        assert len(run.record["parts"]) == (resumed is not None)
         assert (run.record["resumed_from"] is None) if resumed is None else (resumed in run.record["resumed_from"])
 
 

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import QUIET, ForkServer, error_of, start_app
+from torch import Tensor
 
 from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
-from app.verify.differences import Parting, Recorded, differences
+from app.verify.differences import Parting, Recorded, Step, _gradients, differences
+from app.verify.recording import contents
 
 App = Callable[..., tuple[int, str]]
 CPU = ["--trainer.accelerator", "cpu"]
@@ -132,6 +135,25 @@ def verdict(folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], s
     return json.loads(file.read_text()), out
 
 
+def test_a_wrong_gradient_beside_much_larger_ones() -> None:
+    norms = {"large.weight": 1000.0, "small.weight": 1.0, "none.bias": 1e-9}
+    there = Step(0, [{"epoch": 0, "loss": 1.0, "gradients": norms}])
+    for name, value, found in (("small.weight", 1.01, True), ("none.bias", 3e-9, False)):
+        here = Step(0, [{"epoch": 0, "loss": 1.0, "gradients": {**norms, name: value}}])
+        assert [place.figures.split()[2] for place in _gradients(here, there, 1e-5)] == [name] * found
+
+
+def test_a_padded_sample_is_the_same_in_any_batch() -> None:
+    def batch(*samples: list[int]) -> dict[str, Tensor]:
+        length = max(map(len, samples))
+        rows = torch.tensor([[*sample, *[0] * (length - len(sample))] for sample in samples])
+        return {"tokens": rows, "mask": (rows > 0).long()}
+
+    (first, _), _ = contents(None, batch([5, 6], [7, 8, 9]), 0)
+    (again, other), _ = contents(None, batch([5, 6], [5, 6, 6, 3, 0, 4]), 0)
+    assert first == again != other
+
+
 @pytest.mark.slow
 def test_every_way(tmp_path: Path) -> None:
     """And one more, which is not the same."""
@@ -143,7 +165,9 @@ def test_every_way(tmp_path: Path) -> None:
     assert all(same.values()), out
     assert "Not the same training as on one device: half the batch." in out
     page = (tmp_path / "verify" / "version_0" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 1
+    assert "<h1>Not the same training as on one device: half the batch.</h1>" in page
+    assert page.count("<svg") == page.count("aria-label=") == 2
+    assert "src=" not in page, "it needs no other file"
 
 
 @pytest.mark.slow
@@ -159,7 +183,8 @@ def test_the_mlp(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rounding_is_proven(tmp_path: Path) -> None:
     """A high learning rate makes much of the last digit; in float64 it is not to be seen."""
-    flags = ["--model.optimizer.lr", "0.05", "--data.size", "1003", "--quick", "true", "--steps", "120"]
+    flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", "--data.size", "403"]
+    flags += ["--quick", "true", "--steps", "60"]
     found, out = verdict(tmp_path, *OURS, *flags)
     way = found["ways"][0]
     assert way["rounding"], out
@@ -176,12 +201,14 @@ def test_rounding_is_proven(tmp_path: Path) -> None:
         (["--run.root", "x"], "run.root is set by verify itself"),
         (["--ways", "none.yaml"], "--ways none.yaml: there is no such file"),
         (["--trainer.callbacks+=X", "--trainer.callbacks+=Y"], "--trainer.callbacks+= is given twice, and taken once"),
+        (["--ways", "TMP/shards.yaml"], "--ways: mine: fsdp keeps a part of the weights on each rank: leave it out"),
         (["--nonsense", "1"], "--nonsense: there is no such flag"),
         (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
     ],
 )
 def test_what_cannot_be(flags: list[str], said: str, app: App, tmp_path: Path) -> None:
-    assert said in error_of(*app("verify", *OURS, *flags))
+    (tmp_path / "shards.yaml").write_text("mine: {trainer.strategy: fsdp, trainer.devices: 2}\n")
+    assert said in error_of(*app("verify", *OURS, *(flag.replace("TMP", str(tmp_path)) for flag in flags)))
     assert not list(tmp_path.rglob("version_*"))
 
 

@@ -117,7 +117,7 @@ def loop(
 
 def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
     """The embedded data set: images uint8 (n, C, H, W) and labels (n,)."""
-    from app.data.sources import SyntheticSource
+    from app.data.synthetic import SyntheticSource
 
     split = SyntheticSource(like, size, 0).load("train")
     return split.tensor(0), split.labels

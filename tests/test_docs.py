@@ -1,0 +1,391 @@
+"""Every command, flag, link and example of every document is taken from its text and checked.
+
+A command of `fit` is read as the command line reads it, with the classes and config files that it names; those that
+need no cluster are run, too, with small sizes. What starts others (torchrun, sbatch, …) is read by its own parser where
+Python has one, and then what it starts is checked.
+"""
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+import tomllib
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from harness import QUIET, ROOT, ForkServer, losses
+from jsonargparse import capture_parser
+from PIL import Image
+
+import app
+import app.data
+import app.modules
+from app.cli import main
+from app.compare.command import _parse as read_compare
+from app.errors import UserError
+from app.fit.configuration import Flags, resolve, split_flags
+from app.fit.parser import _parameters
+from app.plan.command import _parse as read_plan
+from app.verify.command import _parse as read_verify
+
+BESIDE_CODE = [*ROOT.glob("app/**/*.md"), *ROOT.glob("configs/**/*.md")]
+MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(BESIDE_CODE)]
+CONFIGS = sorted([*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("configs/**/*.sbatch")])
+DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
+PROGRAMS = "python|pip|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
+START = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) ")
+# what a reader puts in: a fixture's, or any that can be read
+PLACES = {
+    "MY_IMAGES": "images",
+    "NEW_IMAGES": "images/test",
+    "ROOT": "images",
+    "HOST": "127.0.0.1",
+    "PORT": "29400",
+    "HOST:PORT": "127.0.0.1:29400",
+    "tcp://HOST:PORT": "tcp://127.0.0.1:29400",
+}
+# SLURM's own, which are read where SLURM is: tests/test_slurm.py
+SLURM = {"--nodes", "--time", "--ntasks-per-node", "--gres", "--nodelist", "--signal", "--requeue", "--ntasks"}
+# of programs that are not here, or of our own beside the parsers
+OTHERS = {"--env", "--verbose", "--trust", "--profile", "--help", "--shm-size", "--ipc", "--kill-on-bad-exit"}
+OTHERS |= {"--gpus", "--nr", "--num_processes"}  # where a reader comes from
+NAME = {"ids": lambda path: str(path.relative_to(ROOT))}
+
+
+def text(document: Path) -> str:
+    """What a document says, as Markdown: of a config, its comment."""
+    content = document.read_text()
+    if document.suffix == ".ipynb":
+        cells = json.loads(content)["cells"]
+        return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    if document in CONFIGS:
+        comment = [line[2:] for line in content.splitlines() if re.match("#( |$)", line)]
+        shown = [line.strip() for line in comment if line.startswith("  ")]
+        return "\n".join(["```bash", *(re.split(" {3,}", line)[0] for line in shown), "```", *comment])
+    return content
+
+
+def blocks(document: Path, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text(document), flags=re.MULTILINE | re.DOTALL)
+    return [content for language, content in found if language in languages]
+
+
+def spans(document: Path) -> list[str]:
+    """What stands between backticks in the prose."""
+    prose = re.sub(r"^```.*?^```", "", text(document), flags=re.MULTILINE | re.DOTALL)
+    return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", prose)]
+
+
+def commands(document: Path) -> list[str]:
+    """Every command of a document, as it stands: all lines of a `bash` block, and what looks like one elsewhere."""
+    found = []
+    for language in ("bash", ""):
+        for block in blocks(document, language):
+            for line in re.sub(r"\\\n\s*", "", block).splitlines():
+                parts = [part.strip() for part in re.sub(r"\s{2,}#.*", "", line).split(" && ") if part.strip()]
+                assert language == "" or all(START.match(f"{part} ") for part in parts), line
+                found += parts
+    return [part for part in found if START.match(f"{part} ")] + [span for span in spans(document) if START.match(span)]
+
+
+def words_of(command: str) -> list[str]:
+    """Its words, without what stands for more, and without the variables before it."""
+    words = [PLACES.get(word, word) for word in shlex.split(command) if word != "…"]
+    while re.fullmatch(r"\w+=.*", words[0]):
+        words.pop(0)
+    return words
+
+
+def check(command: str) -> None:
+    """Read a command as the program reads it that it names."""
+    match words_of(command):
+        case ["python", "-m", "app", *arguments]:
+            check_app(arguments)
+        case ["python" | "bash", file]:
+            assert (ROOT / file).is_file()
+        case ["srun", *started]:
+            check(shlex.join(started))
+        case ["torchrun", *arguments]:
+            from torch.distributed.run import parse_args
+
+            read = parse_args(arguments)
+            assert read.module
+            check(shlex.join(["python", "-m", read.training_script, *read.training_script_args]))
+        case ["sbatch", *arguments]:
+            script = next(i for i, word in enumerate(arguments) if word.endswith(".sbatch"))
+            assert (ROOT / arguments[script]).is_file()
+            assert {word.partition("=")[0] for word in arguments[:script] if word.startswith("-")} <= SLURM
+            check_app(["fit", *arguments[script + 1 :]])
+        case ["salloc", *options]:
+            assert {word for word in options if word.startswith("-")} <= SLURM
+        case ["kubectl", "apply" | "delete", "-f", file]:  # what a cluster says to it: tests/test_cluster_files.py
+            assert (ROOT / file).is_file()
+        case ["kubectl", "logs", "-f", *_]:
+            pass
+        case ["sky", "jobs", "launch", file, *rest]:
+            assert (ROOT / file).is_file()
+            assert not rest or rest[0] == "--env"
+            check_app(["fit", *shlex.split(" ".join(rest[1:]).removeprefix("FLAGS="))])
+        case ["wandb", name, *arguments]:
+            from wandb.cli.cli import cli
+
+            cli.commands[name].make_context(name, arguments)
+            assert all((ROOT / word).is_file() for word in arguments if word.endswith(".yaml"))
+        case ["pip", "install", "-e", place]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(filter(None, re.sub(r"^\.|[\[\]]", " ", place).split())) <= set(extras)
+        case ["pytest", *arguments]:
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+            marks = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
+            assert set(re.findall(r"\w+", marks)) - {"or", "and", "not"} <= {mark.partition(":")[0] for mark in known}
+            assert all((ROOT / word).is_file() for word in arguments if word.startswith("tests"))
+        case ["ruff" | "mypy" as program, *_]:  # .ci/run runs them
+            assert shutil.which(program)
+        case ["export", assignment]:
+            assert re.fullmatch(r"\w+=\S+", assignment)
+        case words:
+            raise AssertionError(f"no way to check {words}")
+
+
+def check_app(arguments: list[str]) -> None:
+    """Read a command line of ours, with the flags of `fit` in it."""
+    if not arguments or arguments[0].startswith("--"):
+        assert arguments in ([], ["--help"])
+        return
+    command, *rest = arguments
+    flags = [part for pair in split_flags(rest)[1] for part in pair]
+    if command == "compare":
+        _, experiment, typed = read_compare(rest)
+        resolve(["fit", *(part for name, value in typed.items() for part in (f"--{name}", value))])
+        assert all((ROOT / config).is_file() for config in experiment.configs)
+    elif command == "plan":
+        read_plan(split_flags(rest)[0])
+        resolve(["fit", *flags])
+    elif command == "verify":
+        read_verify(rest)
+        resolve(["fit", *flags])
+    elif command == "doctor":
+        assert set(rest) <= set(own_flags("doctor"))
+    elif "--help" in rest or "--print_config" in rest or any(".help" in word for word in rest):
+        assert capture_parser(Flags, arguments)
+    else:
+        resolve(arguments)
+
+
+def own_flags(command: str) -> list[str]:
+    """Flags of a command that is no command of Lightning's, as its help lists them."""
+    with redirect_stdout(StringIO()) as out, suppress(SystemExit):
+        main([command, "--help"])
+    return re.findall(r"--\w+", out.getvalue())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder such as a reader has: the configs, images, and the examples of the documents as files."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("configs", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("NAME", "quickstart"):
+        (folder / "runs" / name / "version_0").mkdir(parents=True)
+        shutil.copy(ROOT / "configs/quickstart.yaml", folder / "runs" / name / "version_0/config.yaml")
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for label in ("cat", "dog"):
+            (folder / "images" / split / label).mkdir(parents=True)
+            for i in range(12):
+                pixels = rng.integers(256, size=(20, 30, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / "images" / split / label / f"{i:02}.jpg")
+    for document in MARKDOWN:
+        for block in blocks(document, "python"):
+            if name := re.match(r"# (\w+\.py)\n", block):
+                assert not (folder / name[1]).exists(), "two examples of one name"
+                (folder / name[1]).write_text(block)
+    return folder
+
+
+@pytest.fixture
+def reader(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, as the current folder."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    return place
+
+
+def wrong_commands(document: Path) -> dict[str, str]:
+    wrong = {}
+    for command in dict.fromkeys(commands(document)):
+        try:
+            check(command)
+        except (Exception, SystemExit) as error:
+            wrong[command] = f"{type(error).__name__}: {error}"
+    return wrong
+
+
+def test_commands_of_the_readme(reader: Path) -> None:
+    assert len(commands(ROOT / "README.md")) > 15
+    assert not wrong_commands(ROOT / "README.md")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS[1:], **NAME)
+def test_commands(document: Path, reader: Path) -> None:
+    assert not wrong_commands(document)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m app fit --trainer.devcies 2",
+        "python -m app fit --config configs/no_such.yaml",
+        "python -m app compare --repaets 5",
+        "python -m app plan --bandwith 1GB/s",
+        "python -m app verify --stpes 3",
+        "torchrun --nproc-per-node 4 -m app fit --trainer.startegy ddp",
+        "torchrun --nprocs 4 -m app fit",
+        "sbatch configs/cluster/slurm.sbatch --cnofig configs/cifar_cnn.yaml",
+        "wandb sweeep configs/sweep.yaml",
+        "pytest -m slwo",
+    ],
+)
+def test_a_wrong_command_is_found(command: str, reader: Path) -> None:
+    with pytest.raises((UserError, AssertionError, SystemExit, KeyError)):
+        check(command)
+
+
+@pytest.mark.slow
+def test_flags_in_the_prose() -> None:
+    """A flag that a text names is one of ours, or of a program that it starts."""
+    from torch.distributed.run import get_args_parser
+
+    parser = capture_parser(Flags, ["fit"])
+    fit = parser._subcommands_action.choices["fit"]
+    known = {flag.rstrip("+") for action in fit._actions for flag in action.option_strings}
+    known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    known |= {flag for command in ("compare", "plan", "verify", "doctor") for flag in own_flags(command)}
+    known |= SLURM | OTHERS
+    for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
+        known |= {f"--{section}.{name}" for cls in base.__subclasses__() for name in _parameters(cls)}
+    # settings of what a flag names are checked with the commands that have them
+    deeper = ("--model.optimizer.", "--model.scheduler.", "--trainer.callbacks", "--trainer.strategy.")
+    for document in DOCUMENTS:
+        for span in spans(document):
+            for flag in re.findall(r"(?:^|\s)(--[\w.-]+)", span) if span.startswith("--") else ():
+                assert flag in known or flag.startswith(deeper), f"{document.relative_to(ROOT)}: `{span}`"
+
+
+def small(command: str) -> list[str] | None:
+    """A command of `fit`, `validate`, `test` or `predict` with few images, one epoch and what there is here, if it can.
+
+    Processes are forked: that `ddp` starts them otherwise is not what is asked here.
+    """
+    words = words_of(command)
+    if words[:3] != ["python", "-m", "app"] or words[3:4] not in (["fit"], ["validate"], ["test"], ["predict"]):
+        return None
+    if {"--help", "--print_config"} & set(words) or any(".help" in word or "num_nodes" in word for word in words):
+        return None
+    kind, *flags = words[3:]
+    settings = resolve([kind, *flags])
+    if kind == "fit":
+        flags += ["--trainer.max_epochs", "2" if "--ckpt_path" in flags else "1", "--run.test", "false"]
+    name = settings.data.class_path.rpartition(".")[2]
+    if name in ("CIFAR10", "FashionMNIST") and kind == "fit":
+        for flag in ("--data", "--data.root"):
+            while flag in flags:
+                del flags[flags.index(flag) : flags.index(flag) + 2]
+        flags += ["--data", "Synthetic", "--data.like", name]
+    if name in ("CIFAR10", "FashionMNIST", "Synthetic") and kind == "fit":
+        flags += ["--data.size", "60"]
+    if name != "MyData" or settings.data.init_args.get("batch_size"):
+        flags += ["--data.batch_size", "12"] * (kind == "fit")
+    strategy = settings.trainer.strategy
+    if isinstance(strategy, str) and strategy.startswith("ddp"):
+        flags = ["ddp_fork" if word in ("ddp", "ddp_spawn") else word for word in flags]
+    if strategy != "auto":
+        flags += ["--trainer.devices", "2"]
+    return [kind, *flags, "--trainer.accelerator", "cpu", *QUIET]
+
+
+@pytest.mark.slow
+def test_commands_run(reader: Path, tmp_path: Path) -> None:
+    """What can run on one machine does, from a reader's folder; commands that are alike when they are small, once."""
+    begin_here = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "app/fit/README.md", *ROOT.glob("notebooks/*")]
+    found = [command for document in begin_here for command in commands(document)]
+    chosen = [words for words in map(small, dict.fromkeys(found)) if words]
+    assert len(chosen) > 10
+    shutil.rmtree("runs")
+    first = small("python -m app fit --config configs/quickstart.yaml --run.name NAME")
+    assert first
+    with ForkServer(tmp_path, reader, limit=None) as server:
+        for words in [first, *sorted(dict.fromkeys(map(tuple, chosen)), key=lambda words: "--ckpt_path" in words)]:
+            code, out = server.run(*words)
+            assert code == 0, f"{shlex.join(words)}: {out}"
+
+
+def test_before_and_after(reader: Path, cifar_root: Path, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """The README's script and the module that it becomes, on CIFAR-10's files."""
+    before = reader / "train.py"
+    assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15
+    (reader / "data").symlink_to(cifar_root)
+    scope = runpy.run_path(str(before))
+    assert np.isfinite(scope["loss"].item())
+    command = next(c for c in commands(ROOT / "README.md") if "my_code" in c)
+    words = words_of(command)[3:]
+    shares = ["--trainer.strategy", "dp", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
+    runs = []
+    for more in ([], shares):
+        own = words[: words.index("--trainer.strategy")]
+        root = tmp_path / f"runs{len(runs)}"
+        flags = ["--data.batch_size", "8", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
+        code, out = app(*own, *more, *flags, "--run.root", root, *QUIET)
+        assert code == 0, out
+        runs.append(losses(next(root.glob("*/version_0"))))
+    np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
+    (reader / "data").unlink()
+
+
+@pytest.mark.parametrize("document", MARKDOWN, **NAME)
+def test_links(document: Path) -> None:
+    """They lead to a file, and to a heading of it."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", text(document)):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), link
+        prose = re.sub(r"^```.*?^```", "", target.read_text(), flags=re.M | re.S) if anchor else ""
+        headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in slugs, link
+
+
+def test_examples_in_other_languages(reader: Path) -> None:
+    """Experiments and ways are read; examples in Python compile, and import what there is."""
+    for document in MARKDOWN:
+        for block in blocks(document, "yaml"):
+            (reader / "example.yaml").write_text(block)
+            read_compare(["--experiment", "example.yaml"])
+        for block in blocks(document, "python"):
+            compile(block, str(document), "exec")
+            imports = [line for line in block.splitlines() if line.startswith(("import ", "from "))]
+            exec("\n".join(imports), {})
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text(ROOT / "README.md").split()) < 1500
+    picture = ROOT / next(iter(re.findall(r"!\[.+\]\((.+)\)", text(ROOT / "README.md"))))
+    assert picture.stat().st_size < 150_000
+
+
+def test_the_version_is_one() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert version == app.__version__ == citation["version"]
+    assert citation["cff-version"] == "1.2.0"
+    assert {"title", "authors", "message", "date-released"} <= citation.keys()
+    assert f"## [{version}] - {citation['date-released']}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,229 @@
+"""The page that every training leaves behind: what is in it, and that nothing that fails there ends a run."""
+
+import itertools
+import json
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from harness import QUIET, fork_app, start_app, started
+from PIL import Image
+
+from app.monitor.course import MOST, Course
+from app.monitor.report import leave_report
+from app.system.page import Section, draw, page, plain, png, table
+
+App = Callable[..., tuple[int, str]]
+SMALL = ["--data", "Synthetic", "--data.size", "400", "--data.batch_size", "20", *QUIET, "--run.name", "x"]
+WINDOWS = ["--trainer.log_every_n_steps", "4"]
+DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+
+
+class Reader(HTMLParser):
+    """Reads a page: its title, the names of its pictures, what it would load, and whether every tag is closed."""
+
+    VOID = ("meta", "img", "br", "hr")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.title, self.pictures, self.loaded, self.text = "", [], [], ""
+        self.ids: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, f"left open: {self._open}"
+        assert len(self.ids) == len(set(self.ids)), "an id is that of one thing"
+        assert "<script" not in text
+        self.loaded += re.findall(r"url\((?!#)[^)]*\)|@import[^;]*", text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag not in self.VOID:
+            self._open.append(tag)
+        self.ids += [str(given["id"])] if "id" in given else []
+        self.pictures += [str(given["aria-label"])] if tag == "svg" else [str(given["alt"])] if tag == "img" else []
+        links = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
+        self.loaded += [link for link in links if not link.startswith(("#", "data:"))]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self._open = self._open[: -(tag not in self.VOID) or None]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "title" in self._open:
+            self.title += data
+        self.text += data
+
+
+def read(run: Path) -> Reader:
+    found = Reader((run / "report.html").read_text())
+    assert not found.loaded, "it needs no other file"
+    return found
+
+
+def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
+    code, out = app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2")
+    assert code == 0, out
+    run = tmp_path / "runs" / "x" / "version_0"
+    assert "report.html" in out
+    found, record = read(run), json.loads((run / "run.json").read_text())
+    accuracy = f"{100 * record['test']['acc']:.1f} %"
+    assert found.title == f"{accuracy} on 80 test images after 2 epochs (1 × CPU)"
+    assert found.pictures == [
+        "Training and validation loss against epochs, the learning rate below",
+        "Training and validation accuracy against epochs",
+        "Counts of label against prediction",
+        "Test images, each with its label and what was predicted",
+        "Samples/s of each logging window, over time",
+        "Memory of each rank, over time",
+        "Milliseconds of each part of a step",
+    ]
+    for said in ("CIFARCNN, LeNet, 62,006 parameters", "Synthetic: 360 training, 40 validation, 80 test", "recall"):
+        assert said in found.text
+    assert record["command"] in found.text
+    assert record["hardware"]["cpu"] in found.text
+    course = record["course"]
+    assert len(course["samples_per_s"]) == 8, "18 steps of an epoch are 4 windows"
+    assert all(0.05 < memory < 20 for _, memory in course["memory_gib"])
+    for stage in ("test", "validate", "predict"):
+        words = [stage, *SMALL, "--ckpt_path", run / "checkpoints" / "last.ckpt", "--run.name", stage]
+        assert app(*words)[0] == 0
+        assert not list((tmp_path / "runs" / stage).glob("**/report.html"))
+
+
+def test_memory_of_each_rank(tmp_path: Path) -> None:
+    flags = [*SMALL, *WINDOWS, *DDP[:2], "--trainer.strategy", "ddp_fork", *DDP[-2:], "--trainer.max_epochs", "1"]
+    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
+    assert code == 0, out
+    found, record = read(tmp_path / "x" / "version_0"), json.loads((tmp_path / "x/version_0/run.json").read_text())
+    assert found.title.endswith("on 80 test images after 1 epoch (ddp_fork, 2 × CPU)")
+    assert "20 = 2 × 10" in found.text
+    assert {len(point) for point in record["course"]["memory_gib"]} == {3}
+    assert "Milliseconds of a step on each rank" in found.pictures
+
+
+def test_somebody_elses_module_that_logs_nothing(app: App, tmp_path: Path) -> None:
+    flags = ["--model", "user_code.Normalises", "--data", "user_code.TheirData", *QUIET, "--run.name", "x"]
+    code, out = app("fit", *flags, "--trainer.max_epochs", "1")
+    assert code == 0, out
+    found = read(tmp_path / "runs" / "x" / "version_0")
+    assert found.title.startswith("Trained after ") or found.title.startswith("Training loss ")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [["--trainer.devices", "1"], pytest.param(DDP[2:], marks=pytest.mark.slow)],
+    ids=["one", "ddp"],
+)
+def test_a_training_that_failed(way: list[str], tmp_path: Path) -> None:
+    flags = ["--model", "user_code.Fails", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
+    code, out = fork_app("fit", *flags, "--trainer.accelerator", "cpu", *way)
+    assert code == 1, out
+    found = read(tmp_path / "cifar_cnn" / "version_0")
+    assert found.title.startswith("Failed in epoch 1: ")
+    assert "the third step is broken" in found.title
+
+
+def test_a_training_that_was_interrupted(tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL[:-2], "--trainer.max_epochs", "500", "--data.batch_size", "4") as run:
+        run.trained(2)
+        run.process.send_signal(signal.SIGTERM)
+        out = run.end()
+    assert run.process.returncode == 143, out
+    found = read(run.directory)
+    assert re.fullmatch(r"\d+\.\d % on 40 validation images after \d+ epochs?, interrupted by SIGTERM .*", found.title)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """Also rank zero, which cannot say anything any more."""
+    flags = ["--model", "user_code.FailsOnRank1", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
+    code, out = start_app("fit", *flags, *DDP)
+    assert code != 0, out
+    assert "rank 1 (process" in read(tmp_path / "cifar_cnn" / "version_0").title
+
+
+def test_what_cannot_be_written_or_read_is_a_line(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("app.monitor.report.whole", full)
+    code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false")
+    assert code == 0, out
+    run = tmp_path / "runs" / "x" / "version_0"
+    assert f"{run / 'report.html'} cannot be written (No space left on device)\n" in out
+    assert not (run / "report.html").exists()
+    (run / "run.json").write_text("{")
+    leave_report(str(run))
+    assert re.fullmatch(r".*report.html cannot be written \(ValueError: .*\)\n", capfd.readouterr().err)
+
+
+NAME = "<img src=x onerror=alert(1)> ![](http://e.com/a.png) [x](http://e.com) *_`|$\\"
+
+
+def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
+    """Whatever is in them: HTML, Markdown, or mathematics."""
+    found = Reader(page(NAME, plain(NAME), [Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)], {}))
+    assert not found.loaded
+    assert found.text.count(NAME) == 6
+    name = "<b>a$b$"
+    for split in ("train", "test"):
+        shutil.move(image_root / split / "eel", image_root / split / name)
+    data = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "4", *QUIET, "--run.name", "<i>x"]
+    code, out = fork_app("fit", *data, "--trainer.max_epochs", "1", "--run.root", tmp_path)
+    assert code == 0, out
+    assert name in read(tmp_path / "<i>x" / "version_0").text
+
+
+def test_figures_stand_alone_as_png_too() -> None:
+    figure = draw(lambda axes: axes.set_xlabel("x"), title="What it shows")
+    assert png(figure).startswith(b"\x89PNG")
+    text = page("", "![y](a)", [], {"a": draw(lambda axes: axes.plot([1, 2], color="#2f62c9"))})
+    assert "currentColor" in text
+    assert "stroke: var(--blue)" in text, "a dark page has another one"
+
+
+def test_the_course_of_a_long_run() -> None:
+    """No more points than a picture shows, evenly spaced, from the beginning to the end."""
+    course = Course()
+    for number in range(10 * MOST + 7):
+        course.add(number, number)
+    times = [seconds for seconds, _ in course.points]
+    assert MOST / 2 <= len(times) <= MOST
+    assert len({after - before for before, after in itertools.pairwise(times)}) == 1
+    assert times[0] == 0
+    assert times[-1] > 9.8 * MOST
+    wide = Course(1000)
+    for number in range(MOST):
+        wide.add(number, *[0.0] * 1000)
+    assert len(wide.points) <= 20
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
+def test_in_a_browser(scheme: int, app: App, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium")
+    assert app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "1")[0] == 0
+    report, seen = tmp_path / "runs" / "x" / "version_0" / "report.html", tmp_path / "seen.png"
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,2500"]
+    flags += [f"--user-data-dir={tmp_path}/profile", f"--blink-settings=preferredColorScheme={scheme}"]
+    command = [browser, *flags, f"--screenshot={seen}", report.as_uri()]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stderr
+    assert "CONSOLE" not in said, said
+    with Image.open(seen) as picture:
+        colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 22) or []}
+    paper, blue = [((0x14, 0x18, 0x1D), (0x6E, 0xA2, 0xFF)), ((255, 255, 255), (0x2F, 0x62, 0xC9))][scheme]
+    assert max(colours, key=lambda colour: colours[colour]) == paper
+    assert colours.get(blue, 0) > 1000
