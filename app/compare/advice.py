@@ -112,7 +112,7 @@ def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str], core
         said = [f"{name} for now: a single run of each does not tell a difference from chance. Give `--repeats 3`."]
     elif tied := _as_good(rows, best):
         most = max(row["replicas"] for row in (best, *tied))
-        few = f"{take['replicas']} device{'s' * (take['replicas'] > 1)}"
+        few = f"{take['replicas']} device{'' if take['replicas'] == 1 else 's'}"
         fewer = f", on {few} where others take {most}" if take["replicas"] < most else ""
         said = [f"{name}: it is as fast as any{fewer}."]
     else:

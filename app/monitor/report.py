@@ -217,13 +217,14 @@ def _learning(record: dict[str, Any], metrics: Sequence[dict[str, float]], figur
             _curves(axes, {"training": lines["train_loss"], "validation": lines["val_loss"]})
 
         def rate(axes: Axes) -> None:
-            axes.set(xlabel="epoch", ylabel="lr")
+            axes.set_xlabel("epoch")
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=len(epochs) > 1))
             if rates.size:
                 end = max(len(epochs), rates[0][-1])
                 axes.plot([*rates[0], end], [*rates[1], rates[1][-1]], color=GREY, drawstyle="steps-post")
                 axes.set_yticks([0, rates[1].max()])
                 axes.set_ylim(0, 1.2 * rates[1].max() or 1)
+                label_lines(axes, [(rates[1][-1], "learning\nrate", GREY)])
 
         figures["loss"] = draw_plot(loss, 3.6, rate)
         faint = "; faint: each logging window" * bool(windows.size)

@@ -68,7 +68,7 @@ def _gains(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
     if worth["devices"] == table["devices"].max():
         yield f"**Worth it up to {worth['devices']} devices at least**, the most that were looked at."
     else:
-        some = f"{worth['devices']} device{'s' * (worth['devices'] > 1)}"
+        some = f"{worth['devices']} device{'' if worth['devices'] == 1 else 's'}"
         yield f"**Worth it up to {some}**: from there on less than half of each one is used."
     ddp = table[table["strategy"] != "dp"]
     if (ddp["nodes"] == 2).any():
@@ -149,8 +149,9 @@ def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
     cpu = machines.processor
     if cpu is not None:
         most = machines.per_node
-        each = f"{cpu.threads_each(most)} thread{'s' * (cpu.threads_each(most) > 1)}"
-        cores, processes = f"{cpu.cores} core{'s' * (cpu.cores > 1)}", f"{most} process{'es' * (most > 1)}"
+        each = f"{cpu.threads_each(most)} thread{'' if cpu.threads_each(most) == 1 else 's'}"
+        cores = f"{cpu.cores} core{'' if cpu.cores == 1 else 's'}"
+        processes = f"{most} process{'' if most == 1 else 'es'}"
         yield (
             f"One node is this machine, with {cores} for {processes} of {each}; more would share them and gain "
             "nothing, so that they are not predicted. More nodes are machines like this one."
