@@ -264,6 +264,7 @@ def test_evaluation_needs_weights(command: str, app: App, tmp_path: Path) -> Non
         f"error: --run.name nope: there is no such run in {tmp_path}/runs: {command} needs weights, of a run or by"
     )
     assert error_of(*app(command, *SMALL, "--run.name", "nope")).startswith(missing)
+    assert not (tmp_path / "runs" / "nope").exists()
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp_spawn"])

@@ -1,4 +1,4 @@
-"""Validation, test and predict see every sample exactly once, whatever the world size."""
+"""Validate, test and predict see every sample exactly once, whatever the world size; fit's validation: test_parity."""
 
 import csv
 import json

@@ -204,8 +204,10 @@ class CLI(Flags):
             self._settle_micro_batch(decided, timeout)
         except BaseException:
             if self.decided.get("folder"):
-                with contextlib.suppress(OSError):  # not empty: something of the user's
-                    Path(self._run_options.root, self.decided["folder"]).rmdir()
+                folder = Path(self._run_options.root, self.decided["folder"])
+                with contextlib.suppress(OSError):  # not empty: something of the user's, or another run
+                    folder.rmdir()
+                    folder.parent.rmdir()
             raise
         self.checkpoint = decided["checkpoint"]
         if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
