@@ -31,7 +31,7 @@ CNN, MLP_FLAGS = (
     ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"],
 )
 
-RESNET = ["--model.network", "resnet18_cifar", "--data.size", "30", "--data.batch_size", "10"]
+RESNET = ["--model.network", "resnet18_cifar", "--data.size", "14", "--data.batch_size", "4"]
 RESNET += ["--data.drop_last", "true"]
 
 
