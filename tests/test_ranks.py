@@ -78,7 +78,7 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_busy_core(tmp_path: Path) -> None:
     # of steps that take longer than a slice of the scheduler's time, which a rank that has waited gets at once
-    flags = ["--data", "Synthetic", *DATA, "--data.size", "6000", "--data.batch_size", "200", *CPU, *way("ddp_fork", 2)]
+    flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *way("ddp_fork", 2)]
     flags += ["--trainer.max_epochs", "2"]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
     code, out = fork_app("fit", *flags, busy, "--run.root", tmp_path)
