@@ -17,9 +17,9 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         step at little cost), run_options (where a run is kept), checkpoints (which one),
                         checkpoint_file, memory (how much of a batch fits), short_run (a few steps, to measure them)
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
-    monitor             watches one run: run_record (run.json), rank_times (who is slow), course (of a figure),
-                        step_profiler, step_trace (--profile), nonfinite, progress_bar, loggers, header and summary
-                        (what is said of it), report (its page)
+    monitor             watches one run: run_record and record_file (run.json), rank_times (who is slow), course (of a
+                        figure), step_profiler, step_trace (--profile), nonfinite, progress_bar, loggers, header and
+                        summary (what is said of it), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks; importing it registers their names

@@ -21,7 +21,7 @@ import psutil
 
 from app.compare.experiment import Experiment, Process, Variant
 from app.launch.process import environment_of_a_run
-from app.monitor.run_record import load_record
+from app.monitor.record_file import load_record
 from app.system.files import write_json
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order

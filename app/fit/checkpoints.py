@@ -14,7 +14,7 @@ from app.errors import UserError
 from app.execution import IMPLEMENTATION
 from app.fit.checkpoint_file import PREVIOUS, read
 from app.modules import ImageClassifier
-from app.monitor.run_record import load_record
+from app.monitor.record_file import load_record
 from app.system.files import remove_parts
 from app.system.lightning_patches import (
     may_stop_early,

@@ -1,13 +1,11 @@
 """`fit`, `validate`, `test` and `predict`: Lightning's command line, with this application's defaults."""
 
 import contextlib
-import math
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich import get_console
-from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import app.data
@@ -34,11 +31,11 @@ from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
-from app.fit.memory import LONGEST, room, settle_micro_batch
+from app.fit.memory import agree_micro_batch
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide, release_folders
 from app.fit.straight_step import StraightLoop
-from app.launch.agree import agree, connect, gather_objects, host_group
+from app.launch.agree import agree, connect, gather_objects
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
 from app.launch.elastic import RUN_DIR, STOPPED, launch, note
 from app.launch.failures import explaining_errors
@@ -52,7 +49,8 @@ from app.monitor.loggers import Tracker, make_loggers
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.rank_times import RankTimes
-from app.monitor.run_record import RunRecord, load_record, mark_failed
+from app.monitor.record_file import load_record, mark_failed
+from app.monitor.run_record import RunRecord
 from app.monitor.step_profiler import StepProfile
 from app.monitor.step_trace import StepTrace, profile_lines, profile_table
 from app.monitor.summary import report
@@ -216,38 +214,14 @@ class CLI(Flags):
             self._record(decided)
 
     def _settle_micro_batch(self, decided: dict[str, Any], timeout: float) -> None:
-        """Try on each node how much of a batch fits, and take the least of them."""
-        data, trainer = self.datamodule, self.trainer
+        """Replace `--data.micro_batch auto` by what the run that goes on had, or by what fits on every node."""
+        data = self.datamodule
         if not isinstance(data, app.data.ImageData) or data.micro_batch != "auto":
             return
-        data.micro_batch = None
-        if self.subcommand != "fit":
-            return
-        if decided["micro_batch"] is not None:
-            data.micro_batch = decided["micro_batch"]
-            return
-        found, wrong, group = None, None, None
-        if isinstance(trainer.strategy.launcher, SpawnLauncher) and trainer.strategy.root_device.type == "cuda":
-            raise UserError(
-                "--data.micro_batch auto would use a GPU before its processes start: take ddp, or give a count"
-            )
-        if distributed.is_initialized():  # the others wait until it is found
-            group = host_group(timedelta(seconds=timeout + LONGEST))
-        device, ranks = trainer.strategy.root_device, max(trainer.world_size // trainer.num_nodes, 1)
-        most = data.memory_limit or min(gather_objects(room(device, ranks, self.model)))  # before one takes its part
-        if trainer.local_rank == 0:
+        data.micro_batch = decided["micro_batch"] if self.subcommand == "fit" else None
+        if self.subcommand == "fit" and data.micro_batch is None:
             config = self.command_parser.dump(self.config[self.subcommand], skip_none=False)
-            share = math.ceil(data.global_batch_size / trainer.world_size)
-            try:
-                found = settle_micro_batch(config, share, math.prod(data.image_shape), device, most)
-            except UserError as error:
-                wrong = str(error)
-        mine = found, wrong
-        nodes = self.rendezvous
-        answers = nodes.gather(mine, timeout + LONGEST) if nodes else gather_objects(mine, group)
-        if wrong := next(filter(None, (wrong for _, wrong in answers)), None):
-            raise UserError(wrong)
-        data.micro_batch = min(count for count, _ in answers if count is not None)
+            data.micro_batch = agree_micro_batch(config, self.trainer, self.model, data, self.rendezvous, timeout)
 
     @property
     def _run_options(self) -> Run:

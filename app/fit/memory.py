@@ -3,14 +3,20 @@
 import math
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import distributed
 
+from app.data.module import ImageData
 from app.errors import UserError
 from app.fit.short_run import LIMIT, short_run
+from app.launch.agree import gather_objects, host_group
+from app.launch.rendezvous import NodeRendezvous
+from app.launch.spawn import SpawnLauncher
 from app.system.machine import GIB, free_memory
 
 SPARE = 0.9  # of what is free now: what else takes memory may take more
@@ -31,6 +37,47 @@ def room(device: torch.device, ranks: int, module: LightningModule) -> float:
     free = SPARE * free_memory(device) / (1 if device.type == "cuda" else ranks)
     copies = sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
     return (free - (copies if ranks > 1 else 0)) / GIB
+
+
+def agree_micro_batch(
+    config: str,
+    trainer: Trainer,
+    module: LightningModule,
+    data: ImageData,
+    rendezvous: NodeRendezvous | None,
+    timeout: float,
+) -> int:
+    """Try on each node how much of a batch fits, and take the least of them. Collective.
+
+    Args:
+        config: Text of the run's config, with all settings.
+        trainer: Of this rank.
+        module: What is trained.
+        data: What it is trained on.
+        rendezvous: Of nodes whose first processes start the others.
+        timeout: Seconds to wait for another rank, beside the time that the tries take.
+
+    Raises:
+        UserError: On all ranks, when it cannot be found on one of them.
+    """
+    device, group, found, wrong = trainer.strategy.root_device, None, None, None
+    if isinstance(trainer.strategy.launcher, SpawnLauncher) and device.type == "cuda":
+        raise UserError("--data.micro_batch auto would use a GPU before its processes start: take ddp, or give a count")
+    if distributed.is_initialized():  # the others wait until it is found
+        group = host_group(timedelta(seconds=timeout + LONGEST))
+    ranks = max(trainer.world_size // trainer.num_nodes, 1)
+    most = data.memory_limit or min(gather_objects(room(device, ranks, module)))  # before one takes its part
+    if trainer.local_rank == 0:
+        share = math.ceil(data.global_batch_size / trainer.world_size)
+        try:
+            found = settle_micro_batch(config, share, math.prod(data.image_shape), device, most)
+        except UserError as error:
+            wrong = str(error)
+    mine = found, wrong
+    answers = rendezvous.gather(mine, timeout + LONGEST) if rendezvous else gather_objects(mine, group)
+    if wrong := next(filter(None, (wrong for _, wrong in answers)), None):
+        raise UserError(wrong)
+    return min(count for count, _ in answers if count is not None)
 
 
 def settle_micro_batch(config: str, share: int, pixels: int, device: torch.device, most: float) -> int:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint
 from app.monitor.loggers import claim_version
-from app.monitor.run_record import load_record
+from app.monitor.record_file import load_record
 from app.system.files import remove_parts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from app.errors import UserError
 from app.launch.process import run_app
-from app.monitor.run_record import load_record
+from app.monitor.record_file import load_record
 
 QUIET = {
     "trainer.devices": "1",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.errors import one_line
 from app.monitor.rank_times import NAMES, slow_ranks
-from app.monitor.run_record import load_record
+from app.monitor.record_file import load_record
 from app.monitor.step_profiler import PHASES
 from app.monitor.summary import finished
 from app.system.files import whole

@@ -13,7 +13,7 @@ from app.errors import UserError
 from app.fit.configuration import build, resolve
 from app.fit.short_run import short_run
 from app.modules import ImageClassifier
-from app.monitor.run_record import load_record
+from app.monitor.record_file import load_record
 from app.plan.cost_model import Timed
 
 WINDOW = 5  # steps

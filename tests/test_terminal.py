@@ -1,0 +1,147 @@
+"""What a run says: its header, a line for each epoch, the progress bar, and what to try next."""
+
+import copy
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import QUIET
+from rich.console import Console
+
+from app.monitor.header import layers
+from app.monitor.progress_bar import ProgressBar
+from app.monitor.summary import faster
+from app.networks import MLP, LeNet, resnet18
+
+App = Callable[..., tuple[int, str]]
+SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
+
+
+NETWORKS = {
+    "LeNet": (LeNet, (3, 32, 32), "features.0 Conv2d 6 × 28 × 28 456"),
+    "MLP": (lambda: MLP(2, [16] * 5, 10), (1, 28, 28), "layers.0 Linear 16 25,104"),
+    "ResNet-18": (lambda: resnet18(10), (3, 224, 224), "layer4.1 BasicBlock 512 × 7 × 7 4,720,640"),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("width", [80, 110])
+def test_the_layers_of_a_network(name: str, width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    make, shape, row = NETWORKS[name]
+    network = make()
+    state, random = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+    Console(width=width).print(layers(network, shape))
+    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert row in lines
+    total = sum(parameter.numel() for parameter in network.parameters())
+    assert lines[-2].endswith(f" {total:,}")
+    assert len(lines) <= 24, "it fits on a screen"
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
+    assert all(module.training for module in network.modules())
+
+
+def test_the_summary_shows_the_layers(app: App) -> None:
+    flags = ["fit", *SMALL[:-2], "--run.test", "false", "--trainer.max_steps", "1"]
+    assert "network" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
+    code, out = app(*flags)
+    assert code == 0, out
+    assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
+    assert "optimizer  SGD, lr 0.001, momentum 0.9\n" in out
+    assert "features.0" not in out
+    code, out = app(*flags, "--verbose")
+    assert code == 0, out
+    assert "features.0" in out
+    assert "val_metrics" not in out
+    assert "val_metrics" in app(*flags, "--trainer.callbacks", "ModelSummary")[1]
+    code, out = app(*flags, "--model", "user_code.ReadsPixels")
+    assert code == 0, out
+    assert "val_metrics" in out, "what cannot run without numbers is left to Lightning"
+
+
+def test_a_line_for_each_epoch(app: App) -> None:
+    """Also in a pipe, where the progress bar shows at its end."""
+    code, out = app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false")
+    assert code == 0, out
+    said = [line for line in out.splitlines() if line.startswith("epoch ")]
+    assert [line.split("  ")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
+    for line in said:
+        assert re.search(r"train \d\.\d{3}  val \d\.\d{3}  acc +\d+\.\d % [* ]  lr 0\.001  [\d,]+/s  \d\.\d GiB", line)
+        assert len(line) < 100
+    assert re.search(r"\d s left$", said[0])
+    assert "left" not in said[1]
+
+
+def test_the_bar_is_drawn_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps there are; its last state is the last step, and a bar of one's own is left alone."""
+    from lightning.pytorch.callbacks import RichProgressBar
+
+    ours, theirs = [], []
+    monkeypatch.setattr(ProgressBar, "_show", lambda self, *args: ours.append(args))
+    monkeypatch.setattr(RichProgressBar, "on_train_batch_end", lambda self, *args: theirs.append(args[-1]))
+    monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 1.0))
+    monkeypatch.setattr(
+        "app.monitor.progress_bar.get_console", lambda: Console(file=io.StringIO(), force_terminal=True)
+    )
+    flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
+    code, out = app(*flags)
+    assert code == 0, out
+    assert [shown[0] for shown in ours] == [1, 9, 9], "one of the sanity check, and the last step of each epoch"
+    assert re.fullmatch(r"([\d,]+/s  )?[\d.]+ s left", ours[1][2])
+    ours.clear()
+    code, out = app(*flags, "--trainer.callbacks", "RichProgressBar")
+    assert code == 0, out
+    assert theirs == [*range(9), *range(9)]
+    assert not ours
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_the_bar_is_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=columns)
+    monkeypatch.setattr("app.monitor.progress_bar.get_console", lambda: console)
+    bar = ProgressBar()
+    bar._begin("epoch 1/2", 100)
+    bar._show(50, 100, "  ".join(["train_loss 0.123"] * 20))
+    progress = bar._progress
+    assert progress is not None
+    (line,) = console.render_lines(progress.get_renderable())
+    assert sum(segment.cell_length for segment in line) <= columns
+    bar._end()
+
+
+def test_what_else_to_try_is_what_compare_has_found(tmp_path: Path) -> None:
+    """On this machine, of a way that was compared, and where the runs of the two do not overlap."""
+    hardware = {"cpu": "x", "cores": 2, "gpus": []}
+    run = {"run_dir": str(tmp_path / "x" / "version_0"), "hardware": hardware, "command": "python -m app fit"}
+    assert faster(run) is None
+
+    def found(low: float, **other: Any) -> str | None:
+        rows = [
+            {"command": "OMP_NUM_THREADS=1 python -m app fit", "samples_per_s": 100, "samples_per_s_max": 110},
+            {"command": "python -m app fit --trainer.strategy=ddp --trainer.devices=2", "samples_per_s": 180},
+        ]
+        variants = [{"samples_per_s_min": low, **row} for row in rows]
+        file = tmp_path / "compare" / "mine" / "version_3" / "results.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"hardware": hardware, "variants": variants, **other}))
+        return faster(run)
+
+    said = "--trainer.devices 2 --trainer.strategy ddp: 1.8 × as fast in "
+    assert found(170) == said + str(tmp_path / "compare" / "mine" / "version_3")
+    assert found(105) is None
+    assert found(170, hardware={**hardware, "cores": 4}) is None
+    assert found(170, variants=[{}]) is None
+
+
+def test_a_busy_machine_is_said(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
+    code, out = app("fit", *SMALL, "--trainer.max_steps", "1", "--run.test", "false")
+    assert code == 0, out
+    assert "warning: other processes keep this machine busy: a load of 10000.0 on " in out
