@@ -369,12 +369,16 @@ def claim_version(folder: Path, what: str = "version") -> Path:
         UserError: When no folder can be made there.
     """
     number = int(next_version(str(folder.parent), folder.name, what).rpartition("_")[2])
+    vanished = 0
     while True:
         directory = folder / f"{what}_{number}"
         try:
             directory.mkdir(parents=True)
             return directory
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and vanished < 10:
+                vanished += 1  # a refused run has removed its empty folder, and this one's parent, in this moment
+                continue
             if not (isinstance(error, FileExistsError) and directory.parent.is_dir()):
                 raise UserError(
                     f"{directory}: no folder can be made there ({error.strerror}): give another --run.root"
