@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -110,12 +111,34 @@ def test_memory_of_each_rank(tmp_path: Path) -> None:
     assert "Milliseconds of a step on each rank" in found.pictures
 
 
-def test_somebody_elses_module_that_logs_nothing(app: App, tmp_path: Path) -> None:
-    flags = ["--model", "user_code.Normalises", "--data", "user_code.TheirData", *QUIET, "--run.name", "x"]
-    code, out = app("fit", *flags, "--trainer.max_epochs", "1")
+@pytest.mark.parametrize(
+    ("model", "data", "title", "use"),
+    [
+        ("LogsNothing", "TheirTestedData", "Trained after 1 epoch", "validate"),
+        ("LogsAccuracy", "TheirData", r"\d+\.\d % on validation images after 1 epoch", "validate"),
+        ("LogsAccuracy", "TheirTestedData", r"\d+\.\d % on test images after 1 epoch", "test"),
+        ("LogsAccuracy", "TwoLoaders", "Trained after 1 epoch", "validate"),
+        ("LogsOtherNames", "TheirTestedData", "Trained after 1 epoch", "test"),
+        ("TwoOptimizers", "TheirData", "Trained after 1 epoch", "validate"),
+        ("TheirModel", "NoValidation", "Trained after 1 epoch", None),
+    ],
+)
+def test_a_module_and_data_of_ones_own(
+    model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path
+) -> None:
+    """The report is written, whatever is logged; a fit ends with a test where there is one; what is advised works."""
+    flags = ["--model", f"user_code.{model}", "--data", f"user_code.{data}", *QUIET, "--run.name", "x"]
+    code, out = app("fit", *flags, "--trainer.accelerator", "cpu", "--trainer.max_epochs", "1")
     assert code == 0, out
-    found = read(tmp_path / "runs" / "x" / "version_0")
-    assert found.title.startswith("Trained after ") or found.title.startswith("Training loss ")
+    run = tmp_path / "runs" / "x" / "version_0"
+    assert re.match(title, read(run).title)
+    assert "Learning" in read(run).text
+    assert (json.loads((run / "run.json").read_text())["tested"] is not None) == (use == "test")
+    command = re.findall(r"^use it +python -m app (.*)", out, re.MULTILINE)
+    assert [words.split()[0] for words in command] == [use] * bool(use)
+    for words in command:
+        code, out = app(*shlex.split(words))
+        assert code == 0, out
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,25 @@ class TheirData(LightningDataModule):
         return DataLoader(self.dataset, batch_size=8)
 
 
+class TheirTestedData(TheirData):
+    """Has test images, too."""
+
+    test_dataloader = TheirData.val_dataloader
+
+
+class TwoLoaders(TheirData):
+    """Validates on two loaders."""
+
+    def val_dataloader(self) -> Any:
+        return [super(TwoLoaders, self).val_dataloader() for _ in range(2)]
+
+
+class NoValidation(TheirData):
+    """Has training data alone."""
+
+    val_dataloader = LightningDataModule.val_dataloader
+
+
 class Brightened(LeNet):
     """Looks at the images before it knows what to do."""
 
@@ -213,6 +232,55 @@ class LogsLossOnly(TheirModel):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+class LogsNothing(TheirModel):
+    """Trains and validates in silence."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self(batch[0])
+
+
+class LogsAccuracy(LogsNothing):
+    """Logs `val_acc`, per loader where there are several, and `test_acc`."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+
+
+class LogsOtherNames(LogsNothing):
+    """Logs under names of its own, with a slash and a space; a figure is NaN."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val/their acc", torch.tensor(float("nan")), prog_bar=True, sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test/their acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+
+
+class TwoOptimizers(TheirModel):
+    """Takes the steps of two optimizers by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[layer].parameters(), lr=0.1) for layer in (1, 3)]
 
 
 class FailsOnRank1(TheirModel):

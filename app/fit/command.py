@@ -348,16 +348,23 @@ class CLI(Flags):
         self.trainer.predict(return_predictions=False, **kwargs)
 
     def after_fit(self) -> None:
-        """Test the best checkpoint, where there are test images and the model can."""
-        data = self.datamodule
-        if not self._run_options.test or not self._is_recorded or not isinstance(data, app.data.ImageData):
+        """Test the best checkpoint, where model and data can."""
+        if not self._run_options.test or not self._is_recorded or not self._can("test") or self.stopped_by is not None:
             return
-        if self.stopped_by is None and "test" in data.source.splits and is_overridden("test_step", self.model):
-            best = gather_objects((self._outcome().get("checkpoint") or {}).get("best"))[0]
-            if best is not None and not all(gather_objects(Path(best).is_file())):
-                rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
-                best = None
-            self.trainer.test(self.model, datamodule=data, ckpt_path=best, verbose=False)
+        best = gather_objects((self._outcome().get("checkpoint") or {}).get("best"))[0]
+        if best is not None and not all(gather_objects(Path(best).is_file())):
+            rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
+            best = None
+        self.test(model=self.model, datamodule=self.datamodule, ckpt_path=best)
+
+    def _can(self, stage: str) -> bool:
+        """Return whether model and data have the step and the images of a stage: test, validate or predict."""
+        data, name = self.datamodule, "val" if stage == "validate" else stage
+        if isinstance(data, app.data.ImageData):
+            has_images = name in data.source.splits or (name == "val" and data.val_size > 0)
+        else:
+            has_images = is_overridden(f"{name}_dataloader", data)
+        return has_images and is_overridden("validation_step" if name == "val" else f"{name}_step", self.model)
 
     @property
     def stopped_by(self) -> str | None:
@@ -419,10 +426,9 @@ class CLI(Flags):
                 logger.finish()
         outcome = self._outcome()
         if outcome.get("run_dir") and (outcome["status"] == "completed" or outcome["train_s"] is not None):
-            data = self.datamodule
-            testable = not isinstance(data, app.data.ImageData) or "test" in data.source.splits
-            testable = testable and is_overridden("test_step", self.model)
-            said = report(outcome, self.trainer.loggers, self.subcommand == "fit", testable)
+            stages = ("predict", "test", "validate") if outcome["tested"] or outcome["test"] else ("test", "validate", "predict")
+            use = next(filter(self._can, stages), None)
+            said = report(outcome, self.trainer.loggers, self.subcommand == "fit", use)
             print("\n".join(["", *said]))
             if outcome.get("profile"):
                 get_console().print(profile_table(outcome["profile"]["ranks"]))

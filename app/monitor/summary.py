@@ -16,14 +16,14 @@ from app.monitor.rank_times import slow_ranks
 from app.system.files import read_json
 
 
-def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, testable: bool = True) -> Iterator[str]:
+def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
     """Tell how a run went, where its files are and what to try next, line by line.
 
     Args:
         record: The run record.
         loggers: The run's loggers.
         fitted: Whether it was a training.
-        testable: Whether there are images to test on.
+        use: Command that can use the best checkpoint, or None.
     """
     directory, parts = record["run_dir"], record.get("parts") or []
     losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]
@@ -64,10 +64,9 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, test
         if not finished(record):
             yield f"go on           {resume}"
             return
-        if checkpoints["best"]:
-            command = "predict" if test else "test" if testable else "validate"
+        if checkpoints["best"] and use:
             here = "" if alone else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"
-            yield f"use it          python -m app {command} {again}{here} --ckpt_path {checkpoints['best']}"
+            yield f"use it          python -m app {use} {again}{here} --ckpt_path {checkpoints['best']}"
         by_steps = 0 <= record["max_steps"] <= record["steps"]
         more = f"--trainer.max_steps {2 * record['steps']}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
         yield f"train longer    {resume} {more}"
