@@ -1,5 +1,6 @@
 """The LightningModules: loss, metrics, optimizer and predictions around a network of `app.networks`."""
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -127,6 +128,14 @@ class ImageClassifier(LightningModule):
 
     convolutional = True
     _sums: Sums  # from setup on
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let pickle find lambdas that are defaults, for `ddp_spawn`; jsonargparse reads settings from lambdas only."""
+        super().__init_subclass__(**kwargs)
+        for name, parameter in inspect.signature(cls).parameters.items():
+            if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
+                setattr(cls, f"default_{name}", staticmethod(parameter.default))
+                parameter.default.__qualname__ = f"{cls.__qualname__}.default_{name}"
 
     def __init__(
         self,

@@ -1,5 +1,7 @@
 """The `dp` strategy, what every strategy does with a user's own code, and precisions."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +117,29 @@ def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
     torch.testing.assert_close(norm.running_mean, half.mean((0, 2, 3)))
     assert norm.num_batches_tracked == 1
     assert model.forwards == 0
+
+
+PROGRAM = """
+from lightning.pytorch import Trainer
+from app.data import Synthetic
+from app.modules import CIFARCNN
+
+class Subclass(CIFARCNN):
+    pass
+
+if __name__ == "__main__":
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = Trainer(accelerator="cpu", strategy="ddp_spawn", devices=2, max_epochs=1, **quiet)
+    trainer.fit(Subclass(), datamodule=Synthetic(size=100))
+    print("trained", float(trainer.callback_metrics["train_loss"]) > 0)
+"""
+
+
+def test_a_plain_program_spawns_ranks(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = [sys.executable, str(tmp_path / "program.py")]
+    out = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert "trained True" in out.stdout, out.stderr
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dp"])

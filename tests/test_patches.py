@@ -1,7 +1,10 @@
 """What our patches expect of Lightning and torch is there; an upgrade that takes it away fails here, with its name."""
 
+import ast
 import importlib
 import inspect
+import pkgutil
+import re
 import shlex
 import subprocess
 import sys
@@ -10,17 +13,15 @@ from collections.abc import Callable
 import pytest
 from harness import QUIET, error_of
 
-from app.system import (  # noqa: F401  (declare what they expect)
-    deferred_imports,
-    lightning_patches,
-    lightning_step_patches,
-    torch_patches,
-    wandb_patches,
-)
+import app
 from app.system.lightning_patches import COMPLAINTS, Complaint, complaint
 from app.system.patches import EXPECTED, expects, missing
 
 App = Callable[..., tuple[int, str]]
+MODULES = [module.name for module in pkgutil.walk_packages(app.__path__, "app.") if module.name != "app.__main__"]
+for name in MODULES:
+    importlib.import_module(name)  # each declares what it expects
+PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # of named tuples and os; made by ABCMeta
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
 
 
@@ -28,6 +29,35 @@ SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", 
 def test_the_installed_version_has_what_a_patch_expects(patch: str) -> None:
     said = missing(patch)
     assert said is None, said
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
+
+
+def test_private_names_of_libraries_are_declared() -> None:
+    """Imported ones, attributes of other objects, and methods that override a library's."""
+    trees = {name: ast.parse(inspect.getsource(importlib.import_module(name))) for name in MODULES}
+    ours = {
+        name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        for name in [getattr(node, "name", None) or getattr(node, "attr", None)]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) or isinstance(getattr(node, "ctx", None), ast.Store)
+    }
+    undeclared = []
+    for module, tree in trees.items():
+        names = [name for patch, names in EXPECTED.items() if patch.startswith(f"{module}.") for name in names]
+        declared = {part for name in names for part in re.split(r"[.:]", name)}
+        nodes = list(ast.walk(tree))
+        used = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} - ours
+        for cls in vars(importlib.import_module(module)).values():
+            bases = [base for base in getattr(cls, "__mro__", ())[1:] if not base.__module__.startswith("app")]
+            if bases and cls.__module__ == module:
+                used |= {name for name in vars(cls) if any(name in vars(base) for base in bases)}
+        undeclared += [f"{module}: {name}" for name in used - declared if private(name)]
+    assert not undeclared
 
 
 @pytest.mark.parametrize(
@@ -139,6 +169,14 @@ import torch._dynamo.utils
 assert torch._dynamo.utils.__spec__.origin
 """
     done = subprocess.run([sys.executable, "-c", EAGER + compiled], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_below_the_compiler_is_imported_first() -> None:
+    code = (
+        "import app; import torch._dynamo.config as config; assert config.__spec__.origin and config.verbose is False"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

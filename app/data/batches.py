@@ -18,6 +18,7 @@ from torch.utils.data import SequentialSampler
 from app.data.sources import Split, Workers
 from app.data.transforms import DRAW_RANGE
 from app.errors import UserError
+from app.system.patches import expects
 
 Placement = Literal["disk", "memory", "device"]
 
@@ -87,6 +88,10 @@ def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
             yield batch
 
 
+@expects(
+    "torch.utils.data:DataLoader._iterator",
+    "lightning.pytorch.utilities.combined_loader:_shutdown_workers_and_reset_iterator",
+)
 class GlobalBatches:
     """Iterates over one rank's share of every global batch.
 

@@ -142,9 +142,9 @@ class CLI(Flags):
         self.processes = agent_processes(config)
         self.settings = shared_settings(config)
 
-    def _set_seed(self) -> None:
-        if not self.processes:  # which have their own
-            super()._set_seed()
+    def seeds(self) -> bool:
+        """Return whether this process trains; an agent's ranks seed themselves."""
+        return not self.processes
 
     def before_instantiate_classes(self) -> None:
         """Keep the checkpoint out of the saved config, which is for new runs, too; the record says what was resumed."""
@@ -385,8 +385,9 @@ class CLI(Flags):
         except ValueError:  # none has been written
             return {}
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        if self.processes:  # which have run it
+    def run_subcommand(self, subcommand: str) -> None:
+        """Run the Trainer's method under the watchdog; an agent's ranks have run it already."""
+        if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher
         stacks = Path(str(trainer.loggers[0].log_dir), "stacks") if self.record else None
@@ -398,7 +399,7 @@ class CLI(Flags):
                     logger.share_with_forks()
         timeout = self.config[subcommand].cluster.timeout if several else None
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
-            super()._run_subcommand(subcommand)
+            super().run_subcommand(subcommand)
         self.exit_code = self._exit_code()
 
     def _exit_code(self) -> int:
@@ -426,7 +427,11 @@ class CLI(Flags):
                 logger.finish()
         outcome = self._outcome()
         if outcome.get("run_dir") and (outcome["status"] == "completed" or outcome["train_s"] is not None):
-            stages = ("predict", "test", "validate") if outcome["tested"] or outcome["test"] else ("test", "validate", "predict")
+            stages = (
+                ("predict", "test", "validate")
+                if outcome["tested"] or outcome["test"]
+                else ("test", "validate", "predict")
+            )
             use = next(filter(self._can, stages), None)
             said = report(outcome, self.trainer.loggers, self.subcommand == "fit", use)
             print("\n".join(["", *said]))

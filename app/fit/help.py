@@ -8,6 +8,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from app.errors import UserError
+from app.system.patches import expects
 
 SAYS = {  # instead of what Lightning says, or says not
     "config": "A config file; later ones and flags win",
@@ -47,6 +48,7 @@ CLASSES = {  # a setting that takes one, and an example
 ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # of a sentence
 
 
+@expects("argparse:HelpFormatter._format_action_invocation", "argparse:HelpFormatter._expand_help")
 class _Formatter(argparse.HelpFormatter):
     """A flag, what it takes, what it is for, and its default."""
 
@@ -78,6 +80,7 @@ class _Formatter(argparse.HelpFormatter):
         return f"{said} (default: {default})" if shown else said
 
 
+@expects("argparse:ArgumentParser._actions")
 def page(
     parser: ArgumentParser, settings: ArgumentParser, classes: Mapping[str, str], section: str | None = None
 ) -> str:
@@ -91,7 +94,6 @@ def page(
     """
     own = [action for action in parser._actions if action.option_strings and not _is_page(action)]
     formatter = _Formatter(parser.prog)
-    formatter._max_help_position = 28
 
     def show(title: str, actions: Sequence[argparse.Action]) -> None:
         formatter.start_section(title)

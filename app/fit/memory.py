@@ -26,17 +26,18 @@ LONGEST = (TRIES + 2) * LIMIT  # seconds
 BYTES = 9  # of a value of an image while it is prepared: as uint8, as float32, and as a copy of that
 
 
-def room(device: torch.device, ranks: int, module: LightningModule) -> float:
-    """GiB that a rank may take, where it was not told.
+def room(device: torch.device, ranks: int, world_size: int, module: LightningModule) -> float:
+    """Return the GiB that a rank may take without `--data.memory_limit`.
 
     Args:
-        device: Of this rank.
-        ranks: Of this node, which share its memory where they compute on the CPU.
-        module: Of whose gradients DDP may keep another copy.
+        device: This rank's device.
+        ranks: Ranks of this node; on the CPU they share its memory.
+        world_size: Ranks of all nodes; DDP keeps a second copy of the gradients for more than one.
+        module: The module that is trained.
     """
     free = SPARE * free_memory(device) / (1 if device.type == "cuda" else ranks)
     copies = sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
-    return (free - (copies if ranks > 1 else 0)) / GIB
+    return (free - (copies if world_size > 1 else 0)) / GIB
 
 
 def agree_micro_batch(
@@ -66,7 +67,9 @@ def agree_micro_batch(
     if distributed.is_initialized():  # the others wait until it is found
         group = host_group(timedelta(seconds=timeout + LONGEST))
     ranks = max(trainer.world_size // trainer.num_nodes, 1)
-    most = data.memory_limit or min(gather_objects(room(device, ranks, module)))  # before one takes its part
+    most = data.memory_limit or min(
+        gather_objects(room(device, ranks, trainer.world_size, module))
+    )  # before one takes its part
     if trainer.local_rank == 0:
         share = math.ceil(data.global_batch_size / trainer.world_size)
         try:

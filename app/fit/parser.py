@@ -21,6 +21,7 @@ from app.errors import ExitStatus, UserError, nearest, one_line
 from app.fit.help import page
 from app.launch.process import TRUST
 from app.parallel import DDP
+from app.system.patches import expects
 
 # whose classes a config may name; a class that is made is code that is run
 TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
@@ -63,6 +64,7 @@ class PlainParser(ArgumentParser):
         raise UserError(one_line(message, flags)) from ex
 
 
+@expects("argparse:ArgumentParser._actions")
 class Parser(LightningArgumentParser):
     """Reports what a user did wrong in one line."""
 

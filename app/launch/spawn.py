@@ -24,8 +24,12 @@ from app.launch.signals import CAUSES, Signals
 from app.launch.watchdog import watched
 from app.system import lightning_patches
 from app.system.interconnect import use_loopback
+from app.system.patches import expects
+
+_LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
 
 
+@expects(f"{_LAUNCHER}._wrapping_function", f"{_LAUNCHER}._strategy", f"{_LAUNCHER}._start_method")
 class SpawnLauncher(lightning_patches.SpawnLauncher):
     """Starts the processes of a strategy, and passes SIGINT and SIGTERM on to them.
 

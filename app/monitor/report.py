@@ -138,8 +138,8 @@ def headline(record: dict[str, Any], tested: int) -> str:
     if test.get("acc") is not None:
         said = f"{percent(test['acc'])} on {f'{tested:,} ' * bool(tested)}test images"
     elif validated:
-        count = f"{images['val']:,} " if images.get("val") else ""
-        said = f"{percent(validated[-1]['val_acc'])} on {count}validation images"
+        held = f"{images['val']:,} " if images.get("val") else ""
+        said = f"{percent(validated[-1]['val_acc'])} on {held}validation images"
     elif epochs and epochs[-1].get("train_loss") is not None:
         said = f"Training loss {epochs[-1]['train_loss']:.4g}"
     else:

@@ -72,7 +72,7 @@ class Deferred(MetaPathFinder, Loader):
         """Fill a stand-in; a module itself is complete, and gets its own spec back."""
         if isinstance(module, _StandIn):
             vars(module).update(self.provided[module.__name__])
-        else:
+        elif module.__spec__ is not None and module.__spec__.loader is self:  # torch._dynamo.config kept its own
             module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
 
 

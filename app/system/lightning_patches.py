@@ -402,6 +402,7 @@ _CLI = "lightning.pytorch.cli:LightningCLI"
     f"{_CLI}._parse_ckpt_path",
     f"{_CLI}._prepare_subcommand_kwargs",
     f"{_CLI}._run_subcommand",
+    f"{_CLI}._set_seed",
     f"{_CLI}._parser",
 )
 class CommandLine(LightningCLI):
@@ -420,7 +421,19 @@ class CommandLine(LightningCLI):
         """Arguments for the Trainer's method, in place of those of the command line."""
         return {}
 
+    def _set_seed(self) -> None:
+        if self.seeds():
+            super()._set_seed()
+
+    def seeds(self) -> bool:
+        """Return whether this process seeds its random generators."""
+        return True
+
     def _run_subcommand(self, subcommand: str) -> None:
+        self.run_subcommand(subcommand)
+
+    def run_subcommand(self, subcommand: str) -> None:
+        """Run the Trainer's method that a command names."""
         try:
             super()._run_subcommand(subcommand)
         finally:

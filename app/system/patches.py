@@ -1,8 +1,8 @@
 """What our patches expect of the libraries that they touch, so that an upgrade fails with a name.
 
-Private names of a library stand in the modules named for it: `lightning_patches`, `lightning_step_patches`,
-`torch_patches`, `wandb_patches`, `deferred_imports`. Each function or class there declares with `expects` the names
-that it uses; `tests/test_patches.py` looks all of them up in what is installed.
+Most uses of private names stand in the modules named for a library: `lightning_patches`, `lightning_step_patches`,
+`torch_patches`, `wandb_patches`, `deferred_imports`. Each function or class that uses one declares it with `expects`;
+`tests/test_patches.py` looks each declared name up in the installed library, and finds undeclared ones.
 """
 
 import importlib.metadata

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from app.data.batches import GlobalBatches
 from app.launch.signals import stop_training
+from app.system.patches import expects
 
 FOLDER = "recording"  # in the directory of the run: rank_N.json of each rank, weights.pt of rank zero
 
@@ -204,6 +205,11 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
     ]
 
 
+@expects(
+    "torch:Tensor._backward_hooks",
+    "torch.nn.modules.batchnorm:_BatchNorm",
+    "torch.nn.modules.dropout:_DropoutNd",
+)
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """What may explain a difference: loaders, schedule, and what in the network computes over a batch or by chance."""
     named = list(module.named_modules())
