@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from app.data.batches import GlobalBatches
+from app.data.module import ImageData
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, LeNet, resnet18, resnet18_cifar
@@ -121,6 +122,8 @@ class ImageClassifier(LightningModule):
 
     Attributes:
         executed: How the network is executed, for the run record.
+        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of the images that a loaded checkpoint was
+            trained on; None before, and for other people's data.
 
     Raises:
         UserError: When the optimizer or scheduler rejects its arguments.
@@ -158,6 +161,7 @@ class ImageClassifier(LightningModule):
         self.micro_batch: int | None = None  # from setup on
         self._has_gradients = False  # of earlier parts of the batch
         self.executed: dict[str, Any] = {}
+        self.images: dict[str, Any] | None = None
         self.criterion = LOSSES[loss]
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
@@ -357,14 +361,18 @@ class ImageClassifier(LightningModule):
             raise UserError(f"--model.scheduler: {error}") from error
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the sums of the unfinished epoch, over all ranks: a resumed epoch reports its true mean.
+        """Keep the sums of the unfinished epoch, over all ranks, and what a user of the weights needs of the images.
 
-        Collective, as `Trainer.save_checkpoint` is.
+        A resumed epoch reports its true mean. Collective, as `Trainer.save_checkpoint` is.
         """
         checkpoint["epoch_sums"] = self._sums.of_epoch(self.trainer)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, ImageData):
+            checkpoint["images"] = data.facts
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the sums of the unfinished epoch."""
+        """Restore the sums of the unfinished epoch, and the facts of the images."""
+        self.images = checkpoint.get("images")
         if is_attached(self) and self.trainer.state.fn == "fit":
             self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
 

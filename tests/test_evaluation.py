@@ -2,13 +2,16 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import QUIET, fork_app
+from harness import QUIET, error_of, fork_app
+from PIL import Image
 
 from app.data.synthetic import SHAPES
+from app.modules import CIFARCNN
 
 App = Callable[..., tuple[int, str]]
 # 1,003 test images in batches of 64: 15 whole ones and one of 43, which neither 2 nor 4 divides
@@ -101,3 +104,31 @@ def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path
     epoch = json.loads((trained / "run.json").read_text())["epochs"][-1]
     assert float(metrics["val_acc"]) == epoch["val_acc"]
     assert float(metrics["val_loss"]) == pytest.approx(epoch["val_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("by", ["path", "name"])
+def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> None:
+    """Neither data nor model is named: the run's own are used, and CIFAR-10 is not downloaded."""
+    path = ["--ckpt_path", trained / "checkpoints" / "best.ckpt"]
+    name = ["--ckpt_path=best", "--run.name", trained.parent.name]
+    code, out = app("test", *(path if by == "path" else name), "--run.root", trained.parents[1])
+    assert code == 0, out
+    tests = sorted(trained.glob("test_*"), key=lambda run: run.stat().st_mtime)
+    assert result(tests[-1]) == result(trained)
+    assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()
+
+
+def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path) -> None:
+    """It holds class names, size and normalisation; images of other classes are refused."""
+    checkpoint = tmp_path / "alone.ckpt"
+    shutil.copy(trained / "checkpoints" / "best.ckpt", checkpoint)
+    model = CIFARCNN.load_from_checkpoint(checkpoint, map_location="cpu")
+    names = [shape.__name__ for shape in SHAPES]
+    assert model.images == {"class_names": names, "image_shape": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3}
+    for name in [*names[1:], "zebra"]:
+        (tmp_path / "test" / name).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "test" / name / "0.png")
+    shutil.copytree(tmp_path / "test", tmp_path / "train")
+    said = error_of(*app("test", "--data", "ImageFolder", "--data.root", tmp_path, "--ckpt_path", checkpoint))
+    assert f"{checkpoint} was trained on other classes: " in said
+    assert said.endswith("give images with the same class names")

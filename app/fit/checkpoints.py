@@ -2,14 +2,16 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from app.data import ImageData
 from app.errors import UserError
 from app.execution import IMPLEMENTATION
 from app.fit.checkpoint_file import PREVIOUS, read
@@ -211,7 +213,11 @@ def _read(record: Path) -> dict[str, Any]:
 
 
 def check_checkpoint(
-    path: str, model: LightningModule, resumed_by: Trainer | None, may_be_finished: bool = False
+    path: str,
+    model: LightningModule,
+    data: LightningDataModule,
+    resumed_by: Trainer | None,
+    may_be_finished: bool = False,
 ) -> None:
     """Check that a checkpoint can be read and is of this model and, to resume, of this optimizer and unfinished.
 
@@ -231,6 +237,13 @@ def check_checkpoint(
                 f"{there or 'missing'} in the checkpoint and {here or 'missing'} in the model: give the --model (or "
                 "--config) that it was trained with"
             )
+    trained = (checkpoint.get("images") or {}).get("class_names")
+    if trained and isinstance(data, ImageData) and trained != list(data.class_names):
+        before, now = next(names for names in zip_longest(trained, data.class_names) if names[0] != names[1])
+        raise UserError(
+            f"--ckpt_path {path} was trained on other classes: {before}, where --data has {now}: give images with the "
+            "same class names"
+        )
     if resumed_by is None:
         return
     _check_resumable(path, checkpoint, resumed_by)

@@ -248,7 +248,7 @@ class CLI(Flags):
             self.datamodule.prepare_data(self.subcommand)
         if decided["checkpoint"] is not None:
             resumed_by = self.trainer if self.subcommand == "fit" else None
-            check_checkpoint(decided["checkpoint"], self.model, resumed_by, may_be_finished=decided["may_be_finished"])
+            check_checkpoint(decided["checkpoint"], self.model, self.datamodule, resumed_by, decided["may_be_finished"])
         elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
             folder = Path(self._run_options.root, self._run_options.name)
             if not any(folder.glob("version_*/run.json")):

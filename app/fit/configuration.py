@@ -1,7 +1,10 @@
 """What a command line of fit, validate, test or predict means: its resolved configuration, without running it."""
 
+import os
 import re
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
@@ -11,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 import app.data
 import app.modules
 from app.errors import ExitStatus, UserError, one_line
-from app.fit.checkpoints import RunCheckpoint
+from app.fit.checkpoints import RunCheckpoint, find_checkpoint
 from app.fit.help import MORE, SectionHelp
 from app.fit.parser import (
     Parser,
@@ -62,7 +65,7 @@ class Flags(CommandLine):
 
     def __init__(self, argv: Sequence[str]) -> None:
         import_trusted_only()
-        self.argv = [*argv[:1], *configs_and_classes_first(argv[1:])]
+        self.argv = [*argv[:1], *configs_and_classes_first(add_config_of_run(argv)[1:])]
         self.classes = DEFAULTS | (chosen := chosen_classes(self.argv))
         self.defaults = {key: {"class_path": path} for key, path in DEFAULTS.items() if key not in chosen}
         super().__init__(
@@ -112,6 +115,25 @@ class Flags(CommandLine):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the arguments, and nothing of `sys.argv`."""
         self.config = _parse(parser, args)
+
+
+def add_config_of_run(argv: Sequence[str]) -> list[str]:
+    """Add `--config` of the run that wrote the checkpoint, for a command that only uses one and names no config.
+
+    Args:
+        argv: The arguments of `python -m app`.
+
+    Raises:
+        UserError: When `--run.name` is given, and its run has no such checkpoint.
+    """
+    given = dict(pairwise(part for argument in argv for part in argument.split("=", 1)))
+    checkpoint, name = given.get("--ckpt_path"), given.get("--run.name")
+    if checkpoint is None or argv[0] not in ("validate", "test", "predict") or {"--config", "-c"} & given.keys():
+        return [*argv]
+    if checkpoint in ("best", "last") and name is not None:
+        checkpoint = find_checkpoint(checkpoint, [], given.get("--run.root", Run.root), name)
+    config = os.path.normpath(Path(checkpoint, "../../config.yaml"))
+    return [*argv, "--config", config] if Path(config).is_file() else [*argv]
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:

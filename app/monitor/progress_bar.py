@@ -64,7 +64,7 @@ class ProgressBar(LightningBar):
         known = total if total != float("inf") else None
         self._progress.reset(task, description=description, total=known, completed=completed, figures="")
 
-    def _show(self, completed: int, total: float, figures: str = "") -> None:
+    def _show(self, completed: int, figures: str = "") -> None:
         assert self._progress is not None
         (task,) = self._progress.task_ids
         self._progress.update(task, completed=completed, figures=figures)
@@ -110,7 +110,7 @@ class ProgressBar(LightningBar):
                 figures += [f"{self._record.rate:,.0f}/s"] if self._record.rate is not None else []
                 left = self._record.time_left(trainer)
                 figures += [f"{duration(left)} left"] if left is not None else []
-            self._show(batch_idx + 1, self.total_train_batches, "  ".join(figures))
+            self._show(batch_idx + 1, "  ".join(figures))
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """What was logged for the bar."""
@@ -154,7 +154,7 @@ class ProgressBar(LightningBar):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int, _: int = 0
     ) -> None:
         if self._is_due(last=False):
-            self._show(index + 1, 0)
+            self._show(index + 1)
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _evaluated  # type: ignore[assignment]
 
