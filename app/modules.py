@@ -377,6 +377,9 @@ class ImageClassifier(LightningModule):
             self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
 
 
+NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifar": resnet18_cifar}
+
+
 class CIFARCNN(ImageClassifier):
     """A CNN for CIFAR-10: LeNet by default, or a ResNet-18.
 
@@ -401,8 +404,7 @@ class CIFARCNN(ImageClassifier):
         scheduler_interval: Literal["epoch", "step"] = "epoch",
         **kwargs: Any,
     ) -> None:
-        networks = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifar": resnet18_cifar}
-        made = networks[network](num_classes)
+        made = NETWORKS[network](num_classes)
         super().__init__(made, num_classes, loss, optimizer, scheduler, scheduler_interval, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 

@@ -146,7 +146,7 @@ class Running:
     @property
     def directory(self) -> Path:
         """The newest of this name."""
-        found = sorted((self.root / "cifar_cnn").glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+        found = sorted(self.root.glob("*/version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
         return found[-1] if found else self.root
 
     @property

@@ -151,7 +151,7 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
         code, out = app(*images_at(image_root, **flags), *way)
         assert code == 0, out
         assert ("3 of 38 images are left out; the first one" in out) == (version == 0), "said when they are decoded"
-        run = tmp_path / "runs" / "cifar_cnn" / f"version_{version}"
+        run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
         assert json.loads((run / "run.json").read_text())["images_left_out"] == {"train": 3}
         runs.append(weights(run / "checkpoints" / "last.ckpt"))
     assert largest_difference(*runs) == 0
@@ -174,7 +174,7 @@ def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None
     (image_root / "test" / "cat" / "00.jpg").rename(image_root / "test" / "cat" / "\udcfe.jpg")
     code, out = app(*images_at(image_root))
     assert code == 0, out
-    run = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
     assert "d\ufffdg" in (run / "confusion_matrix.csv").read_text(encoding="utf-8")
     code, out = app("predict", *images_at(image_root)[1:], "--ckpt_path", "last")
     assert code == 0, out

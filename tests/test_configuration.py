@@ -13,6 +13,7 @@ from app.errors import UserError
 from app.fit.configuration import build, resolve
 from app.fit.devices import devices_per_node, processes_per_node, replicas
 from app.fit.parser import PlainParser
+from app.fit.run_options import default_name
 from app.modules import FashionMLP
 
 App = Callable[..., tuple[int, str]]
@@ -94,3 +95,16 @@ def test_a_switch_takes_a_value_too() -> None:
     assert [parser.parse_args(words).dry_run for words in given] == [True, True, True, False, False]
     with pytest.raises(UserError, match="--dry_run maybe: expected bool"):
         parser.parse_args(["--dry_run", "maybe"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ([], "LeNet-CIFAR10"),
+        (["--model.network", "resnet18_cifar", "--data", "Synthetic"], "resnet18_cifar-Synthetic"),
+        (["--model", "FashionMLP", "--data", "FashionMNIST"], "FashionMLP-FashionMNIST"),
+        (["--model", "user_code.TheirModel", "--data", "user_code.TheirData"], "TheirModel-TheirData"),
+    ],
+)
+def test_a_run_is_named_by_its_network_and_data(flags: list[str], name: str) -> None:
+    assert default_name(resolve(["fit", *flags])) == name

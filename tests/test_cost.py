@@ -210,7 +210,7 @@ def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
     code, out = start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path)
     assert code == 0, out
     for rank in range(2):
-        reads = json.loads((tmp_path / "cifar_cnn" / "version_0" / f"reads{rank}.json").read_text())
+        reads = json.loads((tmp_path / "CountsReads-Synthetic" / "version_0" / f"reads{rank}.json").read_text())
         assert len(reads) == 72
         assert reads[27] == 0, "until the window ends with the hundredth step"
         assert reads[28] == reads[-1], "and after it"

@@ -191,7 +191,7 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path) -> None:
     used = machine._nvidia_smi("memory.used")
     code, out = start_app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.root", tmp_path)
     assert code == 0, out
-    record = json.loads((tmp_path / "cifar_cnn" / "version_0" / "run.json").read_text())
+    record = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
     assert len(record["hardware"]["gpus"]) == len(used)
 
 
@@ -232,7 +232,7 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     for epochs, resume in (("1", []), ("2", ["--ckpt_path", "last"])):
         code, out = start_app(*flags, "--trainer.max_epochs", epochs, *resume)
         assert code == 0, out
-    record = json.loads((tmp_path / "cifar_cnn" / "version_0" / "run.json").read_text())
+    record = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
     assert record["test"] is not None
 
 
@@ -261,7 +261,7 @@ def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch
     assert error.startswith("error: out of memory on the CUDA: 20.00 MiB were asked for, and 5.56 MiB are free: give ")
     assert "give --data.micro_batch 32, for the same training in parts" in error, "half of what was taken at once"
     assert "--data.batch_size" in error
-    record = json.loads((tmp_path / "runs" / "cifar_cnn" / "version_0" / "run.json").read_text())
+    record = json.loads((tmp_path / "runs" / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
     assert (record["status"], record["error"]) == ("failed", error.removeprefix("error: "))
     with pytest.raises(UserError, match=r"out of memory on the host: 4611686018427387904 bytes"), explaining_errors():
         torch.empty(2**62, dtype=torch.uint8)

@@ -99,10 +99,14 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     code, out = app("fit", *flags, *TWO_STEPS)
     assert code == 0, out
     assert multiprocessing.active_children() == []
-    checkpoint = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
+    checkpoint = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "checkpoints" / "last.ckpt"
     code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET)
     assert code == 0, out
-    lines = (tmp_path / "runs" / "cifar_cnn" / "version_0" / "predict_1" / "predictions.csv").read_text().splitlines()
+    lines = (
+        (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "predict_1" / "predictions.csv")
+        .read_text()
+        .splitlines()
+    )
     assert lines[0] == "file,predicted,name,probability,label"
     assert lines[1].startswith(str(image_root / "test" / "cat" / "00.jpg"))
     assert len(lines) == 13
@@ -116,7 +120,11 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
         image_root / "test" / "eel",
     )
     assert code == 0, out
-    lines = (tmp_path / "runs" / "cifar_cnn" / "version_0" / "predict_2" / "predictions.csv").read_text().splitlines()
+    lines = (
+        (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "predict_2" / "predictions.csv")
+        .read_text()
+        .splitlines()
+    )
     assert lines[0] == "file,predicted,name,probability", "no label is known"
     assert len(lines) == 5
 

@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def record(root: Path) -> dict[str, object]:
-    return json.loads((root / "cifar_cnn" / "version_0" / "run.json").read_text())
+    return json.loads((root / "FashionMLP-Synthetic" / "version_0" / "run.json").read_text())
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -43,7 +43,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
     filler = disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
     said = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs", env={"TMPDIR": str(tmp_path)}))
-    run = disk / "runs" / "cifar_cnn" / "version_0"
+    run = disk / "runs" / "FashionMLP-Synthetic" / "version_0"
     assert "the checkpoint cannot be written (No space left on device)" in said
     assert "make room there, or give another --run.root" in said
     assert (record(disk / "runs")["status"], record(disk / "runs")["error"]) == ("failed", said.removeprefix("error: "))
@@ -87,7 +87,10 @@ def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_p
     flags = [*FIT, *BIG, "--trainer.accelerator", "cpu", "--trainer.devices", devices, "--run.root", tmp_path / "runs"]
     code, out = start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)})
     assert code == 0, out
-    assert torch.load(tmp_path / "runs/cifar_cnn/version_0/checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
+    assert (
+        torch.load(tmp_path / "runs/FashionMLP-Synthetic/version_0/checkpoints/last.ckpt", weights_only=True)["epoch"]
+        == 1
+    )
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 

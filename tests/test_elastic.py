@@ -83,7 +83,7 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
         out = run.end(120)
     assert run.process.returncode == 0, out
     assert "rank 1 has failed: RuntimeError: only once: all are started again" in out
-    first = json.loads((tmp_path / "cifar_cnn" / "version_0" / "run.json").read_text())
+    first = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
     assert first["error"] == "rank 1 has failed: RuntimeError: only once, and all were started again"
 
 
@@ -94,7 +94,7 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
     flags += ["--trainer.max_epochs", "30"]
     code, out = fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole")
     assert code == 0, out
-    whole = tmp_path / "whole" / "cifar_cnn" / "version_0"
+    whole = tmp_path / "whole" / "SaysItsProcess-Synthetic" / "version_0"
     for name, more, launcher in (
         ("agent", ["--cluster.max_restarts", "2"], []),
         ("torchrun", [], [*TORCHRUN, "--max-restarts", "2"]),

@@ -30,7 +30,7 @@ Process = subprocess.Popen[str]
 
 
 def record(root: Path, version: int = 0) -> dict[str, Any]:
-    path = root / "cifar_cnn" / f"version_{version}" / "run.json"
+    path = root / "LeNet-Synthetic" / f"version_{version}" / "run.json"
     return json.loads(path.read_text()) if path.exists() else {"epochs": []}
 
 
@@ -116,7 +116,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], out
     code, said = app("fit", *STEPS, *epochs)
     assert code == 0, said
-    ours, single = root / "cifar_cnn" / "version_0", tmp_path / "runs" / "cifar_cnn" / "version_0"
+    ours, single = root / "LeNet-Synthetic" / "version_0", tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert record(root)["world_size"] == (2 if way == "ddp_dp" else 4)
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
     assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (ours, single))) < 1e-5
@@ -215,7 +215,9 @@ def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None
     out = ended(processes, 120)
     assert [process.returncode for process in processes] == [0, 0], out
     assert "best.ckpt is not on every node: testing the last weights instead of the best" in out[0]
-    kept = [Path(f"/proc/{hosts.hosts[name].pid}/root{root}/cifar_cnn/version_0/run.json") for name in ("h1", "h2")]
+    kept = [
+        Path(f"/proc/{hosts.hosts[name].pid}/root{root}/LeNet-Synthetic/version_0/run.json") for name in ("h1", "h2")
+    ]
     found = json.loads(kept[0].read_text())
     assert found["test"] is not None
     assert found["tested"] is None
@@ -224,7 +226,7 @@ def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None
     processes = two_nodes(hosts, root, *flags, "--ckpt_path", "last", "--trainer.max_epochs", "2")
     out = ended(processes, 60)
     assert [process.returncode for process in processes] == [2, 2], out
-    lacking = f"--ckpt_path {root}/cifar_cnn/version_0/checkpoints/last.ckpt: there is no such file"
+    lacking = f"--ckpt_path {root}/LeNet-Synthetic/version_0/checkpoints/last.ckpt: there is no such file"
     assert f"error: node 1: {lacking}" in out[0]
     assert f"error: {lacking}" in out[1]
     assert not kept[0].parent.with_name("version_1").exists()
@@ -260,7 +262,7 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
         return fit(hosts.hosts[name], "--run.root", root, *flags, launcher=launcher, env=ELASTIC)
 
     def newest() -> int:
-        return len(list((root / "cifar_cnn").glob("version_*"))) - 1
+        return len(list((root / "LeNet-Synthetic").glob("version_*"))) - 1
 
     def trains(world_size: int, since: int) -> bool:
         """Whether a run of so many ranks has trained two epochs more."""

@@ -15,7 +15,7 @@ POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the seventh o
 
 
 def record(root: Path) -> dict[str, Any]:
-    return json.loads((root / "cifar_cnn" / "version_0" / "run.json").read_text())
+    return json.loads(next(root.glob("*/version_0/run.json")).read_text())
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
     assert "--run.on_nonfinite warn goes on all the same" in said
     written = record(tmp_path / "runs")
     assert (written["status"], written["error"]) == ("failed", said.removeprefix("error: "))
-    last = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
+    last = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     assert last.exists() == (every[:1] == ["--last_checkpoint.every_n_train_steps"])
     if last.exists():
         assert f"and go on from {last}" in said
@@ -83,7 +83,7 @@ def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
     assert "the gradients of step 7 are not finite: it is left out" in out
     written = record(tmp_path / "runs")
     assert (written["skipped_steps"], written["not_finite_since"]) == (1, None)
-    saved = tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints"
+    saved = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints"
     six, seven, eight = (weights(saved / f"step={step}.ckpt") for step in (6, 7, 8))
     assert all(torch.equal(six[name], seven[name]) for name in six)
     assert not all(torch.equal(seven[name], eight[name]) for name in six)

@@ -25,7 +25,7 @@ def marks(path: str) -> Counter[str]:
 
 
 def record(root: Path) -> dict[str, Any]:
-    return json.loads((root / "cifar_cnn" / "version_0" / "run.json").read_text())
+    return json.loads((root / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
 
 
 def check(found: dict[str, Any], out: str, ranks: int) -> None:

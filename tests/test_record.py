@@ -143,7 +143,9 @@ def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
     assert code == 0, out
     assert dict(matplotlib.rcParams) == before
     assert not matplotlib.pyplot.get_fignums()
-    model = CIFARCNN.load_from_checkpoint(tmp_path / "runs" / "cifar_cnn" / "version_0" / "checkpoints" / "best.ckpt")
+    model = CIFARCNN.load_from_checkpoint(
+        tmp_path / "runs" / "LeNet-Synthetic" / "version_0" / "checkpoints" / "best.ckpt"
+    )
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
@@ -189,7 +191,7 @@ def test_a_failed_run_says_why(strategy: str, tmp_path: Path) -> None:
     code, out = start_app("fit", *flags, *way)
     assert code == 1, out
     assert "the third step is broken" in out
-    found = record(tmp_path / "cifar_cnn" / "version_0")
+    found = record(tmp_path / "Fails-TheirData" / "version_0")
     assert found["status"] == "failed"
     assert "the third step is broken" in found["error"]
 
@@ -200,7 +202,7 @@ def test_the_rank_that_failed_is_named(tmp_path: Path) -> None:
     flags = ["--model", "user_code.FailsOnRank1", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
     code, out = start_app("fit", *flags, *way)
     assert code != 0, out
-    found = record(tmp_path / "cifar_cnn" / "version_0")
+    found = record(tmp_path / "FailsOnRank1-TheirData" / "version_0")
     assert found["status"] == "failed"
     assert re.fullmatch(r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", found["error"])
 
@@ -237,5 +239,5 @@ def test_threads(tmp_path: Path) -> None:
     flags = [*SMALL, "--trainer.max_steps", "1", "--run.test", "false", "--run.root", tmp_path]
     code, out = fork_app("fit", *flags, "--run.threads", "2", env={"OMP_NUM_THREADS": "1"})
     assert code == 0, out
-    assert record(tmp_path / "cifar_cnn" / "version_0")["threads"] == 2
+    assert record(tmp_path / "LeNet-Synthetic" / "version_0")["threads"] == 2
     assert "--run.threads 0: give 1 or more" in error_of(*fork_app("fit", *flags, "--run.threads", "0"))

@@ -117,7 +117,7 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
     assert code == 0, out
     code, out = app("fit", *SMALL, *STEPS)
     assert code == 0, out
-    ours, single = (tmp_path / folder / "cifar_cnn" / "version_0" for folder in ("nodes", "runs"))
+    ours, single = (tmp_path / folder / "LeNet-Synthetic" / "version_0" for folder in ("nodes", "runs"))
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
     last = [weights(run / "checkpoints" / "last.ckpt") for run in (ours, single)]
     assert largest_difference(*last) < 1e-5
@@ -131,7 +131,7 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
     found = [json.loads((ours / below / "run.json").read_text()) for below in ("test_1", "predict_1")]
     assert [each["status"] for each in found] == ["completed"] * 2
     assert found[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
-    runs = (ours / "predict_1", tmp_path / "suggested" / "cifar_cnn" / "version_0")
+    runs = (ours / "predict_1", tmp_path / "suggested" / "LeNet-Synthetic" / "version_0")
     together, alone = (pd.read_csv(run / "predictions.csv") for run in runs)
     pd.testing.assert_frame_equal(together, alone)
 
@@ -161,6 +161,6 @@ def test_a_launcher_of_the_users_own(tmp_path: Path) -> None:
     )
     for code, out in ranks:
         assert code == 0, out
-    (run,) = (tmp_path / "cifar_cnn").iterdir()
+    (run,) = (tmp_path / "LeNet-Synthetic").iterdir()
     record = json.loads((run / "run.json").read_text())
     assert (record["world_size"], record["status"]) == (2, "completed")

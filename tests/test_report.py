@@ -150,7 +150,7 @@ def test_a_training_that_failed(way: list[str], tmp_path: Path) -> None:
     flags = ["--model", "user_code.Fails", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
     code, out = fork_app("fit", *flags, "--trainer.accelerator", "cpu", *way)
     assert code == 1, out
-    found = read(tmp_path / "cifar_cnn" / "version_0")
+    found = read(tmp_path / "Fails-TheirData" / "version_0")
     assert found.title.startswith("Failed in epoch 1: ")
     assert "the third step is broken" in found.title
 
@@ -171,7 +171,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     flags = ["--model", "user_code.FailsOnRank1", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
     code, out = start_app("fit", *flags, *DDP)
     assert code != 0, out
-    assert "rank 1 (process" in read(tmp_path / "cifar_cnn" / "version_0").title
+    assert "rank 1 (process" in read(tmp_path / "FailsOnRank1-TheirData" / "version_0").title
 
 
 def test_what_cannot_be_written_or_read_is_a_line(

@@ -33,12 +33,12 @@ def clean(slurm: Slurm) -> Iterator[None]:
 
 
 def record(root: Path, version: int = 0) -> dict[str, Any]:
-    path = root / "cifar_cnn" / f"version_{version}" / "run.json"
+    path = root / "LeNet-Synthetic" / f"version_{version}" / "run.json"
     return json.loads(path.read_text()) if path.exists() else {"epochs": []}
 
 
 def last(root: Path) -> Path:
-    return root / "cifar_cnn" / "version_0" / "checkpoints" / "last.ckpt"
+    return root / "LeNet-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
 
 
 def submit(slurm: Slurm, root: Path, *flags: str, shape: Sequence[str] = TWO, epochs: int = 24, **env: str) -> str:
@@ -86,7 +86,7 @@ def test_it_goes_on_exactly(slurm: Slurm, app: Callable[..., tuple[int, str]], t
     assert code == 0, said
     whole = tmp_path / "runs"
     assert largest_difference(weights(last(whole)), weights(last(stopped))) < 1e-7
-    both = [losses(root / "cifar_cnn" / "version_0") for root in (stopped, whole)]
+    both = [losses(root / "LeNet-Synthetic" / "version_0") for root in (stopped, whole)]
     np.testing.assert_allclose(*both, rtol=0, atol=1e-6)
 
 
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     session = ["salloc", "--nodes=2", "--ntasks-per-node=2"]
     out = slurm.run(*session, "sh", "-c", f"{shlex.join(fit)}; test $? = 2", env=PATH, timeout=200)
     assert alone in out
-    assert not list(tmp_path.glob("cifar_cnn/version_*"))
+    assert not list(tmp_path.glob("LeNet-Synthetic/version_*"))
     once = shlex.join([*fit, "--trainer.max_epochs", "1"])
     # two steps at once, on ports of their own; then one process that starts its own, as from a shell on a node
     srun = "srun --overlap --ntasks=2 --ntasks-per-node=1"
@@ -145,7 +145,7 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     out = slurm.run(*session, "sh", "-c", f"{steps} && {shell}", env=PATH, timeout=280)
     assert alone in slurm.run(*session, "sh", "-c", on_node, env=PATH, timeout=200)
     assert [record(tmp_path, version)["world_size"] for version in range(3)] == [2, 2, 2], out
-    assert len(list(tmp_path.glob("cifar_cnn/version_*"))) == 3
+    assert len(list(tmp_path.glob("LeNet-Synthetic/version_*"))) == 3
 
 
 @pytest.mark.usefixtures("clean")

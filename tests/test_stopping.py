@@ -84,7 +84,7 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
     flags = [*SMALL, "--model", "user_code.StopsItself", *flags, "--trainer.max_epochs", "2", "--run.test", "false"]
     code, out = app("fit", *flags)
     assert code == 130, out
-    run = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    run = tmp_path / "runs" / "StopsItself-Synthetic" / "version_0"
     found = json.loads((run / "run.json").read_text())
     assert (found["status"], found["steps"]) == ("interrupted", 4)
     assert [row["whole"] for row in found["epochs"]] == [False]

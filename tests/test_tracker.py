@@ -40,7 +40,7 @@ def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None
     env = {"WANDB_MODE": "offline", "WANDB_API_KEY": None}
     code, out = start_app("fit", *SMALL, *way, "--trainer.max_epochs", "2", "--run.root", tmp_path, env=env)
     assert code == 0, out
-    run = tmp_path / "cifar_cnn" / "version_0"
+    run = tmp_path / "LeNet-Synthetic" / "version_0"
     file, summary = inspect(run)
     assert f"wandb sync {file.parent}" in out
     text = json.dumps(summary)
@@ -63,8 +63,8 @@ def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> N
     assert "wandb sync" in out
     code, out = start_app("fit", *flags, env={"WANDB_MODE": "disabled"})
     assert code == 0, out
-    assert not (tmp_path / "cifar_cnn" / "version_1" / "wandb").exists()
-    assert (tmp_path / "cifar_cnn" / "version_1" / "metrics.csv").exists()
+    assert not (tmp_path / "LeNet-Synthetic" / "version_1" / "wandb").exists()
+    assert (tmp_path / "LeNet-Synthetic" / "version_1" / "metrics.csv").exists()
 
 
 class OutOfQuota(BaseHTTPRequestHandler):
@@ -112,7 +112,7 @@ def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
     assert out.count("Weights & Biases") == 1, "it is said once"
     said = "does not start (.*limit reached.*)" if server == "is out of quota" else "does not answer"
     assert re.search(f"Weights & Biases {said}: offline from here on", out)
-    run = tmp_path / "cifar_cnn" / "version_0"
+    run = tmp_path / "LeNet-Synthetic" / "version_0"
     file, summary = inspect(run)
     assert f"wandb sync {file.parent}\n" in out
     assert record(run)["tracker"] in file.name
@@ -139,7 +139,7 @@ def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.
         code, out = app("fit", *SMALL, "--trainer.max_epochs", "1")
     assert code == 0, out
     assert calls
-    run = tmp_path / "runs" / "cifar_cnn" / "version_0"
+    run = tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert record(run)["status"] == "completed"
     assert (run / "metrics.csv").exists()
 

@@ -33,7 +33,7 @@ from app.fit.configuration import Flags, shared_settings
 from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
 from app.fit.memory import agree_micro_batch
 from app.fit.rules import check, check_trainer
-from app.fit.run_options import Run, decide, release_folders
+from app.fit.run_options import Run, decide, default_name, release_folders
 from app.fit.straight_step import StraightLoop
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
@@ -227,9 +227,14 @@ class CLI(Flags):
     def _run_options(self) -> Run:
         return self.config_init[self.subcommand].run
 
+    @property
+    def _run_name(self) -> str:
+        return self._run_options.name or default_name(self.config[self.subcommand])
+
     def _decide(self, launchers: list[str]) -> dict[str, Any]:
         self.decided = decide(
             self._run_options,
+            self._run_name,
             self.command,
             launchers,
             self.asked_for,
@@ -250,7 +255,7 @@ class CLI(Flags):
             resumed_by = self.trainer if self.subcommand == "fit" else None
             check_checkpoint(decided["checkpoint"], self.model, self.datamodule, resumed_by, decided["may_be_finished"])
         elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
-            folder = Path(self._run_options.root, self._run_options.name)
+            folder = Path(self._run_options.root, self._run_name)
             if not any(folder.glob("version_*/run.json")):
                 raise UserError(
                     f"--run.name {folder.name}: there is no such run in {folder.parent}: {self.subcommand} needs "

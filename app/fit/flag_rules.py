@@ -162,7 +162,8 @@ def _lacks_package(s: Asked) -> Found:
 
 def _no_folder(s: Asked) -> Found:
     """A name that no folder below the root can have. Source of the limit: NAME_MAX of linux/limits.h."""
-    name, path = s.config.run.name, PurePath(s.config.run.name)
+    name = s.config.run.name or ""
+    path = PurePath(name)
     if "\0" in name:
         return {"why": "it holds a NUL character"}
     if path.is_absolute() or ".." in path.parts:

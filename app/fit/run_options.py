@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint
+from app.modules import CIFARCNN, NETWORKS
 from app.monitor.loggers import claim_version
 from app.monitor.record_file import load_record
 from app.system.files import remove_parts
@@ -21,7 +23,7 @@ class Run:
     """Where a run is kept and tracked.
 
     Args:
-        name: Name of the experiment.
+        name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
         root: Directory of all runs: each gets `root/name/version_N`.
         test: Whether fit ends with a test of the best checkpoint.
         wandb: Whether to track in Weights & Biases; offline without a key.
@@ -36,7 +38,7 @@ class Run:
             the cores. Fewer are faster where others use them, too.
     """
 
-    name: str = "cifar_cnn"
+    name: str | None = None
     root: str = "runs"
     test: bool = True
     wandb: bool = True
@@ -47,6 +49,18 @@ class Run:
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     profile: bool = False
     threads: int | Literal["auto"] = "auto"
+
+
+def default_name(config: Namespace) -> str:
+    """Return the name of a run without `--run.name`: its network and its data, such as LeNet-CIFAR10.
+
+    Args:
+        config: Resolved configuration.
+    """
+    model, data = (config[section].class_path.rpartition(".")[2] for section in ("model", "data"))
+    if model == CIFARCNN.__name__:
+        model = NETWORKS[config.model.init_args.network].__name__
+    return f"{model}-{data}"
 
 
 _HELD: list[int] = []  # descriptors of folders
@@ -62,6 +76,7 @@ EXECUTION = (  # but for these, of a place, or of how it is computed
 
 def decide(
     run: Run,
+    name: str,
     command: str,
     launchers: list[str],
     checkpoint: str | None,
@@ -76,6 +91,7 @@ def decide(
 
     Args:
         run: Where the run is kept.
+        name: The run's name, the default one where `run` has none.
         command: What was typed.
         launchers: Ids of what started the processes of the run.
         checkpoint: What was given as `--ckpt_path`, or None.
@@ -89,11 +105,11 @@ def decide(
         UserError: When there is no such checkpoint, or no folder can be made for the run.
     """
     for pattern in ("version_*", "version_*/checkpoints"):
-        for each in Path(run.root, run.name).glob(pattern):
+        for each in Path(run.root, name).glob(pattern):
             remove_parts(each)
-    own = newest_checkpoint(run.root, run.name, (command, launchers)) if may_resume else None
+    own = newest_checkpoint(run.root, name, (command, launchers)) if may_resume else None
     if own is None and checkpoint == "auto":
-        own = newest_checkpoint(run.root, run.name, None)
+        own = newest_checkpoint(run.root, name, None)
     anew = (may_resume and checkpoint is None) or own is not None or checkpoint == "auto"
     if own is not None:
         rank_zero_info(f"going on from {own}")
@@ -101,11 +117,11 @@ def decide(
     elif checkpoint == "auto":
         checkpoint = None
     elif checkpoint is not None:
-        checkpoint = find_checkpoint(checkpoint, configs, run.root, run.name)
+        checkpoint = find_checkpoint(checkpoint, configs, run.root, name)
     folder: Path | None = None
     earlier: dict[str, Any] = {}
     if is_recorded:
-        folder, earlier = _folder(run, subcommand, checkpoint, config)
+        folder, earlier = _folder(run, name, subcommand, checkpoint, config)
         folder = folder.relative_to(run.root) if folder.is_relative_to(run.root) else folder
     return {
         "checkpoint": checkpoint,
@@ -118,15 +134,15 @@ def decide(
 
 
 def _folder(
-    run: Run, subcommand: str, checkpoint: str | None, config: Callable[[], str]
+    run: Run, name: str, subcommand: str, checkpoint: str | None, config: Callable[[], str]
 ) -> tuple[Path, dict[str, Any]]:
     """Where a run is kept, and the record of the training that it goes on with, if any.
 
     A training goes on in its own folder from its newest checkpoint; what is done with one is kept below it.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
-    record, named = _record(checkpoint), Path(run.root, run.name)
-    asked = (run.root, run.name) != (Run.root, Run.name)
+    record, named = _record(checkpoint), Path(run.root, name)
+    asked = run.name is not None or run.root != Run.root
     if used is None or not record or (asked and used.parent.resolve() != named.resolve()):
         return _held(claim_version(named)), {}
     if subcommand != "fit":
