@@ -26,6 +26,7 @@ from app.compare.experiment import Variant
 from app.compare.figures import pictures
 from app.compare.results import COLUMNS, tabulate
 from app.compare.runner import Outcome
+from app.monitor.step_profiler import PHASES
 
 
 def compare(path: Path, *words: str, env: dict[str, str | None] | None = None) -> tuple[int, str]:
@@ -154,8 +155,38 @@ def test_the_report(experiment: Callable[..., Path]) -> None:
     assert "| validation |" not in text, "its accuracy is chance"
     assert html.index("<svg") < html.index("<table") < html.index("<details>")
     assert "OMP_NUM_THREADS=1 python -m app fit --data Synthetic" in text
-    assert "The command of" in out
+    typed = [line for line in out.splitlines() if line.startswith("OMP_NUM_THREADS=1 python -m app fit")]
+    assert typed[-1] == next(row["command"] for row in head["variants"] if row["variant"] == head["verdict"]["taken"])
     assert str(folder) in out
+    assert "Losses within 1e-05" not in text, "bfloat16 takes other steps"
+    for row in head["variants"]:
+        whole = sum(row[f"{phase}_ms"] for phase in PHASES)
+        assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"])
+
+
+def test_no_verdict_on_a_busy_machine(
+    app: Callable[..., tuple[int, str]], experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where other programs take as many cores as there are: the figures, the load, and how to measure again."""
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr("app.compare.runner._busy_seconds", lambda: cores * time.monotonic())
+    path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
+    code, out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
+    assert code == 0, out
+    said = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
+    folder = path.parent / "my runs" / "compare" / "tiny" / "version_0"
+    found = json.loads((folder / "results.json").read_text())
+    assert found["verdict"] == {"said": said, "taken": None}
+    again = f"{found['command']} --fresh"
+    assert f"'{path.parent}/my runs'" in again
+    assert again in out.splitlines(), "it can be pasted"
+    html = (folder / "report.html").read_text()
+    for text in (out, (folder / "report.md").read_text(), html):
+        assert said in text
+        assert "Measure again when it is quiet" in text
+        for claim in ("fastest", "Take", "of the ideal", "× one", "limits", "recommended"):
+            assert claim not in text, claim
+    assert f'<span class="caption">{said}</span>' in html
 
 
 @pytest.mark.browser
@@ -267,7 +298,10 @@ def test_curves_that_coincide_are_one_line() -> None:
         "All three loss curves coincide (largest difference 3e-7)"
     )
     assert coinciding([2.0, 1.0], [2.0, 1.0]) == "Both loss curves coincide (to the last digit)"
-    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith("Two of three loss curves coincide")
+    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith(
+        "Two of three loss curves coincide, 0's among them"
+    )
+    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.1]) == "Training loss against epochs", "the baseline's is apart"
     assert coinciding([2.0, 1.0]) == coinciding([2.0, 1.0], [2.0, 1.1]) == "Training loss against epochs"
 
 

@@ -117,7 +117,7 @@ def test_the_bar_is_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("label", ["use it", "train longer"])
 def test_a_printed_command_can_be_pasted(label: str, app: App, tmp_path: Path) -> None:
     root = ["--run.root", tmp_path / "my runs"]
-    code, out = app("fit", *SMALL[:-2], "--trainer.max_steps", "1", *root)
+    code, out = app("fit", *SMALL[:-2], "--trainer.max_epochs", "1", *root)
     assert code == 0, out
     typed = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
     code, out = app(*shlex.split(typed[0]), *root)

@@ -85,8 +85,10 @@ def run(arguments: list[str]) -> int:
         _Screen(console).follow(runner)
     finally:
         head["date"] = runner.measured_at()
-        short, table, pictures = write_report(experiment, runner.outcomes, head, folder / name)
+        short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder / name)
         console.print(Markdown(short, code_theme="bw"))
+        if following:
+            console.print(f"\n{following}", soft_wrap=True, markup=False, highlight=False)
         console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
     if options.wandb:
         project = variants[0].settings.run.project
@@ -95,7 +97,8 @@ def run(arguments: list[str]) -> int:
             if isinstance(tracker, Tracker):
                 tracker.log_comparison(table, pictures)
                 tracker.finish()
-                offline = f"offline; upload with  wandb sync $(find {folder / name} -name 'offline-run-*')"
+                runs = shlex.quote(str(folder / name))
+                offline = f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
                 where = offline if tracker.where().startswith("offline") else tracker.where()
                 console.print(f"tracked  {where}", soft_wrap=True, markup=False)
     if not any(outcome.records for outcome in runner.outcomes):

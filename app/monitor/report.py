@@ -78,7 +78,7 @@ def make_report(folder: Path) -> str:
         OSError: When another file cannot be read.
     """
     record = load_record(folder / "run.json")
-    metrics, (names, counts) = _metrics(folder / "metrics.csv"), _confusion(folder / "confusion_matrix.csv")
+    metrics, (names, counts) = read_metrics(folder / "metrics.csv"), _confusion(folder / "confusion_matrix.csv")
     figures: dict[str, Figure | bytes] = {}
     learning = _learning(record, metrics, figures)
     mistakes = _mistakes(folder, names, counts, figures)
@@ -187,8 +187,8 @@ def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 
-def _metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of metrics.csv, without what is empty in each."""
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read the lines of metrics.csv, without the empty cells; no lines where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

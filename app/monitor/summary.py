@@ -65,7 +65,8 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, test
         if checkpoints["best"]:
             command = "predict" if test else "test" if testable else "validate"
             here = "" if alone else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"
-            yield f"use it          python -m app {command} {again}{here} --ckpt_path {shlex.quote(checkpoints['best'])}"
+            checkpoint = shlex.quote(checkpoints["best"])
+            yield f"use it          python -m app {command} {again}{here} --ckpt_path {checkpoint}"
         by_steps = 0 <= record["max_steps"] <= record["steps"]
         more = f"--trainer.max_steps {2 * record['steps']}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
         yield f"train longer    {resume} {more}"
