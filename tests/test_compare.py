@@ -110,13 +110,20 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
     assert not marked("what_fails"), "no process is left"
 
 
-def test_the_report(experiment: Callable[..., Path]) -> None:
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else runs on the machine of a comparison in this process."""
+    monkeypatch.setattr("app.compare.runner._busy_seconds", lambda: 0.0)
+
+
+@pytest.mark.usefixtures("idle")
+def test_the_report(app: Callable[..., tuple[int, str]], experiment: Callable[..., Path]) -> None:
     path = experiment(
         description="<script>alert(1)</script> Which?",
         variants={"one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
         published={"hardware": "a V100", "rows": [{"what": "x", "variant": "one", "figures": {"train_s": 576.94}}]},
     )
-    code, out = compare(path)
+    code, out = app("compare", "--root", path.parent, "--experiment", path)
     assert code == 0, out
     folder = path.parent / "compare" / "tiny" / "version_0"
     drawn = {"throughput", "loss_epoch", "loss_time", "memory", "step"}
@@ -184,18 +191,19 @@ def test_no_verdict_on_a_busy_machine(
     for text in (out, (folder / "report.md").read_text(), html):
         assert said in text
         assert "Measure again when it is quiet" in text
-        for claim in ("fastest", "Take", "of the ideal", "× one", "limits", "recommended"):
+        for claim in ("the fastest:", "was the fastest", "Take", "of the ideal", "× one", "limits", "recommended"):
             assert claim not in text, claim
     assert f'<span class="caption">{said}</span>' in html
 
 
 @pytest.mark.browser
-def test_the_report_in_a_browser(experiment: Callable[..., Path]) -> None:
+@pytest.mark.usefixtures("idle")
+def test_the_report_in_a_browser(app: Callable[..., tuple[int, str]], experiment: Callable[..., Path]) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium")
     path = experiment(variants={"one": {}, "<img src=x onerror=alert(1)>": {"trainer.precision": "bf16-mixed"}})
-    assert compare(path)[0] == 0
+    assert app("compare", "--root", path.parent, "--experiment", path)[0] == 0
     report = path.parent / "elsewhere" / "report.html"
     report.parent.mkdir()
     shutil.copy(path.parent / "compare" / "tiny" / "version_0" / "report.html", report)

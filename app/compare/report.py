@@ -43,11 +43,11 @@ def write_report(
     withheld = load if load_explains(found, cores, usable) else None
     commands = {outcome.variant.name: _command(outcome) for outcome in outcomes}
     if withheld:
-        result, shown = Verdict(withheld, None), found.assign(speed_up=math.nan, efficiency=math.nan)
+        result, shown, places = Verdict(withheld, None), found.assign(speed_up=math.nan, efficiency=math.nan), {}
         advised = ["Measure again when it is quiet:"]
         following = head["command"] + " --fresh" * ("--fresh" not in head["command"])
     else:
-        result, shown = verdict(found, baseline), found
+        result, shown, places = verdict(found, baseline), found, ranks(found)
         advised, following = advice(found, baseline, usable), commands.get(result.taken or "")
     drawn = pictures(shown, outcomes, baseline, result.taken)
     if withheld:
@@ -59,7 +59,7 @@ def write_report(
         files[picture.title].write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
 
     lead = _lead(experiment, outcomes, [None if withheld else load and f"**{load}.** {AGAIN}", diverged(found)])
-    ranking = Section("Ranking", _ranking(shown, outcomes, baseline, {} if withheld else ranks(found)))
+    ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
     recommended = Section("Recommendation", "\n\n".join(advised))
     failures = Section("What the others said last", _tails(outcomes), folded=True)
     sections = [
@@ -153,10 +153,8 @@ def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
 
 
 def _step_losses(record: dict[str, Any]) -> pd.Series:
-    rows = read_metrics(Path(record["run_dir"], "metrics.csv"))
-    return pd.Series(
-        {int(row["step"]): row["train_loss_step"] for row in rows if "train_loss_step" in row}, dtype=float
-    )
+    rows = [row for row in read_metrics(Path(record["run_dir"], "metrics.csv")) if "train_loss_step" in row]
+    return pd.Series({int(row["step"]) + 1: row["train_loss_step"] for row in rows}, dtype=float)
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
