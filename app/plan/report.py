@@ -175,12 +175,12 @@ def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure |
     ideal = pd.Series(100.0, table.index)
     drawn = {"throughput": (rates, single["samples_per_s"] * table["devices"]), "efficiency": (shares, ideal)}
     return {
-        name: draw(partial(_draw_ways, table=rows, ideal=line, machines=machines, label=PICTURES[name]))
+        name: draw(partial(_draw_ways, table=rows, ideal=line, machines=machines, name=name))
         for name, (rows, line) in drawn.items()
     }
 
 
-def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, machines: Machines, label: str) -> None:
+def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, machines: Machines, name: str) -> None:
     """Draw one figure of each way of running against the number of devices."""
     ddp, dp = table[table["strategy"] != "dp"], table[table["strategy"] == "dp"]
     low, middle, high = (ddp[name] for name in ENDS)
@@ -202,8 +202,8 @@ def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, machines: Mach
     for _, row in measured[measured["devices"] > 1].iterrows():
         place = row["devices"] * beside["D"], row[FIGURES[0]]
         axes.annotate(row["strategy"], place, (-8, -3), textcoords="offset points", fontsize=9, ha="right")
-    axes.set(ylim=(0, 1.1 * top), ylabel=label)
-    if label == PICTURES["throughput"] and table["samples_per_s"].max() > 50 * table["samples_per_s"].min():
+    axes.set_ylim(0, 1.1 * top)
+    if name == "throughput" and table["samples_per_s"].max() > 50 * table["samples_per_s"].min():
         axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     _mark_devices(axes, sorted(set(table["devices"])), machines.per_node)
@@ -223,6 +223,6 @@ def _mark_devices(axes: Axes, counts: list[int], per_node: int) -> None:
     axes.set_xlabel("devices")
     if counts[-1] > per_node:
         axes.axvline(per_node * 2**0.5, color=GREY, linewidth=0.8)
-        for text, side in (("one node ", "right"), (" more nodes", "left")):
+        for text, side in (("one node\u00a0", "right"), ("\u00a0more nodes", "left")):
             place = per_node * 2**0.5, 0.98
             axes.text(*place, text, transform=axes.get_xaxis_transform(), color=GREY, fontsize=9, ha=side, va="top")
