@@ -24,6 +24,7 @@ from PIL import Image
 
 from app.compare.experiment import Variant
 from app.compare.figures import pictures
+from app.compare.report import rounding
 from app.compare.results import COLUMNS, tabulate
 from app.compare.runner import Outcome
 from app.monitor.step_profiler import PHASES
@@ -311,6 +312,25 @@ def test_curves_that_coincide_are_one_line() -> None:
     )
     assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.1]) == "Training loss against epochs", "the baseline's is apart"
     assert coinciding([2.0, 1.0]) == coinciding([2.0, 1.0], [2.0, 1.1]) == "Training loss against epochs"
+
+
+def test_how_long_losses_agree(tmp_path: Path) -> None:
+    """Of the variants that take the baseline's steps: in the same precision and batch."""
+
+    def ran(name: str, losses: list[float], precision: str = "32-true") -> Outcome:
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = pd.DataFrame({"step": [9, 19, 29], "train_loss_step": losses})
+        rows.to_csv(folder / "metrics.csv", index=False)
+        record = {"run_dir": str(folder), "precision": precision, "global_batch_size": 64}
+        return Outcome(Variant(name, ["fit"], Namespace()), {1: record})
+
+    one, same = ran("one", [2.0, 1.0, 0.5]), ran("same", [2.0, 1.0 + 5e-6, 0.5])
+    parted, half = ran("parted", [2.0, 1.0, 0.5001]), ran("half", [2.0, 1.0, 0.5], "bf16-mixed")
+    said = rounding([one, same, parted, half], "one")
+    assert said.startswith("Losses within 1e-05 of one's, relative: same: in every logged step; parted: until step 20.")
+    assert not rounding([one, half], "one")
+    assert not rounding([same], "one"), "the baseline has not run"
 
 
 def test_accuracies_near_chance_are_shown_for_all_or_for_none() -> None:

@@ -135,14 +135,15 @@ def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
     runs = {outcome.variant.name: next(iter(outcome.records.values())) for outcome in outcomes if outcome.records}
     if baseline not in runs:
         return ""
-    step, parts = ("global_batch_size", "precision"), []
-    wanted = _step_losses(runs[baseline])
+    wanted, parts = _step_losses(runs[baseline]), []
     for name, record in runs.items():
-        if name == baseline or any(record[key] != runs[baseline][key] for key in step):
+        if name == baseline or any(record[key] != runs[baseline][key] for key in ("global_batch_size", "precision")):
             continue
-        difference = (_step_losses(record) / wanted - 1).abs().dropna()
-        beyond = difference.index[difference > ROUNDING]
-        parts.append(f"{plain(name)}: {f'until step {beyond[0]:,}' if len(beyond) else 'in every logged step'}")
+        agrees = (_step_losses(record) / wanted - 1).abs().dropna() <= ROUNDING
+        if agrees.all():
+            parts.append(f"{plain(name)}: in every logged step")
+        else:
+            parts.append(f"{plain(name)}: until step {max(agrees.index[: agrees.argmin()], default=0):,}")
     if not parts:
         return ""
     return (
