@@ -147,10 +147,10 @@ def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
     if not parts:
         return ""
     return (
-        f"Losses within {ROUNDING:g} of {plain(baseline)}'s, relative: {'; '.join(parts)}. Devices add up in another "
-        "order, which rounds otherwise, and every step amplifies the difference; `python -m app verify` proves by "
-        "float64 that it is rounding."
-    )
+        f"Losses within {ROUNDING:.0e} of {plain(baseline)}'s, relative: {'; '.join(parts)}. Devices add up in another "
+        "order, which rounds otherwise, and every step amplifies the difference; `python -m app verify` shows in "
+        "float64 whether it is rounding."
+    ).replace("e-0", "e-", 1)
 
 
 def _step_losses(record: dict[str, Any]) -> pd.Series:
