@@ -24,8 +24,10 @@ from PIL import Image
 
 from app.compare.experiment import Variant
 from app.compare.figures import pictures
+from app.compare.report import rounding
 from app.compare.results import COLUMNS, tabulate
 from app.compare.runner import Outcome
+from app.monitor.step_profiler import PHASES
 
 
 def compare(path: Path, *words: str, env: dict[str, str | None] | None = None) -> tuple[int, str]:
@@ -109,13 +111,20 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
     assert not marked("what_fails"), "no process is left"
 
 
-def test_the_report(experiment: Callable[..., Path]) -> None:
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else runs on the machine of a comparison in this process."""
+    monkeypatch.setattr("app.compare.runner._busy_seconds", lambda: 0.0)
+
+
+@pytest.mark.usefixtures("idle")
+def test_the_report(app: Callable[..., tuple[int, str]], experiment: Callable[..., Path]) -> None:
     path = experiment(
         description="<script>alert(1)</script> Which?",
         variants={"one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
         published={"hardware": "a V100", "rows": [{"what": "x", "variant": "one", "figures": {"train_s": 576.94}}]},
     )
-    code, out = compare(path)
+    code, out = app("compare", "--root", path.parent, "--experiment", path)
     assert code == 0, out
     folder = path.parent / "compare" / "tiny" / "version_0"
     drawn = {"throughput", "loss_epoch", "loss_time", "memory", "step"}
@@ -154,17 +163,48 @@ def test_the_report(experiment: Callable[..., Path]) -> None:
     assert "| validation |" not in text, "its accuracy is chance"
     assert html.index("<svg") < html.index("<table") < html.index("<details>")
     assert "OMP_NUM_THREADS=1 python -m app fit --data Synthetic" in text
-    assert "The command of" in out
+    typed = [line for line in out.splitlines() if line.startswith("OMP_NUM_THREADS=1 python -m app fit")]
+    assert typed[-1] == next(row["command"] for row in head["variants"] if row["variant"] == head["verdict"]["taken"])
     assert str(folder) in out
+    assert "Losses within" not in text, "bfloat16 takes other steps"
+    for row in head["variants"]:
+        whole = sum(row[f"{phase}_ms"] for phase in PHASES)
+        assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"])
+
+
+def test_no_verdict_on_a_busy_machine(
+    app: Callable[..., tuple[int, str]], experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where other programs take as many cores as there are: the figures, the load, and how to measure again."""
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr("app.compare.runner._busy_seconds", lambda: cores * time.monotonic())
+    path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
+    code, out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
+    assert code == 0, out
+    said = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
+    folder = path.parent / "my runs" / "compare" / "tiny" / "version_0"
+    found = json.loads((folder / "results.json").read_text())
+    assert found["verdict"] == {"said": said, "taken": None}
+    again = f"{found['command']} --fresh"
+    assert f"'{path.parent}/my runs'" in again
+    assert again in out.splitlines(), "it can be pasted"
+    html = (folder / "report.html").read_text()
+    for text in (out, (folder / "report.md").read_text(), html):
+        assert said in text
+        assert "Measure again when it is quiet" in text
+        for claim in ("the fastest:", "was the fastest", "Take", "of the ideal", "× one", "limits", "recommended"):
+            assert claim not in text, claim
+    assert f'<span class="caption">{said}</span>' in html
 
 
 @pytest.mark.browser
-def test_the_report_in_a_browser(experiment: Callable[..., Path]) -> None:
+@pytest.mark.usefixtures("idle")
+def test_the_report_in_a_browser(app: Callable[..., tuple[int, str]], experiment: Callable[..., Path]) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium")
     path = experiment(variants={"one": {}, "<img src=x onerror=alert(1)>": {"trainer.precision": "bf16-mixed"}})
-    assert compare(path)[0] == 0
+    assert app("compare", "--root", path.parent, "--experiment", path)[0] == 0
     report = path.parent / "elsewhere" / "report.html"
     report.parent.mkdir()
     shutil.copy(path.parent / "compare" / "tiny" / "version_0" / "report.html", report)
@@ -267,8 +307,30 @@ def test_curves_that_coincide_are_one_line() -> None:
         "All three loss curves coincide (largest difference 3e-7)"
     )
     assert coinciding([2.0, 1.0], [2.0, 1.0]) == "Both loss curves coincide (to the last digit)"
-    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith("Two of three loss curves coincide")
+    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith(
+        "Two of three loss curves coincide, 0's among them"
+    )
+    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.1]) == "Training loss against epochs", "the baseline's is apart"
     assert coinciding([2.0, 1.0]) == coinciding([2.0, 1.0], [2.0, 1.1]) == "Training loss against epochs"
+
+
+def test_how_long_losses_agree(tmp_path: Path) -> None:
+    """Of the variants that take the baseline's steps: in the same precision and batch."""
+
+    def ran(name: str, losses: list[float], precision: str = "32-true") -> Outcome:
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = pd.DataFrame({"step": [9, 19, 29], "train_loss_step": losses})
+        rows.to_csv(folder / "metrics.csv", index=False)
+        record = {"run_dir": str(folder), "precision": precision, "global_batch_size": 64}
+        return Outcome(Variant(name, ["fit"], Namespace()), {1: record})
+
+    one, same = ran("one", [2.0, 1.0, 0.5]), ran("same", [2.0, 1.0 + 5e-6, 0.5])
+    parted, half = ran("parted", [2.0, 1.0, 0.5001]), ran("half", [2.0, 1.0, 0.5], "bf16-mixed")
+    said = rounding([one, same, parted, half], "one")
+    assert said.startswith("Losses within 1e-5 of one's, relative: same: in every logged step; parted: until step 20.")
+    assert not rounding([one, half], "one")
+    assert not rounding([same], "one"), "the baseline has not run"
 
 
 def test_accuracies_near_chance_are_shown_for_all_or_for_none() -> None:

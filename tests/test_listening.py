@@ -4,15 +4,22 @@ Of runs on one machine, `Running.trained` looks at each.
 """
 
 import ipaddress
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
 from pathlib import Path
 
 import pytest
-from harness import QUIET, family, free_port, listening, started
+from harness import QUIET, TINY, family, free_port, listening, started
 
 from app.system.interconnect import own_addresses
 
 FLAGS = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", *QUIET, "--trainer.accelerator", "cpu"]
 FLAGS += ["--trainer.max_epochs", "100000", "--trainer.devices", "1", "--trainer.num_nodes", "2", "--run.test", "false"]
+CPU = ["--trainer.accelerator", "cpu"]
 
 
 @pytest.mark.slow
@@ -27,3 +34,37 @@ def test_nodes_listen_on_the_given_address(scheme: str, tmp_path: Path) -> None:
     assert found
     loopback = {address for address in found if ipaddress.ip_address(address).is_loopback}
     assert found - loopback <= (set(own_addresses()) if scheme == "file" else set())
+
+
+COMMANDS = {
+    "fit": ["fit", *FLAGS[:4], *CPU, "--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.max_steps", "4"],
+    "compare": ["compare", "--experiment", "tiny.yaml"],
+    "verify": ["verify", "--data", "Synthetic", "--steps", "4"],
+    "plan": ["plan", *FLAGS[:4], *CPU, "--run.threads", "1", "--per_node", "2"],
+    "doctor": ["doctor"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_that_starts_ranks_listens_on_loopback(name: str, tmp_path: Path) -> None:
+    nodes = {"trainer.strategy": "ddp", "trainer.devices": 1, "trainer.num_nodes": 2}
+    (tmp_path / "tiny.yaml").write_text(
+        json.dumps(TINY | {"variants": {"ddp": {"trainer.devices": 2}, "nodes": nodes}})
+    )
+    mark, seen = uuid.uuid4().hex, set()
+    with (tmp_path / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app", *COMMANDS[name]], cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT,
+            env={**os.environ, "APP_TEST_MARK": mark}, start_new_session=True,
+        )  # fmt: skip
+    try:
+        while process.poll() is None:
+            seen |= listening(family(mark))
+    finally:
+        for pid in family(mark):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(60)
+    assert process.returncode == 0, (tmp_path / "output.txt").read_text()
+    assert seen
+    assert all(ipaddress.ip_address(address).is_loopback for address in seen), seen

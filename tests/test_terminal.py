@@ -2,12 +2,11 @@
 
 import copy
 import io
-import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from rich.console import Console
 
 from app.monitor.header import layers
 from app.monitor.progress_bar import ProgressBar
-from app.monitor.summary import faster
 from app.networks import MLP, LeNet, resnet18
 
 App = Callable[..., tuple[int, str]]
@@ -116,28 +114,14 @@ def test_the_bar_is_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> N
     bar._end()
 
 
-def test_what_else_to_try_is_what_compare_has_found(tmp_path: Path) -> None:
-    """On this machine, of a way that was compared, and where the runs of the two do not overlap."""
-    hardware = {"cpu": "x", "cores": 2, "gpus": []}
-    run = {"run_dir": str(tmp_path / "x" / "version_0"), "hardware": hardware, "command": "python -m app fit"}
-    assert faster(run) is None
-
-    def found(low: float, **other: Any) -> str | None:
-        rows = [
-            {"command": "OMP_NUM_THREADS=1 python -m app fit", "samples_per_s": 100, "samples_per_s_max": 110},
-            {"command": "python -m app fit --trainer.strategy=ddp --trainer.devices=2", "samples_per_s": 180},
-        ]
-        variants = [{"samples_per_s_min": low, **row} for row in rows]
-        file = tmp_path / "compare" / "mine" / "version_3" / "results.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"hardware": hardware, "variants": variants, **other}))
-        return faster(run)
-
-    said = "--trainer.devices 2 --trainer.strategy ddp: 1.8 × as fast in "
-    assert found(170) == said + str(tmp_path / "compare" / "mine" / "version_3")
-    assert found(105) is None
-    assert found(170, hardware={**hardware, "cores": 4}) is None
-    assert found(170, variants=[{}]) is None
+@pytest.mark.parametrize("label", ["use it", "train longer"])
+def test_a_printed_command_can_be_pasted(label: str, app: App, tmp_path: Path) -> None:
+    root = ["--run.root", tmp_path / "my runs"]
+    code, out = app("fit", *SMALL[:-2], "--trainer.max_epochs", "1", *root)
+    assert code == 0, out
+    typed = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
+    code, out = app(*shlex.split(typed[0]), *root)
+    assert code == 0, out
 
 
 def test_a_busy_machine_is_said(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

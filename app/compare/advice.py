@@ -1,6 +1,6 @@
 """Says in sentences what the figures of a comparison mean, and claims nothing that they do not show."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -67,38 +67,50 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     return Verdict(f"{best.name} is the fastest: {rate}, {_times(best, other)}", str(best.name))
 
 
-def warnings(table: pd.DataFrame, cores: int, usable: int, load: float) -> list[str]:
-    """What to bear in mind before anything else, in sentences of Markdown.
+def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
+    """Return a sentence on the cores that other programs took, or None where they left enough.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
         cores: Of this machine.
         usable: Those of them that a process may use.
-        load: Its load average at the start; it counts where it is not known what other programs took.
     """
-    said = []
     others = table["others_cores"].max()
-    disturbed = others > cores - (1 - BUSY) * usable
-    took = f"other programs took up to {others:.1f} of its {cores} cores" if disturbed else ""
-    if not took and pd.isna(others) and load > cores / 4:
-        took = f"its load average was {load:.1f} at the start, on {cores} cores"
-    if took:
-        said.append(f"**The machine was busy: {took}.** Measure again when it is quiet, with `--fresh`.")
-        if ((table["threads"] > 1) & (table["accelerator"] == "cpu")).any():
-            said[-1] += " Until then give each process one thread, `OMP_NUM_THREADS=1`: several wait for each other."
-    diverged = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
-    if diverged:
-        said.append(f"**The loss of {plain(', '.join(diverged))} is not finite**: left out of what follows.")
-    return said
+    if others > cores - (1 - BUSY) * usable:
+        return f"The machine was busy: other programs took up to {others:.1f} of its {cores} cores"
+    return None
 
 
-def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str], cores: int) -> list[str]:
+def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
+    """Decide whether a variant may be slower than the fastest only because other programs took its cores.
+
+    A second that a core works for another program delays a step by a second at most. So a run that lacked a share of
+    a core would have been 1 / (1 - share) times as fast without them; one that lacked a core or more, any times.
+
+    Args:
+        table: As `app.compare.results.tabulate` makes it.
+        cores: Of this machine.
+        usable: Those of them that a process may use.
+    """
+    rows = ranked(table)
+    needed = rows["replicas"] * rows["threads"].where(rows["accelerator"] == "cpu", 1)
+    lacked = (needed.clip(upper=usable) - cores + rows["others_cores"]).clip(0, 1)
+    undisturbed = rows["samples_per_s_max"] / (1 - lacked)
+    return bool((undisturbed.iloc[1:] >= rows["samples_per_s_min"].head(1).max()).any())
+
+
+def diverged(table: pd.DataFrame) -> str | None:
+    """Return a sentence of Markdown on the variants whose loss is not finite, or None."""
+    names = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
+    return f"**The loss of {plain(', '.join(names))} is not finite**: left out of what follows." if names else None
+
+
+def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
     """Recommend what to use here, in sentences of Markdown.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
         baseline: The variant that the others are compared with.
-        commands: The command of each variant.
         cores: Of this machine.
     """
     rows, taken = ranked(table), verdict(table, baseline).taken
@@ -137,8 +149,7 @@ def advice(table: pd.DataFrame, baseline: str, commands: Mapping[str, str], core
             "the others: measure again on a quiet machine, with `--fresh`."
         )
     said += _of_one_processor(rows, baseline, cores)
-    said += _limit(take, rows)
-    return [*said, f"The command of {plain(taken)}:\n\n```\n{commands[taken]}\n```"]
+    return said + _limit(take, rows)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -160,8 +171,8 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
     alone = rows["threads"].get(baseline)
     if baseline not in several.index and alone is not None and alone >= cores > 1:
         said[0] += (
-            f" {plain(baseline)} uses all {cores} cores already, by its {alone} threads, so that the ideal cannot be "
-            "reached; `OMP_NUM_THREADS=1` would compare one core with several."
+            f" {plain(baseline)} uses all {cores} cores already, by its {alone} threads: more devices add none, and "
+            "there is no ideal; `OMP_NUM_THREADS=1` would compare one core with several."
         )
     threads = several["threads"] * several["processes"]
     if (threads > cores).any():

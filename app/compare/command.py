@@ -24,7 +24,7 @@ from app.compare.results import rate
 from app.compare.runner import Outcome, Runner
 from app.errors import UserError, nearest
 from app.fit.configuration import by_name, split_flags
-from app.fit.parser import PlainParser, read_yaml
+from app.fit.parser import PlainParser, read_yaml, shipped
 from app.monitor.loggers import Tracker, make_loggers, next_version
 from app.monitor.step_profiler import PHASES
 from app.plan.measure import timed_run
@@ -85,8 +85,10 @@ def run(arguments: list[str]) -> int:
         _Screen(console).follow(runner)
     finally:
         head["date"] = runner.measured_at()
-        short, table, pictures = write_report(experiment, runner.outcomes, head, folder / name)
+        short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder / name)
         console.print(Markdown(short, code_theme="bw"))
+        if following:
+            console.print(f"\n{following}", soft_wrap=True, markup=False, highlight=False)
         console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
     if options.wandb:
         project = variants[0].settings.run.project
@@ -95,7 +97,8 @@ def run(arguments: list[str]) -> int:
             if isinstance(tracker, Tracker):
                 tracker.log_comparison(table, pictures)
                 tracker.finish()
-                offline = f"offline; upload with  wandb sync $(find {folder / name} -name 'offline-run-*')"
+                runs = shlex.quote(str(folder / name))
+                offline = f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
                 where = offline if tracker.where().startswith("offline") else tracker.where()
                 console.print(f"tracked  {where}", soft_wrap=True, markup=False)
     if not any(outcome.records for outcome in runner.outcomes):
@@ -107,7 +110,7 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
     """Read the options of compare itself, the experiment, and the flags of `fit` that were typed."""
     own, flags = split_flags(arguments, ["--experiment"])
-    file = [DEFAULT, *(value for flag, value in flags if flag == "--experiment")][-1]
+    file = shipped([DEFAULT, *(value for flag, value in flags if flag == "--experiment")][-1])
     parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
     parser.add_argument("--dry_run", action="store_true", help="only print the commands and the estimated time")

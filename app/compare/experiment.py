@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from jsonargparse import Namespace
 
@@ -175,14 +176,16 @@ class Variant:
         return [Process([*arguments, str(node)], inherited() | self._part(node)) for node in range(count)]
 
     def _part(self, node: int) -> dict[str, str]:
-        """Choose the variables that give a node its part of this machine."""
+        """Choose the variables that give a node its part of this machine, where nodes meet on the loopback."""
         trainer = self.settings.trainer
         each = devices_per_node(trainer)
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in psutil.net_if_addrs() else {}
         if accelerator_name(trainer) == "cuda":
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             visible = given.split(",") if given else [str(i) for i in range(self.replicas)]
-            return {"CUDA_VISIBLE_DEVICES": ",".join(visible[node * each : (node + 1) * each])}
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(usable_cores() // self.replicas, 1)))}
+            return loopback | {"CUDA_VISIBLE_DEVICES": ",".join(visible[node * each : (node + 1) * each])}
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(usable_cores() // self.replicas, 1)))
+        return loopback | {"OMP_NUM_THREADS": threads}
 
 
 def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:

@@ -20,8 +20,8 @@ from app.system.page import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, label
 
 WIDE, NARROW = 6.4, 4.6  # inches
 ALIKE = 0.005  # of the range of all losses: less than a line is wide
-NAMED = 5  # lines that have a colour and a name each; of more, only some
 WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NAMED = 5  # lines that have a colour and a name each; of more, only some
 
 
 class Picture(NamedTuple):
@@ -157,17 +157,15 @@ def _throughput(
         legend.append(Line2D([], [], color=INK, linewidth=1, marker="|", label="slowest to fastest run"))
     ends, room = [float(value) for value in most], 0.2 * float(most.max())  # for a value
     limit = max(ends) + 1.25 * room
-    if baseline in rows.index:
-        base = rows.loc[baseline]
-        each = base["samples_per_s"] / base["replicas"]
-        scaled = [(p, each * n) for p, n in enumerate(rows["replicas"].tolist()) if n != base["replicas"]]
-        for place, ideal in scaled:
+    ideals = (values / rows["efficiency"]).where(rows.index != baseline)
+    for place, ideal in enumerate(ideals.tolist()):
+        if math.isfinite(ideal):
             axes.plot([ideal, ideal], [place - 0.38, place + 0.38], color=ORANGE, linewidth=2)
             limit = max(limit, 1.03 * ideal)
             if ends[place] < ideal < ends[place] + room:  # the value stands beyond it
                 ends[place], limit = ideal, max(limit, ideal + 1.25 * room)
-        if scaled:
-            legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
+    if ideals.notna().any():
+        legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
     for place, (name, end) in enumerate(zip(rows.index, ends, strict=True)):
         axes.annotate(rate(rates[name]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_xlim(0, limit)
@@ -238,15 +236,16 @@ def _largest(lines: dict[str, pd.DataFrame], group: Sequence[str]) -> float:
 
 
 def _coinciding(lines: dict[str, pd.DataFrame], baseline: str) -> tuple[str, list[str]]:
-    """Say how many curves lie upon each other, and which."""
-    group = max(_groups(lines, baseline), key=len)
+    """Say how many curves lie upon the baseline's, and which."""
+    group = _groups(lines, baseline)[0]
     if len(group) == 1:
         return "Training loss against epochs", group
     largest = _largest(lines, group)
     by = f"largest difference {largest:.0e}".replace("e-0", "e-") if largest else "to the last digit"
     count, of = (WORDS[n] if n < len(WORDS) else str(n) for n in (len(group), len(lines)))
-    which = f"{'both' if len(group) == 2 else f'all {count}'}" if len(group) == len(lines) else f"{count} of {of}"
-    return f"{which.capitalize()} loss curves coincide ({by})", group
+    if len(group) == len(lines):
+        return f"{'Both' if len(group) == 2 else f'All {count}'} loss curves coincide ({by})", group
+    return f"{count.capitalize()} of {of} loss curves coincide, {_short(group[0])}'s among them ({by})", group
 
 
 def _loss(axes: Axes, lines: dict[str, pd.DataFrame], baseline: str, taken: str | None) -> None:

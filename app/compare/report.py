@@ -1,25 +1,32 @@
 """Writes the report of an experiment: a page, the same as Markdown, CSV, JSON, and the figures as PNG."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from app.compare.advice import Verdict, advice, ranks, verdict, warnings
+from app.compare.advice import Verdict, advice, busy, diverged, load_explains, ranks, verdict
 from app.compare.experiment import Experiment, command
 from app.compare.figures import Picture, pictures
 from app.compare.results import COLUMNS, rate, tabulate
 from app.compare.runner import Outcome
+from app.monitor.report import read_metrics
 from app.monitor.step_profiler import PHASES
 from app.system.files import write_json
 from app.system.page import Section, code, draw, page, plain, png, table
 
+AGAIN = "Measure again when it is quiet, with `--fresh`."
+ROUNDING = 1e-5  # relative difference of two losses from which on their curves part
+
 
 def write_report(
     experiment: Experiment, outcomes: Sequence[Outcome], head: dict[str, Any], folder: Path
-) -> tuple[str, pd.DataFrame, dict[str, Path]]:
+) -> tuple[str, str | None, pd.DataFrame, dict[str, Path]]:
     """Write report.html, report.md, results.csv, results.json and the pictures.
+
+    Where other programs' load explains the differences, the report has no verdict, ranking and advice.
 
     Args:
         experiment: What was compared.
@@ -28,27 +35,37 @@ def write_report(
         folder: The directory of the report.
 
     Returns:
-        What to show in a terminal, as Markdown; the table; title and file of each picture.
+        What to show in a terminal, as Markdown; the command to type next; the table; title and file of each picture.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
-    found = tabulate(outcomes, baseline)
-    result = verdict(found, baseline)
-    drawn = pictures(found, outcomes, baseline, result.taken)
+    found, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
+    load = busy(found, cores, usable)
+    withheld = load if load_explains(found, cores, usable) else None
     commands = {outcome.variant.name: _command(outcome) for outcome in outcomes}
+    if withheld:
+        result, shown, places = Verdict(withheld, None), found.assign(speed_up=math.nan, efficiency=math.nan), {}
+        advised = ["Measure again when it is quiet:"]
+        following = head["command"] + " --fresh" * ("--fresh" not in head["command"])
+    else:
+        result, shown, places = verdict(found, baseline), found, ranks(found)
+        advised, following = advice(found, baseline, usable), commands.get(result.taken or "")
+    drawn = pictures(shown, outcomes, baseline, result.taken)
+    if withheld:
+        drawn["throughput"] = drawn["throughput"]._replace(title=withheld)
     _write_results(found, outcomes, commands, {**head, "baseline": baseline, "verdict": result._asdict()}, folder)
     files = {}
     for name, picture in drawn.items():
         files[picture.title] = folder / f"{name}.png"
         files[picture.title].write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
 
-    lead = _lead(experiment, found, outcomes, head)
-    ranking = Section("Ranking", _ranking(found, outcomes, baseline))
-    recommended = Section("Recommendation", "\n\n".join(advice(found, baseline, commands, head["usable_cores"])))
+    lead = _lead(experiment, outcomes, [None if withheld else load and f"**{load}.** {AGAIN}", diverged(found)])
+    ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
+    recommended = Section("Recommendation", "\n\n".join(advised))
     failures = Section("What the others said last", _tails(outcomes), folded=True)
     sections = [
         ranking,
-        recommended,
-        Section("Loss", _images(drawn, "loss_epoch", "loss_difference")),
+        recommended._replace(text="\n\n".join([*advised, *([code(following)] if following else [])])),
+        Section("Loss", f"{_images(drawn, 'loss_epoch', 'loss_difference')}\n\n{rounding(outcomes, baseline)}".strip()),
         Section("Time and memory", _images(drawn, "step", "memory")),
         Section("Loss against time, and scaling", _images(drawn, "loss_time", "efficiency"), folded=True),
         *_details(found),
@@ -61,7 +78,7 @@ def write_report(
     figures = {f"{name}.png": draw(picture.paint, picture.width, picture.height) for name, picture in drawn.items()}
     (folder / "report.html").write_text(page(result.said, above, sections, figures))
     (folder / "report.md").write_text(_markdown(result, above, sections))
-    return _markdown(result, lead, [ranking, recommended, failures]), found, files
+    return _markdown(result, lead, [ranking, recommended, failures]), following, found, files
 
 
 def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
@@ -104,14 +121,41 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
     )
 
 
-def _lead(experiment: Experiment, found: pd.DataFrame, outcomes: Sequence[Outcome], head: dict[str, Any]) -> str:
+def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str | None]) -> str:
     """What was asked, what to bear in mind, and what is missing."""
-    cautions = warnings(found, head["hardware"]["cores"], head["usable_cores"], head["load"])
     open_ = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
     if open_:
         cautions.append(f"**Not complete: {plain(', '.join(open_))}.** The same command goes on.")
     asked = f"{plain(experiment.name)}: {plain(experiment.description)}" if experiment.description else ""
-    return "\n\n".join([asked or plain(experiment.name), *(f"> {caution}" for caution in cautions)])
+    return "\n\n".join([asked or plain(experiment.name), *(f"> {caution}" for caution in cautions if caution)])
+
+
+def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
+    """Say after how many steps the losses of the variants that take the baseline's steps part from the baseline's."""
+    runs = {outcome.variant.name: next(iter(outcome.records.values())) for outcome in outcomes if outcome.records}
+    if baseline not in runs:
+        return ""
+    wanted, parts = _step_losses(runs[baseline]), []
+    for name, record in runs.items():
+        if name == baseline or any(record[key] != runs[baseline][key] for key in ("global_batch_size", "precision")):
+            continue
+        agrees = (_step_losses(record) / wanted - 1).abs().dropna() <= ROUNDING
+        if agrees.all():
+            parts.append(f"{plain(name)}: in every logged step")
+        else:
+            parts.append(f"{plain(name)}: until step {max(agrees.index[: agrees.argmin()], default=0):,}")
+    if not parts:
+        return ""
+    return (
+        f"Losses within {ROUNDING:.0e} of {plain(baseline)}'s, relative: {'; '.join(parts)}. Devices add up in another "
+        "order, which rounds otherwise, and every step amplifies the difference; `python -m app verify` shows in "
+        "float64 whether it is rounding."
+    ).replace("e-0", "e-", 1)
+
+
+def _step_losses(record: dict[str, Any]) -> pd.Series:
+    rows = [row for row in read_metrics(Path(record["run_dir"], "metrics.csv")) if "train_loss_step" in row]
+    return pd.Series({int(row["step"]) + 1: row["train_loss_step"] for row in rows}, dtype=float)
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
@@ -122,9 +166,9 @@ def _percent(value: float | None, digits: int) -> str:
     return "—" if value is None or pd.isna(value) else f"{100 * value:.{digits}f} %"
 
 
-def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str) -> str:
-    """Rank the variants by samples/s; what was not measured stands below, with the reason."""
-    place, by_name = ranks(found), {outcome.variant.name: outcome for outcome in outcomes}
+def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
+    """Rank the variants by their places; what was not measured stands below, with the reason."""
+    by_name = {outcome.variant.name: outcome for outcome in outcomes}
     order = [*place, *(name for name in by_name if name not in place)]
     ordered = sorted(found.to_dict("records"), key=lambda row: order.index(row["variant"]))
     learnt = bool(found["val_acc"].notna().any())
@@ -234,8 +278,9 @@ def _method(experiment: Experiment) -> str:
         "within the time limit is told to end: one that does is slow, and measured on what it has done. Validation "
         "accuracy is left out where guessing may reach it. Training runs from the first step to the "
         "last, validation included; set-up from the start of the process to the first step. Peak memory is what torch "
-        "allocated on an accelerator; on a CPU it is that of the process. The phases of a step are medians over 20 "
-        "steps near the beginning of rank zero; communication is what a step waits for after its last gradient."
+        "allocated on an accelerator; on a CPU it is that of the process. A step takes the time that samples/s mean; "
+        "its phases have the shares of 20 steps that rank zero timed near the beginning; communication is what a step "
+        "waits for after its last gradient."
     )
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 from app.compare.runner import Outcome
 from app.monitor.rank_times import slow_ranks
 from app.monitor.step_profiler import PHASES
+from app.system.machine import usable_cores
 
 # name in results.csv: how it is headed in the report, with its unit
 COLUMNS = {
@@ -88,7 +89,8 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     samples_per_s is the median over the runs of each run's median over its windows; min and max are over the
     same. Times, losses and accuracies are medians over the runs; peak memory is the largest. Speed-up is the ratio of
     samples/s to the baseline's; efficiency, of variants with another number of devices, the speed-up over what the
-    number of devices has grown by.
+    number of devices has grown by, unless the baseline uses all cores already. The phases of a step add up to the
+    step that samples_per_s means; their shares are those of the steps that were timed.
     """
     records = [
         {**record, "variant": outcome.variant.name, "repeat": repeat}
@@ -102,7 +104,12 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
     grown = table["replicas"] / base["replicas"]
-    table["efficiency"] = (table["speed_up"] / grown).where((grown != 1) | (table.index == baseline))  # else not scaled
+    all_cores = base["accelerator"] == "cpu" and base["threads"] * base["replicas"] >= usable_cores() > 1
+    scaled = (grown != 1) & (not all_cores)
+    table["efficiency"] = (table["speed_up"] / grown).where(scaled | (table.index == baseline))
+    phases = [f"{phase}_ms" for phase in PHASES]
+    step = 1000 * table["global_batch"] / table["samples_per_s"] / table[phases].sum(axis=1)
+    table[[*phases, "launch_ms"]] = table[[*phases, "launch_ms"]].mul(step.fillna(1.0), axis=0)
     return table.reset_index().reindex(columns=list(COLUMNS)).astype(dict.fromkeys(WHOLE, "Int64"))
 
 

@@ -23,6 +23,7 @@ from app.fit.parser import (
     find_class,
     import_trusted_only,
     refuse_unusable,
+    shipped,
     spell_out_strategy,
 )
 from app.fit.rules import check_flags
@@ -144,6 +145,7 @@ def takes_classes_of_data(classes: dict[str, str]) -> bool:
 
 def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     arguments = ["--run.profile=true" if argument == "--profile" else argument for argument in argv]
+    arguments = [shipped(argument) for argument in arguments]
     refuse_unusable(arguments)
     linked = any(argument.startswith("--model.num_classes") for argument in arguments)
     if linked and takes_classes_of_data(DEFAULTS | chosen_classes(arguments)):

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+import app
 from app.errors import ExitStatus, UserError, nearest, one_line
 from app.fit.help import page
 from app.launch.process import TRUST
@@ -282,6 +283,14 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def shipped(argument: str) -> str:
+    """Return a path, or `--flag=path`; where the current folder lacks a `configs/…`, the application's own."""
+    flag, equals, path = argument.rpartition("=")
+    ours = Path(app.__file__).parent / path
+    is_shipped = path.startswith("configs/") and not os.path.exists(path) and ours.is_file()
+    return f"{flag}{equals}{ours}" if is_shipped else argument
+
+
 def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     """Read a YAML mapping.
 
@@ -289,7 +298,7 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
         UserError: When the file that the flag names is missing, no file, not text, or not a mapping with unique keys.
     """
     try:
-        path = Path(name)
+        path = Path(shipped(name))
         if path.exists() and not path.is_file():
             raise UserError(f"{flag} {name}: not a file")
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)

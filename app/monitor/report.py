@@ -53,6 +53,11 @@ PARTS = {  # of a step
     "optimizer": PURPLE,
     "rest": GREY,
 }
+ROUNDING = """
+
+Later digits of a curve differ between ways of running: float32 sums round in another order, and every step amplifies
+that. README.md, "One loss curve", has figures for both float32 and float64.
+"""
 BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) for alpha in (0.0, 1.0)])
 
 
@@ -78,7 +83,7 @@ def make_report(folder: Path) -> str:
         OSError: When another file cannot be read.
     """
     record = load_record(folder / "run.json")
-    metrics, (names, counts) = _metrics(folder / "metrics.csv"), _confusion(folder / "confusion_matrix.csv")
+    metrics, (names, counts) = read_metrics(folder / "metrics.csv"), _confusion(folder / "confusion_matrix.csv")
     figures: dict[str, Figure | bytes] = {}
     learning = _learning(record, metrics, figures)
     mistakes = _mistakes(folder, names, counts, figures)
@@ -187,8 +192,8 @@ def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 
-def _metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of metrics.csv, without what is empty in each."""
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read the lines of metrics.csv, without the empty cells; no lines where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -239,7 +244,9 @@ def _learning(record: dict[str, Any], metrics: Sequence[dict[str, float]], figur
 
         figures["accuracy"] = draw_plot(accuracy, 3.6)
         said.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
-    return "\n".join(said) or "No loss was logged as train_loss or val_loss."
+    if not said:
+        return "No loss was logged as train_loss or val_loss."
+    return "\n".join(said) + ROUNDING * ("loss" in figures)
 
 
 def _line(epochs: Sequence[dict[str, Any]], name: str) -> np.ndarray:

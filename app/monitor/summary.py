@@ -2,8 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from app.launch.cluster_environment import OWN_AGENT
 from app.launch.process import trust_flags
 from app.monitor.loggers import Tracker
 from app.monitor.rank_times import slow_ranks
-from app.system.files import read_json
 
 
 def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
@@ -60,47 +58,19 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use:
         again = shlex.join([*trust_flags(), "--config", f"{directory}/config.yaml"])
         alone = record["num_nodes"] == 1 and all(launcher.startswith(OWN_AGENT) for launcher in record["launchers"])
         resume = f"python -m app fit {again}" if alone else "the same command, with"
-        resume += f" --ckpt_path {checkpoints['last']}"
+        resume += f" --ckpt_path {shlex.quote(checkpoints['last'])}"
         if not finished(record):
             yield f"go on           {resume}"
             return
         if checkpoints["best"] and use:
             here = "" if alone else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"
-            yield f"use it          python -m app {use} {again}{here} --ckpt_path {checkpoints['best']}"
+            checkpoint = shlex.quote(checkpoints["best"])
+            yield f"use it          python -m app {use} {again}{here} --ckpt_path {checkpoint}"
         by_steps = 0 <= record["max_steps"] <= record["steps"]
         more = f"--trainer.max_steps {2 * record['steps']}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
         yield f"train longer    {resume} {more}"
         if alone:
-            yield f"other ways      {faster(record) or 'python -m app compare'}"
-
-
-def faster(record: dict[str, Any]) -> str | None:
-    """The flags of what the last comparison on this machine has found to be faster than a run, and how much."""
-    folder = Path(record["run_dir"]).parent.parent / "compare"
-    files = sorted(folder.glob("*/version_*/results.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    try:
-        results = read_json(files[0]) if files else {}
-        if results.get("hardware") != record["hardware"]:
-            return None
-        rows = {way(row["command"]): row for row in results["variants"] if row["samples_per_s"] is not None}
-        here = rows[way(record["command"])]
-        best = max(rows.values(), key=lambda row: row["samples_per_s"])
-    except (ValueError, LookupError, TypeError):  # no such file, or nothing of the kind in it
-        return None
-    if best["samples_per_s_min"] <= here["samples_per_s_max"]:  # no difference
-        return None
-    gain = best["samples_per_s"] / here["samples_per_s"]
-    return f"{' '.join(way(best['command'])) or 'one device'}: {gain:.1f} × as fast in {files[0].parent}"
-
-
-def way(command: str) -> tuple[str, ...]:
-    """Of a command line, the flags that say how it runs."""
-    parts = shlex.split(command.replace("=", " "))
-    flags = dict(pairwise(parts))
-    return tuple(f"{name} {flags[name]}" for name in sorted(flags) if name in WAY and flags[name] not in ("auto", "1"))
-
-
-WAY = tuple(f"--trainer.{name}" for name in ("strategy", "devices", "precision", "num_nodes"))
+            yield "other ways      python -m app compare"
 
 
 def finished(record: dict[str, Any]) -> bool:
@@ -176,9 +146,3 @@ def _figures(measured: Mapping[str, float | None]) -> str:
         loss = measured["loss"]
         said.append("loss not finite" if loss is None else f"loss {loss:.4f}")
     return ", ".join(said)
-
-
-def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table in Markdown."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)

@@ -1,12 +1,12 @@
 """`python -m app plan`: reads its flags, measures, predicts, and writes the plan."""
 
 import argparse
-import os
+import math
 import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from app.fit.devices import accelerator_name
 from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import next_version
 from app.plan.compared import add_measured
-from app.plan.cost_model import Machines, Processor, Step, fit_step, make_buckets, predict, spread_of_link
+from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
 from app.plan.measure import measure_steps, profile_gradients, read_record, timed
-from app.plan.report import advice, draw, heading, markdown, notes, origin, screen
-from app.system.files import write_json
+from app.plan.report import PICTURES, advice, draw_pictures, heading, markdown, notes, origin, screen
+from app.system.files import whole, write_json
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
+from app.system.page import Section, code, page, plain
 from app.system.terminal import working
 
 USAGE = """\
@@ -36,10 +37,10 @@ python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ..
 Predicts step time, throughput, efficiency and cost on more devices and nodes,
 from a step measured here, or in runs that you name, and a network measured
 here, or given. What to train is said by the flags of fit. What `compare` has
-measured of the same training on this machine stands beside the predictions.
+measured of the same training on this machine wins over the predictions.
 
-  python -m app plan --config configs/quickstart.yaml
-  python -m app plan --run RUN --node_bandwidth 10Gbit/s --per_node 8"""
+  python -m app plan --config configs/quickstart.yaml --run.threads 1
+  python -m app plan --run RUN --per_node 8 --bandwidth 25GB/s --latency 20us"""
 
 PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -71,10 +72,9 @@ class Basis:
         config: The resolved configuration that was measured.
         cuda: Whether the device is a GPU.
         threads: Of a process on a CPU.
-        one_thread: The step with one thread, where a process alone has more.
         source: A sentence on where the step comes from.
         hardware: Of the machine of the step.
-        gpus: How many of them there are.
+        devices: How many processes find a GPU, or cores, of their own there.
         cautions: Sentences on what the predictions leave out.
     """
 
@@ -83,10 +83,9 @@ class Basis:
     config: dict[str, Any]
     cuda: bool
     threads: int
-    one_thread: Step | None
     source: str
     hardware: dict[str, Any]
-    gpus: int
+    devices: int
     cautions: list[str]
 
 
@@ -127,8 +126,9 @@ def run(arguments: list[str]) -> int:
             basis.batch = int(typed[-1])
         machines, network = _machines(options, basis, say)
     most = options.max_devices if options.scale_batch else min(options.max_devices, basis.batch)
-    table = predict(basis.step, basis.batch, _counts(most, machines.per_node), machines, options.scale_batch)
-    here = basis.hardware if basis.cuda or machines.processor else {}  # else of no machine that there is
+    counts = _counts(most if machines.node_link else min(most, machines.per_node), machines.per_node)
+    table = predict(basis.step, basis.batch, counts, machines, options.scale_batch).assign(threads=basis.threads)
+    here = basis.hardware if machines.per_node <= basis.devices else {}  # else of no machine that there is
     table, measured = add_measured(table, Path(options.root, "compare"), basis.config, here, basis.cuda)
     if most < options.max_devices:
         basis.cautions.append(
@@ -140,24 +140,27 @@ def run(arguments: list[str]) -> int:
     folder.mkdir(parents=True)
     command = shlex.join(["python", "-m", "app", "plan", *arguments])
     said = "\n\n".join(advice(table, options.scale_batch))
-    what = "\n\n".join(origin(basis.step, machines, basis.source, network))
     reading = "\n\n".join([*notes(table, machines), *basis.cautions, measured])
     title = heading(table, basis.config, basis.batch)
-    parts = ["# Plan", title + ".", said, f"**Busy**: {disturbed}." if disturbed else "", "![scaling](plan.png)"]
-    parts += ["## Predicted", markdown(table, machines), reading, "## From what", what]
-    parts += [f"`{command}`, torch {versions()['torch']}, on {hardware()['cpu']}"]
-    (folder / "plan.md").write_text("\n\n".join(filter(None, parts)) + "\n")
+    shown = "\n".join(f'![{text}]({name} "{text}")' for name, text in PICTURES.items())
+    sections = [
+        Section("Predicted", f"{shown}\n\n{markdown(table, machines)}\n\n{reading}"),
+        Section("From what", "\n\n".join(origin(basis.step, machines, basis.source, network)), folded=True),
+        Section("The command", f"{code(command)}\n\nWith torch {versions()['torch']}, on {plain(hardware()['cpu'])}."),
+    ]
+    lead = f"> {disturbed}\n\n{said}" if disturbed else said
+    with whole(folder / "report.html") as file:
+        file.write(page(title, lead, sections, draw_pictures(table, machines)).encode(errors="replace"))
     table.to_csv(folder / "plan.csv", index=False)
     rows = table.astype(object).where(table.notna(), None).to_dict("records")
     known = {"command": command, "versions": versions(), "hardware": hardware(), "load": psutil.getloadavg()[0]}
     write_json(
         folder / "plan.json", {**known, "step": asdict(basis.step), "machines": asdict(machines), "predicted": rows}
     )
-    draw(table, machines, title, folder / "plan.png")
     console.print(f"\n{title}\n", style="bold")
     console.print(screen(table, machines))
     console.print(Markdown(f"{said}\n\n{reading}"))
-    console.print(f"\nplan  {folder}/plan.md, plan.csv, plan.json, plan.png", soft_wrap=True)
+    console.print(f"\nplan  {folder}/report.html, plan.csv, plan.json", soft_wrap=True, markup=False)
     return 0
 
 
@@ -169,8 +172,8 @@ def _parse(arguments: list[str]) -> Namespace:
         "per_node": {"type": int, "metavar": "N", "help": "devices of a node; else those of this machine"},
         "bandwidth": {"metavar": "X", "help": "within a node, such as 25GB/s; else measured"},
         "latency": {"metavar": "X", "help": "within a node, such as 20us; else measured"},
-        "node_bandwidth": {"metavar": "X", "help": "between nodes; else as within one"},
-        "node_latency": {"metavar": "X", "help": "between nodes; else as within one"},
+        "node_bandwidth": {"metavar": "X", "help": "between nodes; else as given within one"},
+        "node_latency": {"metavar": "X", "help": "between nodes; else as given within one"},
         "price_per_hour": {"type": float, "metavar": "X", "help": "of one device; adds what it costs"},
         "run": {"nargs": "+", "metavar": "DIR", "help": "take the steps of runs; else they are measured"},
     }
@@ -208,6 +211,10 @@ def _counts(most: int, per_node: int) -> list[int]:
 
 def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Basis:
     """Measure the step, or read it from runs."""
+
+    def devices(gpus: int, cuda: bool, threads: int) -> int:
+        return gpus if cuda else max(usable_cores() // threads, 1)
+
     cautions: list[str] = []
     if options.run:
         records = [read_record(path) for path in options.run]
@@ -230,77 +237,67 @@ def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Ba
             )
     else:
         config = resolve(fit).as_dict()
-        cuda, found = accelerator_name(resolve(fit).trainer) == "cuda", hardware()
+        cuda, found, threads = accelerator_name(resolve(fit).trainer) == "cuda", hardware(), config["run"]["threads"]
         gpus = torch.cuda.device_count()  # that may be used
-        _refuse_to_share(options, gpus if cuda else usable_cores(), cuda)
-        measured = measure_steps(fit, say=say)
+        _refuse_to_share(options, devices(gpus, cuda, torch.get_num_threads() if threads == "auto" else threads), cuda)
+        measured = measure_steps(fit, say)
         batch = int(measured[0].images)
         source = f"steps measured here, with batches of {', '.join(f'{each.images:.0f}' for each in measured)}"
+    several = devices(gpus, cuda, measured[0].threads)
+    _refuse_to_share(options, several, cuda)
     say("looking when each gradient is ready")
     backward, gradients = profile_gradients(fit, max(int(measured[0].images), 1))
-    buckets, one_thread = make_buckets(gradients), None
-    threads = measured[0].threads
-    given = "OMP_NUM_THREADS" in os.environ or config["run"].get("threads", "auto") != "auto"
-    if threads > 1 and not (cuda or options.run or given):
-        one_thread = fit_step(measure_steps(fit, 1, say), backward, buckets)
-        source += f", with {threads} threads and with one, as processes that share a processor have fewer"
-    step = fit_step(measured, backward, buckets)
-    if one_thread is not None and one_thread.single(batch) < step.single(batch):
-        slower, quicker = (1000 * each.single(batch) for each in (step, one_thread))
-        cautions.append(
-            f"**Take one thread**: a step of one process takes {quicker:.1f} ms with one thread and {slower:.1f} ms "
-            f"with {threads}. The plan is for `OMP_NUM_THREADS=1`, or `--run.threads 1`."
-        )
-        step, threads, one_thread = one_thread, 1, None
-    return Basis(step, batch, config, cuda, threads, one_thread, source, found, gpus, cautions)
+    step = fit_step(measured, backward, make_buckets(gradients))
+    return Basis(step, batch, config, cuda, measured[0].threads, source, found, several, cautions)
 
 
-def _refuse_to_share(options: Namespace, there: int, cuda: bool, threads: int = 1) -> None:
-    """Refuse more devices of a node than there are here, where they would be taken for devices of their own.
+def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
+    """Refuse to plan for processes that would share a GPU, or the cores of this machine.
 
     Raises:
-        UserError: Unless the network of another machine is given.
+        UserError: Unless the network of another machine, or between machines like this one, is given.
     """
-    given = options.bandwidth is not None and options.latency is not None
-    if options.per_node is not None and options.per_node > there and not given:
-        has = f"{there} GPU(s)" if cuda else f"cores for {there} process(es) of {threads} thread(s)"
-        raise UserError(
-            f"--per_node {options.per_node}: this machine has {has}; more would share them, none as fast as alone: "
-            f"give {there} at most, or --bandwidth and --latency of another machine"
-        )
+    per_node = options.per_node or devices
+    network = options.bandwidth is not None and options.latency is not None
+    nodes = options.node_bandwidth is not None and options.node_latency is not None
+    if network or 1 < per_node <= devices or (per_node == 1 and nodes):
+        return
+    has = f"{devices} GPU(s)" if cuda else f"cores for {devices} process(es) of this training"
+    raise UserError(
+        f"{'' if options.per_node is None else f'--per_node {options.per_node}: '}this machine has {has}; more would "
+        "share them, none as fast as alone: give --per_node, --bandwidth and --latency of another machine, or "
+        "--node_bandwidth and --node_latency between machines like this one"
+        f"{'' if cuda else ', or --run.threads 1, so that each process needs one core'}"
+    )
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
     """Describe the machines, and say where the figures of their network come from."""
     asked = [name for name in ("bandwidth", "latency") if options[name] is None]
-    cores, processor = usable_cores(), None
-    there = basis.gpus if basis.cuda else max(cores // (1 if basis.one_thread else basis.threads), 1)
-    per_node = options.per_node or max(there, 1)
+    per_node = options.per_node or basis.devices
     if asked and basis.cuda and not torch.cuda.is_available():
         given = " and ".join(f"--{name}" for name in asked)
         raise UserError(f"the steps are of a GPU, and this machine has none to measure its network: give {given}")
-    _refuse_to_share(options, there, basis.cuda, 1 if basis.one_thread else basis.threads)
-    if not basis.cuda and per_node <= there:
-        processor = Processor(cores, basis.threads, basis.one_thread)
-    link, spread, source = Link(options.bandwidth or 1.0, options.latency or 0.0), (1.0, 1.0), "given"
-    if asked:
+    within = {name: options[name] for name in ("bandwidth", "latency") if options[name] is not None}
+    between = {name: options[f"node_{name}"] for name in ("bandwidth", "latency")}
+    between = {name: value for name, value in between.items() if value is not None}
+    link, spread, source = Link(math.inf, 0.0), (1.0, 1.0), "given"
+    if asked and per_node > 1:
         say("measuring an all-reduce of two processes")
         try:
             measured = measure_all_reduce(timeout=300 if busy() else 60)
         except (RuntimeError, TimeoutError) as error:
             raise UserError(f"the network could not be measured ({error}): give --bandwidth and --latency") from error
-        found = fit_link(measured, 2)
-        spread = spread_of_link(measured, found, 2)
-        link = Link(options.bandwidth or found.bandwidth, found.latency if options.latency is None else options.latency)
+        link = fit_link(measured, 2)
+        spread = spread_of_link(measured, link, 2)
         source = f"{' and '.join(asked)} measured between two processes of this machine"
-    if options.node_bandwidth is None and options.node_latency is None:
+    elif not asked and not between:
         source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
-    node_latency = link.latency if options.node_latency is None else options.node_latency
+    link = replace(link, **within)
     machines = Machines(
         per_node=per_node,
         link=link,
-        node_link=Link(options.node_bandwidth or link.bandwidth, node_latency),
-        processor=processor,
+        node_link=replace(link, **between) if between or not asked else None,
         shared=not basis.cuda,
         link_spread=spread,
         price_per_hour=options.price_per_hour,

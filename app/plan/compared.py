@@ -24,8 +24,10 @@ def add_measured(
 ) -> tuple[pd.DataFrame, str]:
     """Set beside the predictions what the newest comparison has measured of the same training on the same machine.
 
+    A comparison counts when the machine was quiet, so that it has a verdict.
+
     Args:
-        table: As `app.plan.cost_model.predict` makes it.
+        table: As `app.plan.cost_model.predict` makes it, with the threads of a process.
         root: The folder of comparisons.
         config: The resolved configuration of what is planned.
         hardware: Of the machine of the predictions.
@@ -68,7 +70,7 @@ def _measured(file: Path, wanted: dict[str, Any], hardware: dict[str, Any], acce
     rows = []
     try:
         results = read_json(file)
-        variants = results["variants"] if results["hardware"] == hardware else []
+        variants = results["variants"] if results["hardware"] == hardware and results["verdict"]["taken"] else []
         for variant in variants:
             if not variant["samples_per_s"] or variant["nodes"] != 1 or variant["accelerator"] != accelerator:
                 continue

@@ -25,9 +25,7 @@ update and rest are those of the whole batch on the first device:
 On a CPU nothing is copied, and autograd takes the backward pass of all replicas in one thread, where it has one for
 each GPU: https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
-Processes on the CPU of one node share its cores. Each takes the step that was measured with as many threads as it gets
-there, between two measurements in proportion to 1/threads (Amdahl); where all of them together have more threads than
-there are cores, everything takes longer by that ratio. So no more processes than cores are looked at.
+Processes that share cores are not predicted: how they disturb each other is not in these formulas.
 
 Each prediction has a range: the same formulas with all steps as much faster or slower than their lines as any window of
 the measured ones was, and with the link as much faster or slower than its line as any measured all-reduce was.
@@ -59,9 +57,9 @@ class Line:
         """Predict the seconds for a batch."""
         return self.launch + self.per_image * images
 
-    def combined(self, other: "Line", own: float, others: float) -> "Line":
-        """Add a multiple of this line and one of another."""
-        return Line(own * self.launch + others * other.launch, own * self.per_image + others * other.per_image)
+    def stretched(self, factor: float) -> "Line":
+        """Multiply the seconds."""
+        return Line(factor * self.launch, factor * self.per_image)
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class Step:
         agreed = link.all_reduce(AGREEMENT, devices)
         return self.data(images) + self.forward(images) + max(backward, end) + self.update + self.rest + agreed
 
-    def dp(self, batch: int, devices: int, link: Link, shared: bool = False, slowdown: float = 1.0) -> float:
+    def dp(self, batch: int, devices: int, link: Link, shared: bool = False) -> float:
         """Predict the seconds of a step under dp.
 
         Args:
@@ -130,31 +128,25 @@ class Step:
             link: Between the devices.
             shared: Whether they are threads on one CPU: there are no parameters to copy, and one of them takes the
                 backward pass of all.
-            slowdown: How many times longer each replica takes, because it shares cores with the others.
         """
         if devices == 1:
             return self.single(batch)
         images = -(-batch // devices)
         launch = self.forward.launch + self.backward.launch
-        forward = self.forward.per_image * images * slowdown
+        forward = self.forward.per_image * images
         backward = self.backward.per_image * (batch if shared else images)
         copies = 0.0 if shared else 2 * (devices - 1) * (self.parameter_bytes / link.bandwidth + link.latency)
         return self.data(batch) + devices * launch + forward + backward + copies + self.update + self.rest
 
     def stretched(self, factor: float) -> "Step":
         """Make the same step for devices on which all that they compute takes longer."""
-        return self.combined(self, factor, 0.0)
-
-    def combined(self, other: "Step", own: float, others: float) -> "Step":
-        """Add a multiple of the times of this step and one of another's."""
         return replace(
             self,
-            data=self.data.combined(other.data, own, others),
-            forward=self.forward.combined(other.forward, own, others),
-            backward=self.backward.combined(other.backward, own, others),
-            update=own * self.update + others * other.update,
-            rest=own * self.rest + others * other.rest,
-            spread=(min(self.spread[0], other.spread[0]), max(self.spread[1], other.spread[1])),
+            data=self.data.stretched(factor),
+            forward=self.forward.stretched(factor),
+            backward=self.backward.stretched(factor),
+            update=factor * self.update,
+            rest=factor * self.rest,
         )
 
 
@@ -246,46 +238,13 @@ def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
 
 
 @dataclass(frozen=True)
-class Processor:
-    """The cores of a node, which the processes on it share.
-
-    Attributes:
-        cores: How many.
-        threads: Of a process that has a node for itself.
-        one_thread: The step with one thread, where the cores are divided among the processes of a node, as `fit` does;
-            None where each of them has `threads`.
-    """
-
-    cores: int
-    threads: int
-    one_thread: Step | None = None
-
-    def threads_each(self, processes: int) -> int:
-        """Threads of each of several processes on a node."""
-        return self.threads if self.one_thread is None or processes == 1 else max(self.cores // processes, 1)
-
-    def slowdown(self, threads: int) -> float:
-        """How many times longer it takes with so many threads in all than a process that has a node for itself."""
-        return max(threads / self.cores, 1.0) / max(self.threads / self.cores, 1.0)
-
-    def shared(self, step: Step, processes: int) -> Step:
-        """Make the step that each of several processes on a node takes."""
-        each = self.threads_each(processes)
-        if self.one_thread is not None and each < self.threads:
-            part = (1 / each - 1 / self.threads) / (1 - 1 / self.threads)
-            step = step.combined(self.one_thread, 1 - part, part)
-        return step.stretched(self.slowdown(processes * each))
-
-
-@dataclass(frozen=True)
 class Machines:
     """The machines to train on, real or imagined.
 
     Attributes:
         per_node: Devices of a node.
         link: Between the devices of a node.
-        node_link: Between nodes.
-        processor: What the devices of a node share, where they are processes on the CPU of this machine.
+        node_link: Between nodes; None where it is not known, and one node is all that can be predicted.
         shared: Whether the devices of a node share one memory and are fed by one thread, as cores of a CPU are.
         link_spread: The fastest and the slowest all-reduce that was measured, as parts of what `link` says.
         price_per_hour: Price of one device for an hour, or None.
@@ -293,8 +252,7 @@ class Machines:
 
     per_node: int
     link: Link
-    node_link: Link
-    processor: Processor | None = None
+    node_link: Link | None
     shared: bool = False
     link_spread: tuple[float, float] = (1.0, 1.0)
     price_per_hour: float | None = None
@@ -303,6 +261,7 @@ class Machines:
         """Find the slowest link of a ring over that many devices."""
         if devices <= self.per_node:
             return self.link
+        assert self.node_link is not None
         bandwidth = min(self.link.bandwidth, self.node_link.bandwidth)
         return Link(bandwidth, max(self.link.latency, self.node_link.latency))
 
@@ -324,26 +283,21 @@ def predict(
         pass does not hide) and, with a price, cost_per_million_samples. `_low` and `_high` are the ends of the range.
     """
     rows: list[dict[str, Any]] = []
-    alone, cpu = batch / step.single(batch), machines.processor
+    alone = batch / step.single(batch)
     for count in counts:
         images = batch * count if scale_batch else batch
-        processes = min(count, machines.per_node)
-        own = cpu.shared(step, processes) if cpu else step
-        threads = {"ddp": cpu.threads_each(processes), "dp": cpu.threads} if cpu else {}
         both = 1 < count <= machines.per_node and step.launch_known
         for strategy in ("ddp", "dp") if both else ("ddp",):
-            taken = own if strategy == "ddp" else step
             time, *ends = (
-                _seconds(strategy, taken.stretched(compute), images, count, machines, sending)
-                for compute, sending in ((1.0, 1.0), *zip(taken.spread, machines.link_spread, strict=True))
+                _seconds(strategy, step.stretched(compute), images, count, machines, sending)
+                for compute, sending in ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
             )
             rates = {"": images / time, "_low": images / ends[1], "_high": images / ends[0]}
-            hidden = own.ddp(images, count, Link(float("inf"), 0.0))
+            hidden = step.ddp(images, count, Link(float("inf"), 0.0))
             row = {
                 "strategy": strategy if count > 1 else "one device",
                 "devices": count,
                 "nodes": -(-count // machines.per_node),
-                "threads": threads.get(strategy),
                 "global_batch": images,
                 "replica_batch": -(-images // count),
                 "shared_equally": images % count == 0,
@@ -361,9 +315,8 @@ def predict(
 
 def _seconds(strategy: str, step: Step, images: int, count: int, machines: Machines, sending: float) -> float:
     """Predict the seconds of a step on several devices, whose link takes so many times longer than it says."""
-    link, cpu = machines.slowest(count), machines.processor
+    link = machines.slowest(count)
     link = Link(link.bandwidth / sending, link.latency * sending)
     if strategy == "ddp":
         return step.ddp(images, count, link)
-    slowdown = cpu.slowdown(count * cpu.threads) if cpu else 1.0
-    return step.dp(images, count, link, machines.shared, slowdown)
+    return step.dp(images, count, link, machines.shared)

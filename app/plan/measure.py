@@ -19,14 +19,11 @@ from app.plan.cost_model import Timed
 WINDOW = 5  # steps
 
 
-def measure_steps(
-    arguments: list[str], threads: int | None = None, say: Callable[[str], None] = lambda what: None
-) -> list[Timed]:
+def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda what: None) -> list[Timed]:
     """Train for 30 steps on one device with the global batch, a quarter and a sixteenth of it.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
-        threads: Of the process; by default as many as it takes by itself.
         say: Is told what is measured next.
 
     Returns:
@@ -40,8 +37,8 @@ def measure_steps(
     while left:
         size = left.pop(0)
         of = "" if size is None else f" with batches of {size}"
-        say(f"measuring steps on one device{of}" + (f", with {threads} thread" if threads else ""))
-        record = timed_run(arguments if size is None else [*arguments, "--data.batch_size", str(size)], threads)
+        say(f"measuring steps on one device{of}")
+        record = timed_run(arguments if size is None else [*arguments, "--data.batch_size", str(size)])
         batch = record["global_batch_size"]
         if batch is None:
             raise UserError("the data module is not one of this application: its batch is not known: give --data")
@@ -51,14 +48,13 @@ def measure_steps(
     return measured
 
 
-def timed_run(arguments: list[str], threads: int | None = None) -> dict[str, Any]:
+def timed_run(arguments: list[str]) -> dict[str, Any]:
     """Make a run of 30 steps on one device, and return its record.
 
     Raises:
         UserError: When it fails, or its steps could not be timed.
     """
-    changes = {"trainer.log_every_n_steps": WINDOW, "run.warmup_epochs": 0}
-    record = short_run(arguments, changes | ({"run.threads": threads} if threads else {}))
+    record = short_run(arguments, {"trainer.log_every_n_steps": WINDOW, "run.warmup_epochs": 0})
     if record["time_per_step"] is None:
         raise UserError("the steps could not be timed: leave --trainer.profiler out")
     return record

@@ -1,7 +1,7 @@
 """Says and draws what is predicted, beside what was measured."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -11,28 +11,38 @@ from matplotlib.lines import Line2D
 from rich import box
 from rich.table import Column, Table
 
-from app.monitor.summary import markdown_table
 from app.plan.compared import FIGURES
 from app.plan.cost_model import Machines, Step
+from app.system.page import BLUE, GREY, INK, ORANGE, draw, plain
+from app.system.page import table as page_table
 
 ENDS = ("samples_per_s_low", "samples_per_s", "samples_per_s_high")
-BLUE, ORANGE, BLACK, GREY = "#4269d0", "#d98200", "#222222", "#888888"
+PICTURES = {"throughput": "Samples/s", "efficiency": "Samples/s of each device, % of one device's"}
+ENOUGH = 0.5  # share of each device that a recommended way uses at least
+
+
+def recommended(table: pd.DataFrame) -> pd.Series:
+    """Choose the fastest way that uses enough of each device, by measurement, else by the low end of the prediction.
+
+    Returns:
+        Its row, with its speed-up as `sure`.
+    """
+    one = table[table["devices"] == 1].iloc[0]
+    alone = one["samples_per_s"] if pd.isna(one["measured_samples_per_s"]) else one["measured_samples_per_s"]
+    sure = (table["measured_samples_per_s"] / alone).fillna(table["speed_up_low"]).where(table["devices"] > 1, 1.0)
+    enough = table["shared_equally"] & (sure > ENOUGH * table["devices"])
+    return table.assign(sure=sure)[enough].nlargest(1, "sure").iloc[0]
 
 
 def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int) -> str:
-    """Write the result in one line: the fastest on one node, as measured where it was, and the fastest of all."""
-    model = config["model"]
+    """Write the recommendation in one line."""
+    model, row = config["model"], recommended(table)
     name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
-    table = table[table["shared_equally"]].copy()
-    alone = table.loc[table["devices"] == 1, "measured_samples_per_s"].iloc[0]
-    table["best"] = (table["measured_samples_per_s"] / alone).fillna(table["speed_up"])
-    found = pd.concat([rows.nlargest(1, "best") for rows in (table[table["nodes"] == 1], table)])
-    said = []
-    for _, row in found.drop_duplicates(["strategy", "devices"]).iterrows():
-        how = "predicted" if pd.isna(row["measured_samples_per_s"]) or pd.isna(alone) else "measured"
-        text = f"{row['best']:.2f} × with {row['strategy']} on {_devices(row)}, {how}"
-        said.append(text if row["devices"] > 1 else "one device is the fastest on one node")
-    return f"{name}, batch {batch}: {'; '.join(said)}"
+    gain = f"at least {row['sure']:.2f} × one device, predicted"
+    if not pd.isna(row["measured_samples_per_s"]):
+        gain = f"{row['sure']:.2f} × one device, measured"
+    take = f"{row['strategy']} on {_devices(row)}: {gain}" if row["devices"] > 1 else "one device"
+    return f"{name}, batch {batch}: take {take}"
 
 
 def _devices(row: pd.Series) -> str:
@@ -41,40 +51,20 @@ def _devices(row: pd.Series) -> str:
 
 
 def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
-    """Say what is fastest, what is worth it, and where a measurement says otherwise."""
-    yield from _gains(table[table["shared_equally"]], scaled)
+    """Say why the recommendation is what it is, and where a measurement contradicts a prediction."""
+    row = recommended(table)
+    if row["devices"] > 1:
+        yield f"Predicted: {_range(row, 'speed_up', '.2f')} times one device, {row['efficiency']:.0%} of the ideal."
+    elif len(table) > 1:
+        larger = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
+        yield f"No other way is sure to use half of each device. Try {larger}: more work for each exchange."
     for _, row in table[table["measured_samples_per_s"].notna()].iterrows():
         if not row["samples_per_s_low"] <= row["measured_samples_per_s"] <= row["samples_per_s_high"]:
             yield (
                 f"**{row['strategy']}{f' on {_devices(row)}' if row['devices'] > 1 else ''}: measured "
                 f"{row['measured_samples_per_s']:,.0f} samples/s, predicted {row['samples_per_s']:,.0f}** "
-                f"({_range(row, 'samples_per_s', ',.0f')}). Trust the measurement, if the machine was quiet then."
+                f"({_range(row, 'samples_per_s', ',.0f')}). The measurement counts."
             )
-
-
-def _gains(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
-    best = table.nlargest(1, "samples_per_s").iloc[0]
-    worth = table[(table["efficiency"] >= 0.5) & (table["strategy"] != "dp")].iloc[-1]
-    if best["devices"] == 1:
-        yield "**One device is the fastest**: whatever a second one gains, exchanging gradients costs more."
-        limit = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
-        yield f"Try {limit}: more work for each exchange."
-        return
-    unsure = "" if best["speed_up_low"] > 1 else ": by what was measured, it may also be slower than one"
-    yield (
-        f"**Fastest: {best['strategy']} on {_devices(best)}**, {best['speed_up']:.2f} times one device "
-        f"({_range(best, 'speed_up', '.2f')}), {best['efficiency']:.0%} of the ideal{unsure}."
-    )
-    if worth["devices"] == table["devices"].max():
-        yield f"**Worth it up to {worth['devices']} devices at least**, the most that were looked at."
-    else:
-        some = f"{worth['devices']} device{'' if worth['devices'] == 1 else 's'}"
-        yield f"**Worth it up to {some}**: from there on less than half of each one is used."
-    ddp = table[table["strategy"] != "dp"]
-    if (ddp["nodes"] == 2).any():
-        gain = ddp[ddp["nodes"] == 2].iloc[-1]["samples_per_s"] / ddp[ddp["nodes"] == 1].iloc[-1]["samples_per_s"]
-        verdict = "at twice the price" if gain > 1 else "so it is of no use"
-        yield f"A second node gives {gain:.2f} times the throughput of one, {verdict}."
 
 
 def _range(row: pd.Series, name: str, form: str) -> str:
@@ -135,7 +125,7 @@ def markdown(table: pd.DataFrame, machines: Machines) -> str:
         ]
         cost = [f"{row['cost_per_million_samples']:.4g}"] if machines.price_per_hour is not None else []
         rows.append(cells + cost)
-    return markdown_table(headers, rows)
+    return page_table(headers, rows)
 
 
 def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
@@ -146,15 +136,11 @@ def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
     )
     if not table["shared_equally"].all():
         yield "\\* on paper only: `fit` refuses a batch that the devices cannot share equally."
-    cpu = machines.processor
-    if cpu is not None:
-        most = machines.per_node
-        each = f"{cpu.threads_each(most)} thread{'' if cpu.threads_each(most) == 1 else 's'}"
-        cores = f"{cpu.cores} core{'' if cpu.cores == 1 else 's'}"
-        processes = f"{most} process{'' if most == 1 else 'es'}"
+    if machines.node_link is None:
         yield (
-            f"One node is this machine, with {cores} for {processes} of {each}; more would share them and gain "
-            "nothing, so that they are not predicted. More nodes are machines like this one."
+            f"More than {machines.per_node} devices are not predicted: more would share those of this machine. Give "
+            "`--node_bandwidth` and `--node_latency` between machines like it, or `--per_node`, `--bandwidth` and "
+            "`--latency` of another."
         )
 
 
@@ -164,10 +150,11 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
     links = [
         f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} µs {where}"
         for link, where in ((machines.link, "in a node"), (machines.node_link, "between nodes"))
+        if link is not None
     ]
     yield (
-        f"Step: {source}. It took {step.spread[0]:.2f} to {step.spread[1]:.2f} times what was fitted to it. Buckets of "
-        f"gradients, and when in the backward pass they are ready: {buckets}."
+        f"Step: {plain(source)}. It took {step.spread[0]:.2f} to {step.spread[1]:.2f} times what was fitted to it. "
+        f"Buckets of gradients, and when in the backward pass they are ready: {buckets}."
     )
     yield (
         f"Network: {', '.join(links)}; {network} All-reduces took {machines.link_spread[0]:.2f} to "
@@ -178,38 +165,22 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
     )
 
 
-def draw(table: pd.DataFrame, machines: Machines, title: str, path: Path) -> None:
+def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure | bytes]:
     """Draw throughput and efficiency against the number of devices, with what was measured."""
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    figure.suptitle(title, fontsize=12)
-    rate, parts = figure.subplots(1, 2)
-    rate.set(title="Throughput", ylabel="samples/s")
-    parts.set(title="Scaling efficiency", ylabel="% of one device's throughput, for each device")
     single, share = table[table["devices"] == 1].iloc[0], 100 / table["devices"]
-    drawn = table[["strategy", "devices", *ENDS, *FIGURES]]
-    _draw_ways(rate, drawn, single["samples_per_s"] * table["devices"])
-    for name in ENDS:
-        drawn = drawn.assign(**{name: share * table[name.replace("samples_per_s", "speed_up")]})
-    for name in FIGURES:
-        drawn = drawn.assign(**{name: share * table[name] / single["measured_samples_per_s"]})
-    drawn.loc[table["devices"] == 1, [*FIGURES]] = float("nan")  # 100 % by definition
-    _draw_ways(parts, drawn, pd.Series(100.0, table.index))
-    if table["samples_per_s"].max() > 50 * table["samples_per_s"].min():
-        rate.set_yscale("log")
-    for axes in (rate, parts):
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        _mark_devices(axes, sorted(set(table["devices"])), machines.per_node)
-    ways = [Line2D([], [], color=BLUE, marker="o", label="ddp, predicted; shaded: its range")]
-    ways += [Line2D([], [], color=ORANGE, marker="s", linestyle="", label="dp, predicted, with its range")]
-    ways += [Line2D([], [], color=GREY, linestyle=":", label="ideal")]
-    ways += [Line2D([], [], color=BLACK, marker="D", linestyle="", label="measured by compare: median, range")]
-    shown = [True, (table["strategy"] == "dp").any(), True, table["measured_samples_per_s"].notna().any()]
-    handles = [way for way, there in zip(ways, shown, strict=True) if there]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=120)
+    rates = table[["strategy", "devices", *ENDS, *FIGURES]]
+    shares = rates.assign(**{name: share * table[name.replace("samples_per_s", "speed_up")] for name in ENDS})
+    shares = shares.assign(**{name: share * table[name] / single["measured_samples_per_s"] for name in FIGURES})
+    shares.loc[table["devices"] == 1, [*FIGURES]] = float("nan")  # 100 % by definition
+    ideal = pd.Series(100.0, table.index)
+    drawn = {"throughput": (rates, single["samples_per_s"] * table["devices"]), "efficiency": (shares, ideal)}
+    return {
+        name: draw(partial(_draw_ways, table=rows, ideal=line, machines=machines, name=name))
+        for name, (rows, line) in drawn.items()
+    }
 
 
-def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series) -> None:
+def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, machines: Machines, name: str) -> None:
     """Draw one figure of each way of running against the number of devices."""
     ddp, dp = table[table["strategy"] != "dp"], table[table["strategy"] == "dp"]
     low, middle, high = (ddp[name] for name in ENDS)
@@ -221,7 +192,7 @@ def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series) -> None:
     beside = {"s": 1.06, "D": 0.94}  # so that they do not lie on each other
     for rows, names, style, colour in (
         (dp, ENDS, "s", ORANGE),
-        (measured, (FIGURES[1], FIGURES[0], FIGURES[2]), "D", BLACK),
+        (measured, (FIGURES[1], FIGURES[0], FIGURES[2]), "D", INK),
     ):
         if len(rows):
             low, middle, high = (rows[name] for name in names)
@@ -232,6 +203,15 @@ def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series) -> None:
         place = row["devices"] * beside["D"], row[FIGURES[0]]
         axes.annotate(row["strategy"], place, (-8, -3), textcoords="offset points", fontsize=9, ha="right")
     axes.set_ylim(0, 1.1 * top)
+    if name == "throughput" and table["samples_per_s"].max() > 50 * table["samples_per_s"].min():
+        axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    _mark_devices(axes, sorted(set(table["devices"])), machines.per_node)
+    ways = [Line2D([], [], color=BLUE, marker="o", label="ddp, predicted")]
+    ways += [Line2D([], [], color=ORANGE, marker="s", linestyle="", label="dp, predicted")] * bool(len(dp))
+    ways += [Line2D([], [], color=GREY, linestyle=":", label="ideal")]
+    ways += [Line2D([], [], color=INK, marker="D", linestyle="", label="measured")] * bool(len(measured))
+    axes.figure.legend(handles=ways, loc="outside lower center", ncols=2, fontsize=9)
 
 
 def _mark_devices(axes: Axes, counts: list[int], per_node: int) -> None:
@@ -240,10 +220,9 @@ def _mark_devices(axes: Axes, counts: list[int], per_node: int) -> None:
     axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=60 if len(counts) > 8 else 0)
     axes.set_xticks([], minor=True)
     axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("devices")
     if counts[-1] > per_node:
         axes.axvline(per_node * 2**0.5, color=GREY, linewidth=0.8)
-        for text, side in (("one node ", "right"), (" more nodes", "left")):
+        for text, side in (("one node\u00a0", "right"), ("\u00a0more nodes", "left")):
             place = per_node * 2**0.5, 0.98
             axes.text(*place, text, transform=axes.get_xaxis_transform(), color=GREY, fontsize=9, ha=side, va="top")

@@ -107,6 +107,7 @@ def _rank(rank: int, ranks: int, url: str, sizes: tuple[int, ...], cuda: bool, a
     distributed = torch.distributed
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
+    use_loopback()
     if cuda:
         torch.cuda.set_device(device)
     distributed.init_process_group(
@@ -174,6 +175,8 @@ def use_interface_to(address: str) -> None:
                 own = probe.getsockname()[0]
     except OSError:
         return
+    if own in ("127.0.0.1", "::1"):
+        use_loopback()
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in entries) and name != "lo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -430,7 +430,9 @@ def commands() -> None:
     code, out = start("doctor", "--json", timeout=80)
     checks = json.loads(out[out.index("{") :])["checks"] if "{" in out else []
     note("doctor", [f"{check['name']}: {check['found']}" for check in checks if check["level"] == "red"] or code)
-    for command in (["plan", *ON, "--data", "Synthetic", "--data.size", "640"], ["compare", "--quick", "true"]):
+    machine = ["--per_node", "8", "--bandwidth", "25GB/s", "--latency", "20us"]
+    plan = ["plan", *machine, *ON, "--data", "Synthetic", "--data.size", "640"]
+    for command in (plan, ["compare", "--quick", "true"]):
         code, out = start(*command, "--root", PLACE, timeout=80)
         note(command[0], f"exit code {code}")
         print(out)
