@@ -143,7 +143,7 @@ class PredictionWriter(Callback):
             _write_table(path, lines)
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}): give another --run.root") from error
-        rank_zero_info(f"{len(rows):,} predictions: {path}")
+        rank_zero_info(f"{len(rows):,} prediction{'s' * (len(rows) > 1)}: {path}")
 
 
 class TestFigures(Callback):

@@ -32,7 +32,7 @@ from app.errors import UserError
 from app.fit.parser import PlainParser
 from app.launch.process import ADDRESSES, RANKS, run_app
 from app.modules import CIFARCNN
-from app.monitor.loggers import logged_in
+from app.monitor.loggers import tracking_mode
 from app.system.interconnect import fit_link, measure_all_reduce
 from app.system.machine import GIB, busy, driver, hardware, usable_cores
 from app.system.terminal import working
@@ -252,12 +252,8 @@ def _data(root: str) -> Iterator[Check]:
 
 
 def _tracker() -> Check:
-    mode = os.environ.get("WANDB_MODE")
-    if mode:
-        return Check("tracker", "green", f"Weights & Biases {mode}, by WANDB_MODE")
-    if logged_in():
-        return Check("tracker", "green", "Weights & Biases online, with a key")
-    return Check("tracker", "yellow", "Weights & Biases offline, for there is no key", "wandb login, or leave it")
+    by = ", by WANDB_MODE" if os.environ.get("WANDB_MODE") else "; --run.wandb online uploads"
+    return Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}{by}")
 
 
 def _self_test(say: Callable[[str], None]) -> Iterator[Check]:

@@ -1,6 +1,7 @@
 """Data and checkpoints that are missing or broken: one line that names the file, exit code 2."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from harness import QUIET, ROOT, error_of, largest_difference, start_app, weight
 from PIL import Image
 
 App = Callable[..., tuple[int, str]]
+REPLACE = "replace this file, or give --data.on_bad_image skip"
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
 
 
@@ -31,8 +33,8 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
         said = error_of(*app("fit", "--model", model, "--data", data, "--data.root", tmp_path / "none"))
         for part in (str(tmp_path / "none"), file, "--data Synthetic", "could not be downloaded"):
             assert part in said
-    said = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "none"))
-    assert said.startswith(f"error: {tmp_path / 'none' / 'train'} has no class folders")
+    said = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "missing"))
+    assert said.startswith(f"error: {tmp_path / 'missing'} has no class folders")
     assert "--data Synthetic" in said
     (tmp_path / "mine" / "train" / "cat").mkdir(parents=True)
     said = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mine" / "train"))
@@ -53,7 +55,12 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
 
     image = image_root / "train" / "dog" / "02.jpg"
     truncated, flags = image.read_bytes()[:200], ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
+    blp, damaged = io.BytesIO(), {"compression": 4, "encoding": 8}
+    Image.new("P", (9, 9)).save(blp, "BLP")
+    odd = {name: blp.getvalue()[:at] + b"\xc6" + blp.getvalue()[at + 1 :] for name, at in damaged.items()}
     for broken, reason, *where in (
+        (odd["compression"], "Unknown BLP compression 198"),
+        (odd["encoding"], "Unknown BLP encoding -58"),
         (truncated, "Truncated File Read", "--data.num_workers", "2"),
         (truncated, "Truncated File Read", "--data.cache", "off", "--data.num_workers", "0"),
         (truncated, "Truncated File Read", "--data.cache", "off", "--data.placement", "disk"),
@@ -61,7 +68,7 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
     ):
         image.write_bytes(broken)
         said = error_of(*app("fit", *flags, *where))
-        assert said == f"error: {image} cannot be read ({reason}): replace or remove this file"
+        assert said == f"error: {image} cannot be read ({reason}): {REPLACE}"
     shutil.rmtree(image_root / "train" / "dog")
     assert "dog" in error_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *QUIET))
 
@@ -110,17 +117,24 @@ def images_at(root: Path, **flags: object) -> list[str | Path]:
 def test_what_a_folder_of_images_must_not_hold(
     app: App, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe, a link, an empty class, what may not be read: refused by name, before an image is."""
+    """A pipe, a link that leads nowhere or in a circle, an empty class, what may not be read: each is named."""
     odd = image_root / "train" / "cat" / "odd.jpg"
     os.mkfifo(odd)
     assert f"{odd} is no file, but a pipe" in error_of(*app(*images_at(image_root)))
     odd.unlink()
-    odd.symlink_to("/etc/passwd")
-    assert f"{odd} is a link" in error_of(*app(*images_at(image_root)))
-    odd.unlink()
-    odd.symlink_to(tmp_path, target_is_directory=True)
-    assert f"{odd} is a link" in error_of(*app(*images_at(image_root)))
-    odd.unlink()
+    for target, problem in (
+        ("/etc/passwd", f"{odd} cannot be read (not an image)"),
+        (tmp_path, f"{odd}/images/train/cat leads back to {odd.parent}, which holds it"),
+        (image_root / "train", f"{odd}/cat leads back to {odd.parent}, which holds it"),
+        (tmp_path / "gone", f"{odd} is a link to {tmp_path / 'gone'}, which is missing"),
+        (odd, f"{odd} is a link to {odd}, which is missing"),
+    ):
+        odd.symlink_to(target)
+        assert problem in error_of(*app(*images_at(image_root)))
+        odd.unlink()
+    (image_root / "val").symlink_to("gone")
+    assert f"{image_root / 'val'} is a link to gone, which is missing" in error_of(*app(*images_at(image_root)))
+    (image_root / "val").unlink()
     empty = image_root / "train" / "emu"
     empty.mkdir()
     assert f"{empty} holds no images" in error_of(*app(*images_at(image_root)))
@@ -133,7 +147,7 @@ def test_what_a_folder_of_images_must_not_hold(
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", denied)  # a superuser may read all
-    assert "train/dog cannot be read (Permission denied)" in error_of(*app(*images_at(image_root)))
+    assert "train/dog cannot be read (Permission denied): let this user" in error_of(*app(*images_at(image_root)))
 
 
 def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> None:
@@ -144,13 +158,14 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     (image_root / "train" / "dog" / "zz.png").write_bytes(b"text")
     flags = {"on_bad_image": "skip", "cache": tmp_path / "cache"}
     said = error_of(*app(*images_at(image_root, cache=tmp_path / "cache")))
-    assert f"error: {cats / '00.jpg'} cannot be read (not an image): replace or remove this file" in said
+    assert f"error: {cats / '00.jpg'} cannot be read (not an image): {REPLACE}" in said
     assert "leave --data.cache off out" in error_of(*app(*images_at(image_root, on_bad_image="skip", cache="off")))
     runs = []
     for version, way in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
         code, out = app(*images_at(image_root, **flags), *way)
         assert code == 0, out
-        assert ("3 of 38 images are left out; the first one" in out) == (version == 0), "said when they are decoded"
+        first = f"3 of 38 images are left out; the first one: {cats / '00.jpg'} cannot be read (not an image)\n"
+        assert (first in out) == (version == 0), "said when they are decoded"
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
         assert json.loads((run / "run.json").read_text())["images_left_out"] == {"train": 3}
         runs.append(weights(run / "checkpoints" / "last.ckpt"))

@@ -1,5 +1,6 @@
 """Sources in their real formats, pixels and placements."""
 
+import json
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, fork_app, losses
+from harness import QUIET, error_of, fork_app, losses
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
@@ -127,6 +128,51 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     )
     assert lines[0] == "file,predicted,name,probability", "no label is known"
     assert len(lines) == 5
+
+
+def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path) -> None:
+    """A link in place of the split, of a class, of a file; what notebooks and desktops leave behind."""
+    plain = attach(ImageFolder(str(image_root), val_size=0))
+    linked = tmp_path / "linked"
+    (linked / "split").mkdir(parents=True)
+    (linked / "train").symlink_to("split")
+    (linked / "split" / "cat").symlink_to(image_root / "train" / "cat")
+    for name in ("dog", "eel"):
+        (linked / "split" / name).mkdir()
+        for file in (image_root / "train" / name).iterdir():
+            (linked / "split" / name / file.name).symlink_to(file)
+    for folder in (linked, linked / "split", linked / "split" / "dog"):
+        (folder / ".ipynb_checkpoints").mkdir()
+        (folder / ".ipynb_checkpoints" / "00-checkpoint.jpg").write_bytes(b"")
+        (folder / ".DS_Store").write_bytes(b"")
+        (folder / "._00.jpg").write_bytes(b"")
+    data = attach(ImageFolder(str(linked), val_size=0))
+    assert data.class_names == ["cat", "dog", "eel"]
+    assert data.content == plain.content
+    assert torch.equal(data._splits["train"][0].tensor(), plain._splits["train"][0].tensor())
+
+
+def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
+    """Validation is carved out, and there is nothing to test on; one file can be predicted."""
+    flat = ["--data", "ImageFolder", "--data.root", (image_root / "train").rename(image_root / "flat"), *QUIET]
+    code, out = app("fit", *flat, "--trainer.max_epochs", "1")
+    assert code == 0, out
+    assert out.count("no test images") == 1
+    record = json.loads((tmp_path / "runs" / "cifar_cnn" / "version_0" / "run.json").read_text())
+    assert record["data"]["images"] == {"train": 33, "val": 3}
+    photo = image_root / "one photo"
+    photo.write_bytes((image_root / "test" / "cat" / "00.jpg").read_bytes())
+    code, out = app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo)
+    assert code == 0, out
+    assert "1 prediction: " in out
+    (_, line) = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
+    assert line.startswith(f"{photo},")
+    for place, problem in (("gone", "there is no such file or folder"), ("flat/cat/none", "there is no such file")):
+        said = error_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", image_root / place))
+        assert f"--data.predict_dir {image_root / place}: {problem}" in said
+    (image_root / "empty").mkdir()
+    said = error_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", image_root / "empty"))
+    assert f"--data.predict_dir {image_root / 'empty'} holds no images" in said
 
 
 def test_without_test_images_the_next_step_is_no_test(image_root: Path, app: App) -> None:

@@ -6,14 +6,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import QUIET, free_port, start_app
+
+from app.fit.configuration import resolve
+from app.monitor.loggers import tracking_mode
 
 KEY = "5ec2e7" * 6 + "5ec2"
 App = Callable[..., tuple[int, str]]
@@ -33,13 +37,62 @@ def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
     return file, json.loads(read.stdout)
 
 
+@pytest.mark.parametrize(
+    ("flag", "variable", "mode"),
+    [
+        (None, None, "offline"),
+        (None, "online", "online"),
+        (None, "dryrun", "offline"),
+        (None, "disabled", "off"),
+        ("online", None, "online"),
+        ("online", "offline", "offline"),
+        ("offline", "online", "offline"),
+        ("off", "online", "off"),
+        ("true", None, "offline"),
+        ("false", "online", "off"),
+    ],
+)
+def test_the_more_private_wish_holds(
+    flag: str | None, variable: str | None, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    if variable:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    flags = ["--run.wandb", flag] if flag else []
+    assert tracking_mode(resolve(["fit", *SMALL, *flags]).run.wandb) == mode
+
+
+def test_what_is_private_stays(image_root: Path, tmp_path: Path) -> None:
+    """Logged in: no connection is made; no image, no name of one and no git remote is in the tracker's files."""
+    for image in image_root.rglob("*.*"):
+        image.rename(image.with_stem(f"patient-{image.stem}"))
+    flags = ["--data", "ImageFolder", "--data.root", image_root, "--trainer.max_epochs", "1", *QUIET]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
+        code, out = start_app("fit", *flags, "--run.root", tmp_path / "runs", env=env)
+        assert code == 0, out
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
+    file, _ = inspect(run)
+    (picture,) = (file.parent / "files").rglob("*.png")
+    assert picture.name.startswith("confusion_matrix_picture")
+    kept = [path.read_bytes() for path in (run / "wandb").rglob("*") if path.is_file()]
+    assert not [content for content in kept if any(word in content for word in (b"patient-", b"most_wrong", b"remote"))]
+
+
 @pytest.mark.parametrize("strategy", ["auto", *(pytest.param(f"ddp_{how}", marks=SLOW) for how in ("spawn", "fork"))])
 def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
+    """Whatever the number of processes, and in silence where the home cannot be written."""
     devices = "1" if strategy == "auto" else "2"
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
-    env = {"WANDB_MODE": "offline", "WANDB_API_KEY": None}
-    code, out = start_app("fit", *SMALL, *way, "--trainer.max_epochs", "2", "--run.root", tmp_path, env=env)
+    env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": "/proc/home", "XDG_CACHE_HOME": None}
+    flags = ["--trainer.max_epochs", "2", "--run.root", tmp_path, "--run.track_images", "true"]
+    code, out = start_app("fit", *SMALL, *way, *flags, env=env)
     assert code == 0, out
+    assert not re.search("INFO|ERROR|/proc/home|fail", out), out
     run = tmp_path / "LeNet-Synthetic" / "version_0"
     file, summary = inspect(run)
     assert f"wandb sync {file.parent}" in out
@@ -56,10 +109,11 @@ def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> None:
-    home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None}
+    home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": "online"}
     flags = [*SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path]
     code, out = start_app("fit", *flags, env=home)
     assert code == 0, out
+    assert "has no key (wandb login, or WANDB_API_KEY): offline from here on" in out
     assert "wandb sync" in out
     code, out = start_app("fit", *flags, env={"WANDB_MODE": "disabled"})
     assert code == 0, out
@@ -83,14 +137,29 @@ class OutOfQuota(BaseHTTPRequestHandler):
         pass
 
 
+class Dripping(OutOfQuota):
+    """Weights & Biases that sends its answer one byte at a time."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with suppress(OSError):  # nobody reads any more
+            for _ in range(10_000):
+                self.wfile.write(b" ")
+                time.sleep(0.1)
+
+
+SERVERS = {"is out of quota": OutOfQuota, "drips": Dripping}
+
+
 @contextmanager
 def tracker(server: str) -> Iterator[str]:
     """The address of a server of Weights & Biases that does not take the run."""
-    if server == "is out of quota":
-        with ThreadingHTTPServer(("127.0.0.1", 0), OutOfQuota) as full:
-            threading.Thread(target=full.serve_forever, daemon=True).start()
-            yield f"http://127.0.0.1:{full.server_port}"
-            full.shutdown()
+    if server in SERVERS:
+        with ThreadingHTTPServer(("127.0.0.1", 0), SERVERS[server]) as running:
+            threading.Thread(target=running.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{running.server_port}"
+            running.shutdown()
         return
     with socket.create_server(("127.0.0.1", 0)) as silent:
         if server == "refuses":
@@ -100,14 +169,16 @@ def tracker(server: str) -> Iterator[str]:
             yield f"http://127.0.0.1:{silent.getsockname()[1]}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("server", ["refuses", "never answers", "is out of quota"])
+DOWN = ["drips", *(pytest.param(how, marks=SLOW) for how in ("refuses", "never answers", "is out of quota"))]
+
+
+@pytest.mark.parametrize("server", DOWN)
 def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
-    """The run is kept offline, whole, under the command that is printed; training begins within seconds of it."""
+    """The run is kept offline, whole, under the command that is printed; it begins and ends within seconds."""
     with tracker(server) as url:
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
-        flags = [*SMALL, "--trainer.max_epochs", "2", "--run.root", tmp_path]
-        code, out = start_app("fit", *flags, env=env)
+        flags = [*SMALL, "--trainer.max_epochs", "2", "--run.root", tmp_path, "--run.wandb", "online"]
+        code, out = start_app("fit", *flags, env=env, timeout=120)
     assert code == 0, out
     assert out.count("Weights & Biases") == 1, "it is said once"
     said = "does not start (.*limit reached.*)" if server == "is out of quota" else "does not answer"

@@ -25,7 +25,7 @@ from app.compare.runner import Outcome, Runner
 from app.errors import UserError, nearest
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser, read_yaml, shipped
-from app.monitor.loggers import Tracker, make_loggers, next_version
+from app.monitor.loggers import Tracker, make_loggers, next_version, tracking_mode
 from app.monitor.step_profiler import PHASES
 from app.plan.measure import timed_run
 from app.system.files import read_json, write_json
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
     fingerprint = _fingerprint(experiment, variants, options.wandb)
     name, new = _version(folder, fingerprint, options.fresh)
     group = f"{experiment.name}/{name}"
-    tracking = ["--run.wandb", "true", "--run.group", group] if options.wandb else ["--run.wandb", "false"]
+    tracking = ["--run.group", group] if options.wandb else ["--run.wandb", "off"]
     if options.dry_run:
         _announce(Runner(experiment, variants, folder / name, tracking), console)
         return 0
@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
         console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
     if options.wandb:
         project = variants[0].settings.run.project
-        loggers = make_loggers(folder / name, True, project, group, ["summary"])
+        loggers = make_loggers(folder / name, tracking_mode(None), project, group, ["summary"])
         for tracker in loggers:
             if isinstance(tracker, Tracker):
                 tracker.log_comparison(table, pictures)

@@ -85,11 +85,11 @@ class ImageCache:
             for block in images.blocks(num_workers, wrong if source.skips else None):
                 file.write(block.numpy().data)
             right = [place for place in range(len(images)) if place not in wrong]
-            if wrong:
-                first = next(iter(wrong.values()))
-                rank_zero_info(f"{len(wrong):,} of {len(images):,} images are left out; the first one: {first}")
+            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy
             if not right:
-                raise UserError(f"none of {len(images):,} images can be read: {next(iter(wrong.values()))}")
+                raise UserError(f"none of {len(images):,} images can be read; the first one: {first}")
+            if wrong:
+                rank_zero_info(f"{len(wrong):,} of {len(images):,} images are left out; the first one: {first}")
             names = json.dumps(images.names and [images.names[place] for place in right]).encode()
             file.write(images.labels[right].numpy().data)
             file.write(names)
@@ -103,11 +103,13 @@ class ImageCache:
         labelled = split != "predict" or getattr(source, "predict_dir", None) is None
         made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place), labelled, source.skips]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
-        key = hashlib.sha256(json.dumps(list(source.class_names)).encode())
+        targets = [os.path.realpath(folder) for folder in sorted({*map(os.path.dirname, files)})]
+        key = hashlib.sha256(json.dumps([list(source.class_names), targets]).encode())
         for file in files:
             try:
                 state = os.stat(file)
-                seen = f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0"
+                target = os.path.realpath(file) if os.path.islink(file) else ""
+                seen = f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0{target}\0"
             except OSError:  # who decodes it says what is wrong
                 seen = f"{file}\0"
             key.update(seen.encode(errors="surrogateescape"))

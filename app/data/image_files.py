@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +14,13 @@ from PIL import Image, UnidentifiedImageError
 from rich import get_console
 from rich.progress import Progress
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
 
 from app.data.sources import EMBEDDED, Source, Split, SplitName, Workers
 from app.errors import UserError
+
+SPLITS: Sequence[SplitName] = ("train", "val", "test")
 
 
 class FileSplit(Split):
@@ -43,11 +46,14 @@ class FileSplit(Split):
                 if picture.mode in ("I", "F"):
                     raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
                 image = picture.convert("L" if channels == 1 else "RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
-            raise UserError(f"{self.names[index]} cannot be read ({reason}): replace or remove this file") from error
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
+            if image.size != (width, height):
+                image = image.resize((width, height), Image.Resampling.BILINEAR)
+        except Exception as error:  # PIL's decoders raise whatever their parsing runs into
+            reason = "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
+            reason = reason or type(error).__name__
+            raise UserError(
+                f"{self.names[index]} cannot be read ({reason}): replace this file, or give --data.on_bad_image skip"
+            ) from error
         return pil_to_tensor(image)
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
@@ -83,7 +89,7 @@ class FileSplit(Split):
 
 
 class FolderSource(Source):
-    """The user's own images: `root/train/<class>/*.jpg`, with `val` and `test` alike where there are any."""
+    """The user's own images: `root/train/<class>/*.jpg`, `val` and `test` alike; or `root/<class>/*.jpg`."""
 
     def __init__(
         self,
@@ -101,75 +107,104 @@ class FolderSource(Source):
         height, width = (size, size) if isinstance(size, int) else size
         self.image_shape = (channels, height, width)
         self.mean, self.std = mean, std
-        folders: list[SplitName] = [name for name in ("train", "val", "test") if Path(root, name).is_dir()]
-        self.splits = [*folders, "predict"] if predict_dir is not None or "test" in folders else folders
-        try:
-            folders_of_classes, self._class_to_idx = find_classes(str(Path(root, "train")))
-        except FileNotFoundError as error:
+        place = Path(root)
+        names = _folders(place) if place.exists() else []
+        self._places: dict[SplitName, Path] = {name: place / name for name in SPLITS if name in names}
+        if not self._places and place.name != "train":
+            self._places["train"] = place
+        predicts: list[SplitName] = ["predict"] if predict_dir is not None or "test" in self._places else []
+        self.splits = [*self._places, *predicts]
+        train = self._places.get("train", place / "train")
+        self._classes = _folders(train) if train.exists() else []
+        if not self._classes:
+            hint = f", so give {place.parent}" if place.name == "train" else ""
             raise UserError(
-                f"{Path(root, 'train')} has no class folders: --data.root must hold train/<class>/*.jpg or "
-                f"*.png{', so give ' + str(Path(root).parent) if Path(root).name == 'train' else ''}, {EMBEDDED}"
-            ) from error
-        except OSError as error:
-            raise UserError(f"{Path(root, 'train')} cannot be read ({error.strerror})") from error
+                f"{train} has no class folders: --data.root must hold train/<class>/*.jpg or *.png, or "
+                f"<class>/*.jpg{hint}, {EMBEDDED}"
+            )
         # a name that is no UTF-8 can be neither printed nor drawn
-        self.class_names = [
-            name.encode(errors="surrogateescape").decode(errors="replace") for name in folders_of_classes
-        ]
+        self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
 
     def prepare(self) -> None:
         """Look through the folders: what cannot be read, or is no image where one should be, is an error."""
-        for split in (name for name in self.splits if name != "predict"):
-            folder = Path(self.root, split)
-            _look_through(folder)
-            unknown = {d.name for d in folder.iterdir() if d.is_dir()} - set(self._class_to_idx)
+        for split, place in self._places.items():
+            unknown = set(_folders(place)) - set(self._classes)
             if unknown:
-                raise UserError(f"{folder} has classes that train/ has not: {', '.join(sorted(unknown))}")
-            samples = self._samples(folder)
-            if not samples:
-                raise UserError(f"{folder} holds no images ({', '.join(IMG_EXTENSIONS)}): put them in class folders")
-            empty = set(self._class_to_idx.values()) - {label for _, label in samples} if split == "train" else ()
-            for label in sorted(empty):
+                raise UserError(f"{place} has classes that train/ has not: {', '.join(sorted(unknown))}")
+            labels = {label for _, label in self._samples(split)}
+            empty = [name for label, name in enumerate(self._classes) if label not in labels]
+            if not labels:
+                raise UserError(f"{place} holds no images ({', '.join(IMG_EXTENSIONS)}): put them in class folders")
+            if empty and split == "train":
                 raise UserError(
-                    f"{folder / sorted(self._class_to_idx)[label]} holds no images ({', '.join(IMG_EXTENSIONS)}): put "
-                    "some there, or remove the folder"
+                    f"{place / empty[0]} holds no images ({', '.join(IMG_EXTENSIONS)}): put some there, or begin its "
+                    "name with a dot if it is no class"
                 )
         if self.predict_dir is not None:
-            _look_through(Path(self.predict_dir))
-
-    def _samples(self, folder: Path) -> list[tuple[str, int]]:
-        return make_dataset(str(folder), self._class_to_idx, extensions=IMG_EXTENSIONS, allow_empty=True)
+            self._samples("predict")
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
-        return [path for path, _ in self._labelled(split)]
+        return [file for file, _ in self._samples(split)]
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
-        return FileSplit(self._labelled(split), self.image_shape)
+        return FileSplit(self._samples(split), self.image_shape)
 
-    def _labelled(self, split: SplitName) -> list[tuple[str, int]]:
+    def _samples(self, split: SplitName) -> list[tuple[str, int]]:
         """Path and label of each image; the label is -1 in `predict_dir`."""
-        if split != "predict" or self.predict_dir is None:
-            return self._samples(Path(self.root, "test" if split == "predict" else split))
-        paths = sorted(p for p in Path(self.predict_dir).rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
-        if not paths:
-            raise UserError(f"--data.predict_dir {self.predict_dir} holds no images")
-        return [(str(path), -1) for path in paths]
+        if split == "predict" and self.predict_dir is not None:
+            place = Path(self.predict_dir)
+            if not place.exists():
+                raise UserError(f"--data.predict_dir {place}: there is no such file or folder")
+            files = [str(place)] if place.is_file() else _images(str(place), {})
+            if not files:
+                raise UserError(f"--data.predict_dir {place} holds no images ({', '.join(IMG_EXTENSIONS)})")
+            return [(file, -1) for file in files]
+        place = self._places["test" if split == "predict" else split]
+        classes = [(label, place / name) for label, name in enumerate(self._classes)]
+        return [(file, label) for label, each in classes if each.is_dir() for file in _images(str(each), {})]
 
 
-def _look_through(folder: Path) -> None:
-    """Refuse what a folder of images must not hold, and what of it cannot be read, by name.
+def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:
+    """The image files below a folder, folder by folder.
 
-    A pipe would be waited for; a link may lead to any file of this machine.
+    Args:
+        folder: Where to look.
+        above: Folders that hold it, by device and inode, which no link may lead back to.
+    """
+    state = os.stat(folder)
+    here = state.st_dev, state.st_ino
+    if here in above:
+        raise UserError(f"{folder} leads back to {above[here]}, which holds it: correct this link")
+    files, folders = [], []
+    for entry in _entries(folder):
+        if entry.is_dir():
+            folders += _images(entry.path, {**above, here: folder})
+        elif entry.name.lower().endswith(IMG_EXTENSIONS):
+            files.append(entry.path)
+    return files + sorted(folders, key=os.path.split)
+
+
+def _folders(place: Path) -> list[str]:
+    """Names of the folders in a folder, sorted."""
+    return [entry.name for entry in _entries(str(place)) if entry.is_dir()]
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """The entries of a folder that are not hidden, sorted; links are followed.
+
+    Raises:
+        UserError: When the folder cannot be read, for a link that leads nowhere, and for a pipe, which would block.
     """
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                _look_through(Path(entry.path))
-            elif not entry.is_file(follow_symlinks=False):
-                kind = "a link" if entry.is_symlink() else "no file, but a pipe, a socket or a device"
-                raise UserError(f"{entry.path} is {kind}: remove it, or put a copy there")
     except OSError as error:
-        raise UserError(
-            f"{error.filename or folder} cannot be read ({error.strerror}): give the right to, or remove it"
-        ) from error
+        raise UserError(f"{folder} cannot be read ({error.strerror}): let this user read it") from error
+    entries = [entry for entry in entries if not entry.name.startswith(".")]
+    for entry in entries:
+        with suppress(OSError):  # a link to itself
+            if entry.is_dir() or entry.is_file():
+                continue
+        if entry.is_symlink():
+            raise UserError(f"{entry.path} is a link to {os.readlink(entry.path)}, which is missing: correct this link")
+        raise UserError(f"{entry.path} is no file, but a pipe, a socket or a device: move it elsewhere")
+    return entries

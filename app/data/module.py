@@ -360,12 +360,12 @@ class ImageFolder(ImageData):
     """Your own images: `root/train/<class>/*.jpg` or `*.png`, and `val/` and `test/` alike where you have them.
 
     Args:
-        root: Directory that holds `train`.
+        root: Directory that holds `train`, or the class folders themselves.
         size: Height and width that every image is resized to.
         channels: 3 for colour, 1 for grey.
         mean: Per channel, of pixels scaled to 0…1; by default 0.5.
         std: Per channel, of pixels scaled to 0…1; by default 0.5.
-        predict_dir: Folder of images, labelled or not, for `predict`; by default the test split.
+        predict_dir: Image, or folder of images, labelled or not, for `predict`; by default the test split.
         on_bad_image: What to do with one that cannot be read: `error`, or `skip`, which leaves it out, on all ranks,
             and counts it in the run's record.
         **kwargs: As for `ImageData`.

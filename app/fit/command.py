@@ -45,7 +45,7 @@ from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
 from app.monitor.header import Header
-from app.monitor.loggers import Tracker, make_loggers
+from app.monitor.loggers import Tracker, make_loggers, tracking_mode
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.rank_times import RankTimes
@@ -266,8 +266,9 @@ class CLI(Flags):
     def _record(self, decided: dict[str, Any]) -> None:
         """Give the run its directory, its record and its loggers."""
         run, earlier = self._run_options, decided["earlier"]
-        folder, tracks = Path(run.root, decided["folder"]), run.wandb and self.subcommand == "fit"
-        loggers = make_loggers(folder, tracks, run.project, run.group, run.tags, earlier.get("tracker"))
+        folder, tracker = Path(run.root, decided["folder"]), earlier.get("tracker")
+        mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
+        loggers = make_loggers(folder, mode, run.project, run.group, run.tags, tracker, run.track_images)
         self.trainer.loggers = loggers + self.trainer.loggers
         self.record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
         self.record.record.update(resumed_from=self.checkpoint, launchers=decided["launchers"])

@@ -26,7 +26,9 @@ class Run:
         name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
         root: Directory of all runs: each gets `root/name/version_N`.
         test: Whether fit ends with a test of the best checkpoint.
-        wandb: Whether to track in Weights & Biases; offline without a key.
+        wandb: Whether to track in Weights & Biases: `online`, `offline` or `off`; by default what WANDB_MODE says, else
+            `offline`, which sends nothing. Of flag and variable the more private one holds.
+        track_images: Whether the tracker gets test images, those that were most confidently wrong.
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
@@ -41,7 +43,8 @@ class Run:
     name: str | None = None
     root: str = "runs"
     test: bool = True
-    wandb: bool = True
+    wandb: Literal["online", "offline", "off"] | bool | None = None
+    track_images: bool = False
     project: str = "data-parallel-lab"
     group: str | None = None
     tags: list[str] | None = None

@@ -8,10 +8,11 @@ import shlex
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -34,6 +35,15 @@ if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
 
 
 PROBE_TIMEOUT = 3  # seconds for a server to say that it is there
+END_TIMEOUT = 30  # seconds for the rest of a run to be sent
+MODES = ("off", "offline", "online")  # of the tracker, the most private one first
+VARIABLES = {  # unless the user sets them
+    "WANDB_SILENT": "true",  # spawned processes repeat its warnings
+    "WANDB_DISABLE_GIT": "true",  # the remote's address, and what is not committed
+    "WANDB_DISABLE_CODE": "true",
+    "WANDB_ERROR_REPORTING": "false",  # statistics of use, also of offline runs
+}
+WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
@@ -50,6 +60,37 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
             rank_zero_warn(f"Weights & Biases failed, training goes on without it: {one_line(str(error))}")
 
     return call
+
+
+def _in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Call a function in a daemon thread. Unlike a pool's, the interpreter does not wait for it when it ends."""
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    return future
+
+
+def tracking_mode(flag: str | bool | None) -> str:
+    """Return the tracker's mode: that of the flag or of WANDB_MODE, the more private one of two; else `offline`.
+
+    Args:
+        flag: Value of `--run.wandb`; YAML has booleans for `on` and `off`.
+
+    Raises:
+        UserError: When WANDB_MODE has no such value.
+    """
+    variable = os.environ.get("WANDB_MODE")
+    if variable and variable not in WANDB_MODES:
+        raise UserError(f"WANDB_MODE={variable}: give online, offline or disabled")
+    requested = ("off", "offline")[flag] if isinstance(flag, bool) else flag
+    given = [mode for mode in (requested, WANDB_MODES.get(variable or "")) if mode]
+    return min(given, key=MODES.index, default="offline")
 
 
 def logged_in() -> bool:
@@ -82,12 +123,13 @@ def trial() -> str | None:
 class Tracker(WandbLogger):
     """Weights & Biases: one run per training, whatever the world size.
 
-    Online with a key, offline without one; the environment variable WANDB_MODE decides where it is set. A server that
-    does not answer makes the run offline, and one that stops to answer is not waited for: what could not be sent lies
-    in the run's directory, to be uploaded later.
+    A server that does not answer makes the run offline, and one that stops to answer is not waited for: what could not
+    be sent lies in the run's directory, to be uploaded later.
 
     Args:
         run_dir: Directory of the run; the tracker's files go into its `wandb` folder.
+        mode: `online` or `offline`.
+        images: Whether it gets test images.
         name: Name of the run.
         project: Project of the run.
         group: Group of the run.
@@ -102,24 +144,30 @@ class Tracker(WandbLogger):
     def __init__(
         self,
         run_dir: str,
+        mode: str,
+        images: bool,
         name: str,
         project: str,
         group: str | None = None,
         tags: Sequence[str] | None = None,
         resumed: str | None = None,
     ) -> None:
+        place = {name: os.path.abspath(Path(run_dir, "wandb")) for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
+        for variable, value in (VARIABLES | place).items():  # a home that cannot be written would have it print its log
+            os.environ.setdefault(variable, value)
         import wandb
 
         skip_launch_inputs()
         self.failed = self.unsent = False
+        self.images = images
         self.id = trial() or resumed or uuid.uuid4().hex[:8]
-        self.mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+        self.mode = mode
+        if mode == "online" and not logged_in():
+            rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
+            self.mode = "offline"
         self._answers: Future[bool] | None = None  # asked while model and data are made ready
         if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
-            pool = ThreadPoolExecutor(1)
-            self._answers = pool.submit(answers, wandb.setup().settings.base_url)
-            pool.shutdown(wait=False)
-        os.environ.setdefault("WANDB_SILENT", "true")  # spawned processes repeat its warnings; ours are said here
+            self._answers = _in_background(answers, wandb.setup().settings.base_url)
         # a spawned process that attaches to the run does not know its directory
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(
@@ -234,13 +282,11 @@ class Tracker(WandbLogger):
             [wandb.Image(image.permute(1, 2, 0).squeeze(-1).numpy()), label, predicted, confidence]
             for image, label, predicted, confidence in wrong
         ]
-        self.experiment.log(
-            {
-                "confusion_matrix": wandb.Table(columns=["label", "predicted", "count"], data=cells),
-                "most_wrong": wandb.Table(columns=["image", "label", "predicted", "probability"], data=table),
-                **{f"{picture.stem}_picture": wandb.Image(str(picture)) for picture in pictures},
-            }
-        )
+        figures: dict[str, Any] = {"confusion_matrix": wandb.Table(columns=["label", "predicted", "count"], data=cells)}
+        if self.images:
+            figures["most_wrong"] = wandb.Table(columns=["image", "label", "predicted", "probability"], data=table)
+        shown = [picture for picture in pictures if self.images or picture.stem != "most_wrong"]
+        self.experiment.log(figures | {f"{each.stem}_picture": wandb.Image(str(each)) for each in shown})
 
     @_never_fatal
     def log_comparison(self, table: "pd.DataFrame", pictures: dict[str, Path]) -> None:
@@ -258,11 +304,21 @@ class Tracker(WandbLogger):
     def finish(self) -> None:
         """End the run: everything has been logged."""
         try:
-            if run := open_experiment(self):
-                run.finish()
+            _in_background(self._end).result(END_TIMEOUT)
         except Exception as error:  # TimeoutError, or whatever the tracker raises
             self.unsent = True
-            rank_zero_info(f"Weights & Biases has not taken all of the run: {one_line(str(error))}")
+            reason = one_line(str(error)) or f"not within {END_TIMEOUT} seconds"
+            rank_zero_info(f"Weights & Biases has not taken all of the run: {reason}")
+
+    def _end(self) -> None:
+        """End the run, and the tracker's process, for which the interpreter would wait."""
+        import wandb
+
+        try:
+            if run := open_experiment(self):
+                run.finish()
+        finally:
+            wandb.teardown()
 
 
 class MetricsFile(CSVLogger):
@@ -388,19 +444,20 @@ def claim_version(folder: Path, what: str = "version") -> Path:
 
 def make_loggers(
     folder: Path,
-    wandb: bool,
+    mode: str,
     project: str,
     group: str | None,
     tags: Sequence[str] | None,
     resumed: str | None = None,
+    images: bool = False,
 ) -> list[Logger]:
     """Make the CSV logger, first because run directories follow it, and the tracker, for a new or an earlier run."""
     version, name = folder.name, folder.parent.name
     metrics = MetricsFile(str(folder.parent.parent), name=name, version=version)
-    if not wandb or os.environ.get("WANDB_MODE") == "disabled":
+    if mode == "off":
         return [metrics]
     try:
-        return [metrics, Tracker(metrics.log_dir, f"{name}/{version}", project, group, tags, resumed)]
+        return [metrics, Tracker(metrics.log_dir, mode, images, f"{name}/{version}", project, group, tags, resumed)]
     except Exception as error:
         rank_zero_warn(f"Weights & Biases does not start, training goes on without it: {one_line(str(error))}")
         return [metrics]
