@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 
 from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
-from app.launch.process import AGENT, TRUST, begin, is_task_of_srun
+from app.launch.process import AGENT, TRUST, begin, check_environment, is_task_of_srun
 
 HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
@@ -58,7 +58,6 @@ def main(args: Sequence[str] | None = None) -> int:
         Exit code: 0 for success, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
     """
     argv = list(sys.argv[1:] if args is None else args)
-    begin()
     if "--verbose" in argv:
         argv.remove("--verbose")
         os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
@@ -66,6 +65,8 @@ def main(args: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.getLogger("matplotlib").setLevel(logging.ERROR)  # two lines on a home that cannot be written
     try:
+        check_environment()
+        begin()
         argv = _without_trust(argv)
         if not argv or argv[0] in ("-h", "--help"):
             print(HELP)
@@ -85,7 +86,7 @@ def _say(error: BaseException) -> int:
     if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
     if status.status == "failed" and AGENT not in os.environ:  # the agent says it for its ranks
-        rank = os.environ["SLURM_PROCID"] if is_task_of_srun() else os.environ.get("RANK", "0")
+        rank = os.environ.get("SLURM_PROCID" if is_task_of_srun() else "RANK", "0")
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
     return status.code
 

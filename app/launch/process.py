@@ -2,12 +2,16 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from app.errors import UserError
 
 AGENT = "APP_AGENT"  # environment of a rank that our agent starts: id of the agent
 STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
@@ -19,6 +23,48 @@ WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORL
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
+# set by srun for each task of a step; SLURM_STEP_ID alone makes no task
+TASK = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID"),
+    *("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+WHOLE_NUMBER = r"\d{1,18}", "a whole number"
+# of each variable that this application, or a library of it, reads: the pattern of its value, and that in words
+VARIABLES = {
+    **dict.fromkeys((*RANKS[:-1], *TASK[:-1], "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
+    **dict.fromkeys(("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER), WHOLE_NUMBER),
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (r"\d{1,9}", "seconds"),
+    "SLURM_STEP_TASKS_PER_NODE": (r"[\d,x()]+", "a list of numbers"),
+    "OMP_NUM_THREADS": (r"0*[1-9]\d{0,4}(,\d{1,5})*", "a number of threads"),
+    TRUST: (r"((?!\d)\w+[.,]?)*", "names of modules, with commas between them"),
+    "TORCH_DISTRIBUTED_DEBUG": (r"(?i)off|info|detail", "OFF, INFO or DETAIL"),
+    "JSONARGPARSE_DEBUG": (r"(?i)false|true|", "true or false"),
+    "WANDB_MODE": (r"online|offline|disabled|dryrun|run|shared|", "online, offline or disabled"),
+}
+
+
+def check_environment() -> None:
+    """Check every variable of the environment that is read later, here or in a library.
+
+    Raises:
+        UserError: When one has a value that it cannot have, or is left over from another process.
+    """
+    for name, (pattern, meaning) in VARIABLES.items():
+        value = os.environ.get(name)
+        if value is not None and not re.fullmatch(pattern, value):
+            del os.environ[name]  # the report of the error reads some of them
+            raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
+    if is_task_of_srun() and (missing := [name for name in TASK if name not in os.environ]):
+        raise UserError(f"SLURM_STEP_ID in the environment, but no {missing[0]}: unset SLURM_STEP_ID, or use srun")
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None and not Path(file).parent.is_dir():
+        raise UserError(
+            f"TORCHELASTIC_ERROR_FILE={file} in the environment: there is no such folder: unset TORCHELASTIC_ERROR_FILE"
+        )
+    for name in (STARTER, AGENT):
+        if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
+            del os.environ[name]
+            raise UserError(f"{name}={parent} in the environment is left over from another run: unset {name}")
 
 
 def trust_flags() -> list[str]:
@@ -32,7 +78,8 @@ def is_task_of_srun() -> bool:
     Where a site has salloc open its shell on a node, that is a step with a number of its own, SLURM_INTERACTIVE_STEP.
     Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
-    return int(os.environ.get("SLURM_STEP_ID", SLURM_MAX_NORMAL_STEP_ID + 1)) <= SLURM_MAX_NORMAL_STEP_ID
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) <= SLURM_MAX_NORMAL_STEP_ID
 
 
 def is_worker() -> bool:

@@ -332,7 +332,11 @@ class DDPWithHooks(DDPStrategy):
         if (
             distributed.is_initialized() and distributed.get_backend() == "gloo"
         ):  # which ends a process whose call meets another one of the user's
+            level = distributed.get_debug_level()
+            # torch's logger of DDP takes the wrapper with which DETAIL checks calls for gloo itself: it would crash
+            distributed.set_debug_level(distributed.DebugLevel.OFF)
             group = distributed.new_group(backend="gloo", timeout=self._timeout)
+            distributed.set_debug_level(level)
         devices = self.determine_ddp_device_ids()
         return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
 
