@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+import app
 from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
 from app.launch.process import AGENT, TRUST, begin, check_environment, is_task_of_srun
 
@@ -70,6 +71,9 @@ def main(args: Sequence[str] | None = None) -> int:
         argv = _without_trust(argv)
         if not argv or argv[0] in ("-h", "--help"):
             print(HELP)
+            return 0
+        if "--version" in argv:
+            print(f"data-parallel-lab {app.__version__}")
             return 0
         return _route(argv)
     except Exception as error:

@@ -4,7 +4,7 @@ import difflib
 import importlib.util
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 EXIT_CODES = {"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}
@@ -114,33 +114,48 @@ def out_of_memory(error: BaseException) -> str | None:
     )
 
 
+CONFIGS = ("--experiment", "--config")  # flags that take a file of settings
+SYNONYMS = {  # what other programs call a flag
+    **dict.fromkeys(("gpu", "gpus", "num_gpus", "nproc_per_node"), "--trainer.devices"),
+    **dict.fromkeys(("amp", "bf16", "fp16"), "--trainer.precision"),
+    **{"learning_rate": "--model.optimizer.lr", "output_dir": "--run.root", "resume": "--ckpt_path"},
+}
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Phrase `: did you mean …?` for the nearest known name; nothing when none is near.
 
-    Of flags, `--optimizer.lr`, the last part counts as much as the whole; upper and lower case are the same.
+    Flags are compared by their last part, and one of the same section is nearer; upper and lower case are the same. The
+    import path of a class is as near as its name.
     """
+    if name.startswith("--"):
+        name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)
+    section, _, last = name.rpartition(".")
 
     def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
-        if not name.startswith("--"):
-            return whole
-        last, wanted = (flag.rsplit(".", 1)[-1].lstrip("-").lower() for flag in (candidate, name))
-        return max(whole, difflib.SequenceMatcher(None, wanted, last).ratio() - 0.05)
+        if candidate.endswith(f".{name}"):
+            return 1.0
+        theirs, _, word = candidate.rpartition(".")
+        elsewhere = name.startswith("--") and "." in name and theirs != section
+        a, b = (last.lstrip("-"), word.lstrip("-")) if name.startswith("--") else (name, candidate)
+        return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() - 0.15 * elsewhere
 
     ranked = sorted({(likeness(candidate), candidate) for candidate in known}, reverse=True)
     near = 0.135 if len(name) <= 3 else 0.0  # of short names, several may be meant: dp and ddp by dpp
-    found = [candidate for score, candidate in ranked if score >= 0.5 and score >= ranked[0][0] - near]
+    found = [candidate for score, candidate in ranked if score >= 0.6 and score >= ranked[0][0] - near]
     found = found if near else sorted(found)
     return f": did you mean {' or '.join(found[:3])}?" if found else ""
 
 
-def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Iterable[str] = ()) -> str:
+def one_line(
+    message: str, known_flags: Iterable[str] = (), known_classes: Mapping[str, Iterable[str]] | None = None
+) -> str:
     """Say in one line what jsonargparse or Lightning says in many.
 
     Args:
         message: Their message.
         known_flags: Flags as typed, with `--`, among which to look for the one that was meant.
-        known_classes: Names of classes, among which to look for the one that was meant.
+        known_classes: Names of the classes that a flag takes, by the last part of the flag.
 
     Returns:
         The flag, its value, what is wrong with it and the nearest right one; a message of a form that is not
@@ -155,6 +170,8 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
         return f"--trainer.devices {match[1]}: the {match[2]} accelerator cannot give that: give a count from 1 on"
     if match := re.match(r"unrecognized arguments: (\S+)", text):
         flag = match[1].split("=")[0]
+        if not flag.startswith("-") and (config := next((each for each in CONFIGS if each in flags), None)):
+            return f"{flag}: a value without a flag: did you mean {config} {flag}?"
         return f"{flag}: there is no such flag{nearest(flag, flags)}"
     if match := re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text):
         return f"{match[2]} in the config: {match[1]} has no such setting{nearest('--' + match[2], flags)}"
@@ -164,15 +181,21 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     if match := re.search(r'Parser key "(?:config|cfg)": (.+)', text):
         return f"--config: {match[1]}"
     key = re.search(r'Parser key "([^"]+)"', text)
-    through_here = r"- --(.+?) (?:- Expected a <class 'NoneType'>|Given value type)"
+    nested = re.search(r"NestedArg\(key='([^']+)'(?:, val='([^']*)'\))?", text)
+    through_here = r"- --([\w.+]+)(.*?) (?:- Expected a <class 'NoneType'>|- Option|Given value type)"
     if match := re.search(through_here, text):
-        owner = f"{key[1]}." if key and not match[1].startswith(key[1]) else ""
-        return f"--{owner}{match[1]}"
+        inner = match[1]
+        spec = rf"'(\w+)': {{'class_path': '[^']*', 'init_args': {{[^{{}}]*'{re.escape(inner)}': "
+        if owner := re.search(spec, text):
+            inner = f"{owner[1]}.{inner}"
+        if key and not inner.startswith(key[1]):
+            within = nested[1] if nested else inner
+            inner = f"{key[1]}.{within}" if f".{within}".endswith(f".{inner}") else f"{key[1]}.{within}.{inner}"
+        return f"--{inner}{match[2]}"
     if match := re.search(r"^Does not validate .*? Errors: - (.+?) - Expected a <class 'NoneType'>", text):
         return match[1]  # the class itself refused its arguments
     if key is None:
         return text
-    nested = re.search(r"NestedArg\(key='([^']+)', val='([^']*)'\)", text)
     inner = re.findall(r'Parser key "([^"]+)"', text)[-1]
     within = nested[1] if nested else inner if inner != key[1] else ""
     flag = f"--{key[1]}.{within}" if within else f"--{key[1]}"
@@ -180,12 +203,12 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
         return f"{flag}: its {match[1]} is required"
     if match := re.search(r"Option '([^']+)' is not accepted", text):
         flag = flag if nested else f"--{key[1]}.{match[1]}"
-        elsewhere = ", though another class has" if flag in flags else nearest(flag, flags)
+        elsewhere = ", though another class has" if flag in flags else nearest(flag, flags) or ": see --help"
         return f"{flag}: the chosen class has no such setting{elsewhere}"
     if match := re.search(r"Unable to load config ['\"](.*?)['\"]", text):
         return f"{flag} {match[1]}: neither a file nor settings: give {flag}.NAME VALUE"
     got = re.search(r"Got value: (.+?)(?: - |$)", text) or re.search(r"Given value: (.+)$", text)
-    value = nested[2] if nested else got[1] if got else ""
+    value = nested[2] if nested and nested[2] is not None else got[1] if got else ""
     if match := re.search(r"Importing '([^']+)' is not allowed", text):
         if importlib.util.find_spec(match[1].partition(".")[0]) is None:
             return f"{flag} {match[1]}: No module named '{match[1].partition('.')[0]}'"
@@ -203,12 +226,14 @@ def one_line(message: str, known_flags: Iterable[str] = (), known_classes: Itera
     if "Multiple subclasses with name" in text:
         path = f"lightning.pytorch.cli.{value}"
         return f"{flag} {value}: several classes have this name: give its import path, such as {path}"
-    if match := re.search(r"Expected a dot import path string: (\S+)", text):
-        near = nearest(match[1], known_classes)
-        return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"
     expected, choices = _expected(text)
+    match = re.search(r"Expected a dot import path string: (\S+)", text)
+    if match and "a number" not in expected:
+        near = nearest(match[1], (known_classes or {}).get(flag.rpartition(".")[2].lstrip("-"), ()))
+        return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"
     if expected:
-        return f"{flag} {value}: expected {' or '.join(expected)}{nearest(value, choices)}"
+        near = f": give [{value}]" if "," in value and "list" in expected else nearest(value, choices)
+        return f"{flag} {value}: expected {' or '.join(expected)}{near}"
     known = "Expected a path", "Expected a <class 'None", "Expected <class 'None"
     reasons = re.split(r"Errors:| - ", text.partition("Errors:")[2].partition("Given value type:")[0])
     why = next(
@@ -224,11 +249,14 @@ def _expected(text: str) -> tuple[list[str], list[str]]:
     choices: list[str] = []
     for wanted in re.findall(r"Expected an? (<class '[^']+'>|typing\.Literal\[[^\]]*\])", text):
         if wanted.startswith("<class"):
-            name = wanted.split("'")[1].rsplit(".", 1)[-1].replace("NoneType", "null")
+            name = wanted.split("'")[1].rsplit(".", 1)[-1]
+            name = {"NoneType": "null", "float": "a number", "tuple": "list", "Sequence": "list"}.get(name, name)
             if name not in ("null", "LightningModule", "LightningDataModule"):
                 names.append(name)
         else:
             choices += [choice.strip("' ") for choice in wanted[len("typing.Literal[") : -1].split(",")]
+    if "a number" in names:
+        names = [name for name in names if name != "int"]
     if choices:
         names.append(f"one of {', '.join(dict.fromkeys(choices))}")
     return list(dict.fromkeys(names)), choices

@@ -108,7 +108,7 @@ class ImageClassifier(LightningModule):
     of them are means over the samples of every rank.
 
     Args:
-        network: Maps images to logits; its `image_shape` says which images it takes.
+        network: Maps images to logits; its `image_shape`, where it has one, says which images it takes.
         num_classes: Number of classes.
         loss: Name of the loss.
         optimizer: Makes the optimizer from the parameters.
@@ -202,9 +202,8 @@ class ImageClassifier(LightningModule):
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Refuse images (C, H, W) that the network does not take: the command asks, before it starts a process."""
-        wanted = self.network.image_shape
-        assert isinstance(wanted, tuple)
-        if len(shape) != 3 or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
+        wanted: Any = getattr(self.network, "image_shape", shape)
+        if len(shape) != len(wanted) or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
             text = "×".join("any" if w is None else str(w) for w in wanted)
             raise UserError(
                 f"{type(self).__name__} with {type(self.network).__name__} takes images of {text} (channels × "

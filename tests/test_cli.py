@@ -10,6 +10,8 @@ import torch
 import yaml
 from harness import QUIET, ROOT, error_of, start_app
 
+from app import __version__
+
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
 
@@ -22,6 +24,10 @@ def test_help_lists_every_command_at_once() -> None:
     for command in ("fit", "validate", "test", "predict"):
         assert re.search(rf"^  {command} +\w+", out, re.MULTILINE)
     assert start_app()[1] == out
+
+
+def test_the_version(app: App) -> None:
+    assert app("--version") == app("fit", "--version") == (0, f"data-parallel-lab {__version__}\n")
 
 
 def test_help_does_not_import_torch() -> None:
@@ -196,10 +202,28 @@ def test_every_config_runs_two_steps(
         ),
         (["--config", "nope.yaml"], "--config nope.yaml: there is no such file"),
         (["--config"], "expected one argument"),
+        (["--run.name"], "--run.name needs a value"),
+        (["--data.cache", "--data.flip"], "--data.cache needs a value"),
+        (["--model.optimizer.lr", "1e-3x"], "--model.optimizer.lr 1e-3x: expected a number"),
+        (
+            ["--model", "{class_path: CIFARCNN, init_args: {optimizer: {class_path: SGD, init_args: {lr: 1e-3x}}}}"],
+            "--model.optimizer.lr 1e-3x: expected a number",
+        ),
+        (["--model.optimizer", "{class_path: SGD, init_args: {lr: x}}"], "--model.optimizer.lr x: expected a number"),
+        (["--model", "Small"], "--model Small: there is no such class: did you mean mine.Small?"),
+        (["--model", "Net"], "--model Net: there is no such class: give its import path, package.module.Class"),
+        (["--gpus", "2"], "--gpus: there is no such flag: did you mean --trainer.devices?"),
+        (["--resume", "x"], "--resume: there is no such flag: did you mean --ckpt_path?"),
+        (["--model.label_smoothing", "0"], "--model.label_smoothing: the chosen class has no such setting: see --help"),
+        (["c.yaml"], "c.yaml: a value without a flag: did you mean --config c.yaml?"),
+        (["--data", "ImageFolder", "--data.size", "9,9"], "--data.size 9,9: expected int or list: give [9,9]"),
+        (["--run.tags", "a,b"], "--run.tags a,b: expected list: give [a,b]"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_errors(flags: list[str], said: str, app: App, tmp_path: Path) -> None:
+def test_errors(flags: list[str], said: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("class Small:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
     given = QUIET if "--data" in flags else SMALL
     if "ImageFolder" in flags:
         (tmp_path / "images" / "train" / "cat").mkdir(parents=True)
@@ -219,6 +243,11 @@ def test_an_accelerator_that_is_not_there(app: App) -> None:
     for name in ("gpu", "cuda", "mps"):
         said = error_of(*app("fit", *SMALL, "--trainer.accelerator", name))
         assert said == f"error: --trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
+
+
+def test_a_network_that_tells_no_image_shape(app: App) -> None:
+    code, out = app("fit", *SMALL, "--model", "user_code.OfTorchvision", "--trainer.max_steps", "1")
+    assert code == 0, out
 
 
 def test_an_unknown_command(app: App) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import error_of
+from harness import QUIET, error_of
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from app.errors import UserError
-from app.fit.configuration import build, resolve
+from app.fit.configuration import build, resolve, split_flags
 from app.fit.devices import devices_per_node, processes_per_node, replicas
 from app.fit.parser import PlainParser
 from app.fit.run_options import default_name
@@ -80,6 +80,33 @@ def test_a_section_that_is_null(section: str, app: App, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(f"{section}: null\n")
     said = error_of(*app("fit", "--config", tmp_path / "c.yaml"))
     assert said == f"error: {section}: null in --config {tmp_path}/c.yaml: give its settings, or leave it out"
+
+
+def test_limits_are_of_our_own_classes(app: App) -> None:
+    """Any default is right, also a null of a type without one; classes of the user know what else they take."""
+    theirs = ["--model", "user_code.OddModel", "--data", "user_code.OddData"]
+    config = resolve(["fit", *theirs, "--data.seed", "abc", "--model.clip", ".inf"])
+    assert (config.data.init_args.seed, config.data.init_args.data_seed) == ("abc", -1)
+    assert config.model.init_args.hidden is None
+    code, out = app("fit", *theirs, "--trainer.max_steps", "1", "--run.test", "false", *QUIET)
+    assert code == 0, out
+    with pytest.raises(UserError, match=r"--model.width null: give a value, or leave it out"):
+        resolve(["fit", *theirs, "--model.width", "null"])
+
+
+@pytest.mark.parametrize("flag", ["data.flip", "run.test", "trainer.deterministic", "trainer.fast_dev_run"])
+def test_switches_stand_alone(flag: str) -> None:
+    section, _, name = flag.partition(".")
+    for words, value in (([f"--{flag}"], True), ([f"--{flag}", "false"], False), ([f"--{flag}=true"], True)):
+        settings = resolve(["fit", "--data", "Synthetic", *words, "--data.cutout", "3"])[section]
+        assert settings.get("init_args", settings)[name] is value
+        *_, (typed, text) = split_flags([*words])[1]
+        assert (typed, text) == (f"--{flag}", str(value).lower())
+
+
+@pytest.mark.parametrize("command", ["compare", "verify"])
+def test_quick_stands_alone(command: str, app: App) -> None:
+    assert "--nope: there is no such flag" in error_of(*app(command, "--quick", "--data.flip", "--nope"))
 
 
 def test_an_unknown_command_is_told_all_of_them(app: App) -> None:

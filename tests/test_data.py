@@ -158,7 +158,7 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     code, out = app("fit", *flat, "--trainer.max_epochs", "1")
     assert code == 0, out
     assert out.count("no test images") == 1
-    record = json.loads((tmp_path / "runs" / "cifar_cnn" / "version_0" / "run.json").read_text())
+    record = json.loads((tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "run.json").read_text())
     assert record["data"]["images"] == {"train": 33, "val": 3}
     photo = image_root / "one photo"
     photo.write_bytes((image_root / "test" / "cat" / "00.jpg").read_bytes())

@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import torch
+import torchvision
 from cluster.hosts import awaited
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -25,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from app.data import ImageData, Synthetic
 from app.data.sources import CIFAR10Source, Split, SplitName
-from app.modules import CIFARCNN
+from app.modules import CIFARCNN, ImageClassifier
 from app.networks import LeNet
 
 
@@ -110,6 +112,36 @@ class NoValidation(TheirData):
     """Has training data alone."""
 
     val_dataloader = LightningDataModule.val_dataloader
+
+
+class OddModel(TheirModel):
+    """Its defaults are nulls, and numbers that flags of this application refuse."""
+
+    def __init__(
+        self,
+        hidden: int = None,  # noqa: RUF013
+        names: list[str] = None,  # noqa: RUF013
+        biased: bool = None,  # noqa: RUF013
+        clip: float = float("inf"),
+        bits: int = 2**70,
+        width: int = 8,
+    ) -> None:
+        super().__init__(width)
+
+
+class OddData(TheirData):
+    """Names its arguments as `ImageData` does, and means something else."""
+
+    def __init__(self, seed: str = None, data_seed: int = -1) -> None:  # noqa: RUF013
+        super().__init__()
+
+
+class OfTorchvision(ImageClassifier):
+    """A network of somebody else's, which does not tell which images it takes."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        network = torchvision.models.squeezenet1_1(num_classes=num_classes)
+        super().__init__(network, num_classes, "cross_entropy", partial(torch.optim.SGD, lr=0.01), None, "epoch")
 
 
 class Brightened(LeNet):

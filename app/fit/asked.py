@@ -56,6 +56,15 @@ class Asked:
     environ: Mapping[str, str]
 
     @cached_property
+    def checked(self) -> Namespace:
+        """The configuration without the arguments of classes that are not of this application: those have no limits."""
+        config = self.config.clone()
+        for section, base in (("model", ImageClassifier), ("data", ImageData)):
+            if not issubclass(class_of(config.get(section)) or object, base):
+                config.pop(f"{section}.init_args", None)
+        return config
+
+    @cached_property
     def trainer(self) -> Namespace:
         """Section `trainer`, with the launcher's numbers where none were given."""
         return follow(self.config.trainer, self.launcher)

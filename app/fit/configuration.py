@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -15,6 +15,7 @@ import app.data
 import app.modules
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoints import RunCheckpoint, find_checkpoint
+from app.fit.flag_rules import MADE, parameters
 from app.fit.help import MORE, SectionHelp
 from app.fit.parser import (
     Parser,
@@ -143,8 +144,21 @@ def takes_classes_of_data(classes: dict[str, str]) -> bool:
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
 
+def with_switches(argv: Sequence[str]) -> list[str]:
+    """Give the switches that stand alone their value: `--data.flip` becomes `--data.flip=true`."""
+    classes = MADE | {name: find_class(name, path) for name, path in (DEFAULTS | chosen_classes(argv)).items()}
+
+    def is_switch(flag: str) -> bool:
+        section, _, name = flag.removeprefix("--").partition(".")
+        hint = parameters(classes[section])[name].annotation if name in parameters(classes.get(section)) else None
+        return bool in (hint, *get_args(hint)) and str not in get_args(hint)
+
+    pairs = zip(argv, [*argv[1:], "--"], strict=True)
+    return [f"{flag}=true" if following.startswith("--") and is_switch(flag) else flag for flag, following in pairs]
+
+
 def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    arguments = ["--run.profile=true" if argument == "--profile" else argument for argument in argv]
+    arguments = with_switches(["--run.profile" if argument == "--profile" else argument for argument in argv])
     arguments = [shipped(argument) for argument in arguments]
     refuse_unusable(arguments)
     linked = any(argument.startswith("--model.num_classes") for argument in arguments)
@@ -204,7 +218,7 @@ def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[s
     Raises:
         UserError: When one of them has no value.
     """
-    remaining, flags, rest = [], [], list(argv)
+    remaining, flags, rest = [], [], with_switches(argv)
     while rest:
         argument = rest.pop(0)
         flag, given, value = argument.partition("=")

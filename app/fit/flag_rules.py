@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import PurePath
 from string import Formatter
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
@@ -77,14 +77,14 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _not_finite(s: Asked) -> Found:
-    sections = (_numbers(s.config.get(name), name) for name in ("trainer", "model", "data", "cluster"))
+    sections = (_numbers(s.checked.get(name), name) for name in ("trainer", "model", "data", "cluster"))
     found = ((flag, value) for numbers in sections for flag, value in numbers if not math.isfinite(value))
     return next(({"flag": flag, "value": value} for flag, value in found), None)
 
 
 def _value(s: Asked, flag: str) -> Any:
     section, _, name = flag.partition(".")
-    return s.config.get(flag, s.config.get(f"{section}.init_args.{name}"))
+    return s.checked.get(flag, s.checked.get(f"{section}.init_args.{name}"))
 
 
 def _below_minimum(s: Asked) -> Found:
@@ -96,29 +96,31 @@ def _below_minimum(s: Asked) -> Found:
 
 
 def _too_large(s: Asked) -> Found:
-    flags = vars(s.config.as_flat()).items()
+    flags = vars(s.checked.as_flat()).items()
     found = ((flag, v) for flag, value in flags for v in (value if isinstance(value, list) else [value]))
     large = ({"flag": flag.replace(".init_args.", "."), "value": v} for flag, v in found if type(v) is int and v > MOST)
     return next(large, None)
 
 
 @cache
-def _types(cls: type) -> dict[str, Any]:
-    """Type of each argument with which an object of this class is made."""
-    found: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        with suppress(NameError, TypeError):  # somebody's own, with types that are known nowhere
-            found |= get_type_hints(inspect.unwrap(vars(base)["__init__"])) if "__init__" in vars(base) else {}
-    return found
+def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
+    """Parameters of a class's `__init__` and of those that it extends, with their types and defaults."""
+    merged: dict[str, inspect.Parameter] = {}
+    for base in reversed(cls.__mro__ if cls else ()):
+        with suppress(KeyError, NameError, TypeError):  # a class of the user's, with types that are known nowhere
+            merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
+    return merged
 
 
 def _null(s: Asked) -> Found:
-    """A null where its type has none: jsonargparse lets it pass."""
+    """A null that is neither the default nor allowed by the type: jsonargparse accepts it."""
     chosen = {section: class_of(s.config[section]) for section in ("model", "data") if s.config.get(section)}
     for section, cls in {**MADE, **chosen}.items():
         values = s.config.get(section) if section in MADE else s.config[section].get("init_args")
-        for name, hint in _types(cls).items() if cls and values else ():
-            if name in values and values[name] is None and hint is not Any and NoneType not in (hint, *get_args(hint)):
+        for name, parameter in parameters(cls).items() if values else ():
+            hint = parameter.annotation
+            allows = parameter.default is None or hint in (Any, parameter.empty) or NoneType in (hint, *get_args(hint))
+            if name in values and values[name] is None and not allows:
                 return {"flag": f"{section}.{name}"}
     return None
 

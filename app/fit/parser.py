@@ -59,6 +59,14 @@ class PlainParser(ArgumentParser):
             kwargs |= {"type": bool, "nargs": "?", "const": True, "default": False}
         return super().add_argument(*args, **kwargs)
 
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the class's switches be given alone, too."""
+        names = super().add_class_arguments(*args, **kwargs)
+        for action in self._actions:
+            if isinstance(action.default, bool):
+                action.nargs, action.const = "?", True
+        return names
+
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
@@ -92,9 +100,13 @@ class Parser(LightningArgumentParser):
         for group, members in classes.items():
             flags += [f"--{group}.{name}" for cls in members for name in _parameters(cls)]
         flags += [f"--trainer.strategy.{name}" for cls in (DDP, *_subclasses(DDP)) for name in _parameters(cls)]
-        names = [cls.__name__ for members in classes.values() for cls in members]
-        for base in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Callback):
-            names += [cls.__name__ for cls in _subclasses(base)]
+        files = {path.stem: path.read_text(errors="ignore") for path in Path().glob("*.py") if path.is_file()}
+        here = [
+            f"{name}.{cls}" for name, text in files.items() for cls in re.findall(r"^class (\w+)", text, re.MULTILINE)
+        ]
+        bases = {"optimizer": torch.optim.Optimizer, "scheduler": torch.optim.lr_scheduler.LRScheduler}
+        classes |= {name: _subclasses(base) for name, base in {**bases, "callbacks": Callback}.items()}
+        names = {flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()}
         raise UserError(one_line(message, flags, names)) from ex
 
 
@@ -129,7 +141,7 @@ def _parameters(cls: type) -> set[str]:
     return {name for parameters in found for name in parameters} - {"self", "args", "kwargs", "params"}
 
 
-def chosen_classes(arguments: list[str]) -> dict[str, str]:
+def chosen_classes(arguments: Sequence[str]) -> dict[str, str]:
     """Find out which classes of model and data the user has chosen, by flag or in a config.
 
     Raises:
@@ -216,14 +228,20 @@ def refuse_unusable(arguments: list[str]) -> None:
     """Refuse what jsonargparse takes for something else, and then says nothing useful of.
 
     Raises:
-        UserError: For a number of the optimizer or the scheduler that is not finite, and for a section of a config that
-            is null.
+        UserError: For a number of the optimizer or the scheduler that is not finite, for a flag without its value, and
+            for a section of a config that is null.
     """
     for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
         flag, given, value = argument.partition("=")
         value = value if given else following
         if flag.startswith(("--model.optimizer.", "--model.scheduler.")) and NOT_FINITE.fullmatch(value):
             raise UserError(f"{flag} {value}: give a finite number")
+        if (
+            re.match(r"--.+\.", flag)
+            and not (given or flag.endswith(".help"))
+            and (value == "-" or value.startswith("--"))
+        ):
+            raise UserError(f"{flag} needs a value")
         if flag.startswith("--"):
             _look_at(flag, value)
         if flag in ("--config", "-c") and not value.startswith("-"):

@@ -40,7 +40,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use:
     if test:
         tested = Path(record["tested"]).name if record["tested"] else "last weights"
         yield f"test            {_figures(test)}  ({tested})"
-    elif fitted and not testable:
+    elif fitted and not record["tested"] and use != "test":
         yield "test            none: there are no test images, or the model has no test_step"
     if record.get("validation"):
         yield f"validation      {_figures(record['validation'])}"
