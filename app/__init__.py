@@ -35,6 +35,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     errors              what a user did wrong, and how a run ends
 """
 
+import logging
 import warnings
 
 from app.system.deferred_imports import defer_imports
@@ -49,4 +50,5 @@ warnings.filterwarnings("ignore", ".*LeafSpec")  # Lightning 2.6 with newer torc
 warnings.filterwarnings("ignore", r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True")
 warnings.filterwarnings("ignore", "The number of training batches")  # epochs are logged, too, however short
 warnings.filterwarnings("ignore", "Experiment logs directory")  # the tracker's folder is there first
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # of a home that cannot be written
 warnings.filterwarnings("ignore", "The `srun` command is available")  # the rules of fit say where it is needed

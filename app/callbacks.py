@@ -151,12 +151,13 @@ class TestFigures(Callback):
 
     Args:
         wrong: How many of the wrong images to show.
+        track: Whether the tracker gets them, too.
     """
 
     __test__ = False  # not for pytest
 
-    def __init__(self, wrong: int = 25) -> None:
-        self.wrong = wrong
+    def __init__(self, wrong: int = 25, track: bool = False) -> None:
+        self.wrong, self.track = wrong, track
         self._worst: list[tuple[float, int, int, int]] = []  # confidence, row, predicted, label
 
     def on_test_batch_end(
@@ -208,10 +209,10 @@ class TestFigures(Callback):
                 draw_most_wrong(rows, wrong_file)
             except OSError as error:
                 rank_zero_info(f"{directory}: the test's pictures cannot be written there ({error.strerror})")
-            pictures = [path for path in (matrix_file, wrong_file) if path.exists()]
+            pictures = [path for path in (matrix_file, wrong_file)[: 1 + self.track] if path.exists()]
             for logger in trainer.loggers:
                 if isinstance(logger, Tracker):
-                    logger.log_test_figures(matrix.tolist(), names, rows, pictures)
+                    logger.log_test_figures(matrix.tolist(), names, rows if self.track else [], pictures)
         pl_module.confusion.reset()
 
 

@@ -9,7 +9,6 @@ Heavy imports stay inside functions: `python -m app --help` answers at once.
 
 import gc
 import importlib
-import logging
 import os
 import sys
 import traceback
@@ -64,7 +63,6 @@ def main(args: Sequence[str] | None = None) -> int:
         os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
     if "APP_DEBUG" not in os.environ:  # before torch is imported: c10d's warnings of hosts without a name, and such
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # two lines on a home that cannot be written
     try:
         check_environment()
         begin()

@@ -1,5 +1,6 @@
 """Models and data with one mistake each, which `verify` has to name; and what they are right without it."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 BATCH, COUNT, VALIDATED = 8, 61, 21  # neither of the last batches can be halved
@@ -146,6 +147,20 @@ class OneOrder(Shares):
 
 class NoSetEpoch(Data):
     sampler = OneOrder
+
+
+class SplitByChance(Data):
+    """Splits off its validation otherwise in each process, as without a seed."""
+
+    def setup(self, stage: str) -> None:
+        chance = torch.Generator().manual_seed(os.getpid())
+        self.train, self.val = random_split(self.dataset, [COUNT - VALIDATED, VALIDATED], chance)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, batch_sampler=self.sampler(self, COUNT - VALIDATED, True))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_sampler=Shares(self, VALIDATED, False))
 
 
 class Noisy(Data):

@@ -51,5 +51,6 @@ def test_is_stripped(notebook: Path) -> None:
     nbformat.validate(content)
     assert (content.nbformat, content.nbformat_minor) == (4, 5)
     assert content.metadata.kernelspec.name == "python3"
+    assert "pip install -e '.[notebook]'" in content.cells[0].source
     left = [cell.id for cell in content.cells if cell.get("outputs") or cell.get("execution_count")]
     assert not left, f"strip it: nbstripout {notebook.relative_to(ROOT)}"

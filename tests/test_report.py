@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -180,7 +182,7 @@ def test_what_cannot_be_written_or_read_is_a_line(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("app.monitor.report.whole", full)
+    monkeypatch.setattr("app.monitor.report.write_text", full)
     code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false")
     assert code == 0, out
     run = tmp_path / "runs" / "x" / "version_0"
@@ -189,6 +191,13 @@ def test_what_cannot_be_written_or_read_is_a_line(
     (run / "run.json").write_text("{")
     leave_report(str(run))
     assert re.fullmatch(r".*report.html cannot be written \(ValueError: .*\)\n", capfd.readouterr().err)
+
+
+def test_pages_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    code = "import sys; from app.system.files import write_text, Path; write_text(Path(sys.argv[1]), '2 × \\udcff')"
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "page.html"], env=env, timeout=100, check=True)
+    assert (tmp_path / "page.html").read_bytes() == "2 × ?".encode()
 
 
 NAME = "<img src=x onerror=alert(1)> ![](http://e.com/a.png) [x](http://e.com) *_`|$\\"

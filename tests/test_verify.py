@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
 from app.verify.differences import Parting, Recorded, Step, _gradients, differences
+from app.verify.proof import Verdict, Way
 from app.verify.recording import contents
+from app.verify.report import explained
 
 App = Callable[..., tuple[int, str]]
 CPU = ["--trainer.accelerator", "cpu"]
@@ -74,6 +77,8 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("Model", "Unshared", "ddp", {"samples"}, "every rank sees all samples: the same 61 in the first epoch on each"),
     ("Model", "SeedOfTheRank", "ddp", {"samples"}, "ranks draw their shares from different permutations"),
     ("Model", "NoSetEpoch", "ddp", {"samples"}, "every epoch has the same order: nobody calls set_epoch"),
+    ("Model", "SplitByChance", "ddp", {"evaluation"}, "each process splits the data by itself: "),
+    ("Model", "SplitByChance", "dp", {"evaluation"}, "each run splits the data by itself: "),
     ("Model", "Noisy", "ddp", {"samples"}, "the same samples with other pixels: augmentation is drawn from global"),
     ("Model", "Stock", "ddp", {"evaluation"}, "1 of 21 samples are evaluated twice: the shares are filled up"),
     ("Model", "DropsLast", "ddp", {"evaluation"}, "1 of 21 samples are not evaluated"),
@@ -86,6 +91,7 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("Normalised", "Data", "ddp", {"loss"}, "BatchNorm normalises each replica's part of a batch by itself: net.2"),
     ("Normalised", "Data", "dp", {"loss"}, "BatchNorm normalises each replica's part of a batch by itself: net.2"),
     ("Dropping", "Data", "ddp", {"loss"}, "dropout (net.1) drawn from torch's global random state"),
+    ("Dropping", "Data", "dp", {"loss"}, "torch's global random state, which a batch in parts draws from otherwise"),
     ("Dropping", "Data", "resume", {"loss"}, "from torch's global random state, whose state is lost on resume"),
     ("Remembers", "Data", "dp", {"loss"}, "what forward keeps in attributes is lost with dp's replicas: mean"),
     ("DriftsOnOneRank", "Data", "ddp", {"loss"}, "parameters differ between ranks at the end: net.1.bias were changed"),
@@ -121,6 +127,19 @@ def test_what_a_callback_loses(server: ForkServer, tmp_path: Path) -> None:
     found, named = Runs(server, tmp_path, "Model", "Data").case("resume", *averaged)
     assert "evaluation" in found
     assert any(cause.said == "state that is in no checkpoint: Average.average" for cause in named), named
+
+
+def test_the_same_fault_of_several_ways_is_reported_once() -> None:
+    causes = [Cause(("loss",), f"the batch size is that of each rank: {n} samples", "divide it") for n in (16, 32)]
+    ways = [
+        Way(f"ddp × {size}", [], found={"loss": Parting("step 1", "")}, causes=[cause])
+        for size, cause in zip((2, 4), causes, strict=True)
+    ]
+    lines = [*explained(Verdict(SimpleNamespace(), [*ways, Way("dp × 2", [], failed="why")]))]  # type: ignore[arg-type]
+    assert [line.split(":")[0] for line in lines] == [
+        *("ddp × 2", "  because the batch size is that of each rank", "  do      divide it", "  also    ddp × 4"),
+        "dp × 2",
+    ]
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from app.compare.results import COLUMNS, rate, tabulate
 from app.compare.runner import Outcome
 from app.monitor.report import read_metrics
 from app.monitor.step_profiler import PHASES
-from app.system.files import write_json
+from app.system.files import write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
 AGAIN = "Measure again when it is quiet, with `--fresh`."
@@ -76,8 +76,8 @@ def write_report(
     ]
     above = "\n\n".join(filter(None, (lead, _images(drawn, "throughput"))))
     figures = {f"{name}.png": draw(picture.paint, picture.width, picture.height) for name, picture in drawn.items()}
-    (folder / "report.html").write_text(page(result.said, above, sections, figures))
-    (folder / "report.md").write_text(_markdown(result, above, sections))
+    write_text(folder / "report.html", page(result.said, above, sections, figures))
+    write_text(folder / "report.md", _markdown(result, above, sections))
     return _markdown(result, lead, [ranking, recommended, failures]), following, found, files
 
 

@@ -52,7 +52,7 @@ class FileSplit(Split):
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
             reason = reason or type(error).__name__
             raise UserError(
-                f"{self.names[index]} cannot be read ({reason}): replace this file, or give --data.on_bad_image skip"
+                f"{self.names[index]} cannot be read ({reason}): replace it, or --data.on_bad_image skip"
             ) from error
         return pil_to_tensor(image)
 
@@ -112,8 +112,8 @@ class FolderSource(Source):
         self._places: dict[SplitName, Path] = {name: place / name for name in SPLITS if name in names}
         if not self._places and place.name != "train":
             self._places["train"] = place
-        predicts: list[SplitName] = ["predict"] if predict_dir is not None or "test" in self._places else []
-        self.splits = [*self._places, *predicts]
+        folders = [*self._places]
+        self.splits = [*folders, "predict"] if predict_dir is not None or "test" in folders else folders
         train = self._places.get("train", place / "train")
         self._classes = _folders(train) if train.exists() else []
         if not self._classes:
@@ -133,13 +133,9 @@ class FolderSource(Source):
                 raise UserError(f"{place} has classes that train/ has not: {', '.join(sorted(unknown))}")
             labels = {label for _, label in self._samples(split)}
             empty = [name for label, name in enumerate(self._classes) if label not in labels]
-            if not labels:
-                raise UserError(f"{place} holds no images ({', '.join(IMG_EXTENSIONS)}): put them in class folders")
-            if empty and split == "train":
-                raise UserError(
-                    f"{place / empty[0]} holds no images ({', '.join(IMG_EXTENSIONS)}): put some there, or begin its "
-                    "name with a dot if it is no class"
-                )
+            if empty and (split == "train" or not labels):
+                where, kinds = place / empty[0], ", ".join(IMG_EXTENSIONS)
+                raise UserError(f"{where} holds no images ({kinds}): put some there, or hide it as .{where.name}")
         if self.predict_dir is not None:
             self._samples("predict")
 
@@ -153,8 +149,6 @@ class FolderSource(Source):
         """Path and label of each image; the label is -1 in `predict_dir`."""
         if split == "predict" and self.predict_dir is not None:
             place = Path(self.predict_dir)
-            if not place.exists():
-                raise UserError(f"--data.predict_dir {place}: there is no such file or folder")
             files = [str(place)] if place.is_file() else _images(str(place), {})
             if not files:
                 raise UserError(f"--data.predict_dir {place} holds no images ({', '.join(IMG_EXTENSIONS)})")
@@ -171,12 +165,11 @@ def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:
         folder: Where to look.
         above: Folders that hold it, by device and inode, which no link may lead back to.
     """
-    state = os.stat(folder)
-    here = state.st_dev, state.st_ino
+    entries, state = _entries(folder), os.stat(folder)
+    files, folders, here = [], [], (state.st_dev, state.st_ino)
     if here in above:
         raise UserError(f"{folder} leads back to {above[here]}, which holds it: correct this link")
-    files, folders = [], []
-    for entry in _entries(folder):
+    for entry in entries:
         if entry.is_dir():
             folders += _images(entry.path, {**above, here: folder})
         elif entry.name.lower().endswith(IMG_EXTENSIONS):
@@ -196,10 +189,9 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         UserError: When the folder cannot be read, for a link that leads nowhere, and for a pipe, which would block.
     """
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror}): let this user read it") from error
-    entries = [entry for entry in entries if not entry.name.startswith(".")]
+        raise UserError(f"{folder} cannot be read ({error.strerror})") from error
     for entry in entries:
         with suppress(OSError):  # a link to itself
             if entry.is_dir() or entry.is_file():
@@ -207,4 +199,4 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         if entry.is_symlink():
             raise UserError(f"{entry.path} is a link to {os.readlink(entry.path)}, which is missing: correct this link")
         raise UserError(f"{entry.path} is no file, but a pipe, a socket or a device: move it elsewhere")
-    return entries
+    return sorted(entries, key=lambda entry: entry.name)

@@ -252,15 +252,13 @@ class CIFAR10Source(Source):
     def _unpickled(self, file: Path) -> dict[str, Any]:
         """Content of a batch whose checksum is right: a pickle can run anything."""
         if file.exists() and not file.is_file():
-            raise UserError(f"{file} is not a file: move it elsewhere to have it downloaded again")
+            raise UserError(f"{file} is not a file: move it away to have it downloaded again")
         try:
             content = file.read_bytes()
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror})") from error
         if hashlib.md5(content, usedforsecurity=False).hexdigest() != self.checksums[file]:
-            raise UserError(
-                f"{file} is truncated or corrupted: move {file.parent} elsewhere to have it downloaded again"
-            )
+            raise UserError(f"{file} is truncated or corrupted: move {file.parent} away to have it downloaded again")
         return pickle.loads(content, encoding="latin1")
 
 
@@ -303,13 +301,13 @@ class FashionMNISTSource(Source):
         """Number of items of an IDX file: magic number, sizes (big-endian), then a byte per value."""
         shape = self.image_shape[1:] if "idx3" in file.name else ()
         if not file.is_file():
-            raise UserError(f"{file} is not a file: move it elsewhere to have it downloaded again")
+            raise UserError(f"{file} is not a file: move it away to have it downloaded again")
         with file.open("rb") as stream:
             header = stream.read(8 + 4 * len(shape)).ljust(8 + 4 * len(shape), b"\0")
         magic, count, *sizes = struct.unpack(f">{len(header) // 4}I", header)
         whole = len(header) + count * math.prod(shape)
         if magic != 0x801 + len(shape) or tuple(sizes) != shape or file.stat().st_size != whole:
-            raise UserError(f"{file} is truncated or corrupted: move it elsewhere to have it downloaded again")
+            raise UserError(f"{file} is truncated or corrupted: move it away to have it downloaded again")
         return count
 
     def load(self, split: SplitName) -> Split:

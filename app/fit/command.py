@@ -266,9 +266,9 @@ class CLI(Flags):
     def _record(self, decided: dict[str, Any]) -> None:
         """Give the run its directory, its record and its loggers."""
         run, earlier = self._run_options, decided["earlier"]
-        folder, tracker = Path(run.root, decided["folder"]), earlier.get("tracker")
         mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
-        loggers = make_loggers(folder, mode, run.project, run.group, run.tags, tracker, run.track_images)
+        folder = Path(run.root, decided["folder"])
+        loggers = make_loggers(folder, mode, run.project, run.group, run.tags, earlier.get("tracker"))
         self.trainer.loggers = loggers + self.trainer.loggers
         self.record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
         self.record.record.update(resumed_from=self.checkpoint, launchers=decided["launchers"])
@@ -325,7 +325,7 @@ class CLI(Flags):
             RankTimes(config.cluster.timeout),
             StopTogether(config.cluster.timeout),  # before what reads from the device when there is an error
             RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
-            TestFigures(),
+            TestFigures(track=run.track_images),
             PredictionWriter(),
         ]
         trainer = super().instantiate_trainer(**kwargs)

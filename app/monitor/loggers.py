@@ -35,14 +35,7 @@ if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
 
 
 PROBE_TIMEOUT = 3  # seconds for a server to say that it is there
-END_TIMEOUT = 30  # seconds for the rest of a run to be sent
 MODES = ("off", "offline", "online")  # of the tracker, the most private one first
-VARIABLES = {  # unless the user sets them
-    "WANDB_SILENT": "true",  # spawned processes repeat its warnings
-    "WANDB_DISABLE_GIT": "true",  # the remote's address, and what is not committed
-    "WANDB_DISABLE_CODE": "true",
-    "WANDB_ERROR_REPORTING": "false",  # statistics of use, also of offline runs
-}
 WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
 
 
@@ -62,34 +55,14 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call a function in a daemon thread. Unlike a pool's, the interpreter does not wait for it when it ends."""
-    future: Future[Any] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=call, daemon=True).start()
-    return future
-
-
 def tracking_mode(flag: str | bool | None) -> str:
     """Return the tracker's mode: that of the flag or of WANDB_MODE, the more private one of two; else `offline`.
 
     Args:
         flag: Value of `--run.wandb`; YAML has booleans for `on` and `off`.
-
-    Raises:
-        UserError: When WANDB_MODE has no such value.
     """
-    variable = os.environ.get("WANDB_MODE")
-    if variable and variable not in WANDB_MODES:
-        raise UserError(f"WANDB_MODE={variable}: give online, offline or disabled")
     requested = ("off", "offline")[flag] if isinstance(flag, bool) else flag
-    given = [mode for mode in (requested, WANDB_MODES.get(variable or "")) if mode]
+    given = [mode for mode in (requested, WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))) if mode]
     return min(given, key=MODES.index, default="offline")
 
 
@@ -129,7 +102,6 @@ class Tracker(WandbLogger):
     Args:
         run_dir: Directory of the run; the tracker's files go into its `wandb` folder.
         mode: `online` or `offline`.
-        images: Whether it gets test images.
         name: Name of the run.
         project: Project of the run.
         group: Group of the run.
@@ -145,21 +117,25 @@ class Tracker(WandbLogger):
         self,
         run_dir: str,
         mode: str,
-        images: bool,
         name: str,
         project: str,
         group: str | None = None,
         tags: Sequence[str] | None = None,
         resumed: str | None = None,
     ) -> None:
-        place = {name: os.path.abspath(Path(run_dir, "wandb")) for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
-        for variable, value in (VARIABLES | place).items():  # a home that cannot be written would have it print its log
-            os.environ.setdefault(variable, value)
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # statistics of use, which offline runs send, too
+        for variable in (
+            "WANDB_SILENT",
+            "WANDB_DISABLE_GIT",
+            "WANDB_DISABLE_CODE",
+        ):  # spawned processes would warn again
+            os.environ.setdefault(variable, "true")
+        for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # it would print its log where a home is read-only
+            os.environ.setdefault(variable, os.path.abspath(Path(run_dir, "wandb")))
         import wandb
 
         skip_launch_inputs()
         self.failed = self.unsent = False
-        self.images = images
         self.id = trial() or resumed or uuid.uuid4().hex[:8]
         self.mode = mode
         if mode == "online" and not logged_in():
@@ -167,7 +143,10 @@ class Tracker(WandbLogger):
             self.mode = "offline"
         self._answers: Future[bool] | None = None  # asked while model and data are made ready
         if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
-            self._answers = _in_background(answers, wandb.setup().settings.base_url)
+            future, url = Future[bool](), wandb.setup().settings.base_url
+            self._answers = future
+            # a daemon: the interpreter waits for a pool's thread, and that for a server that sends byte by byte
+            Thread(target=lambda: future.set_result(answers(url)), daemon=True).start()
         # a spawned process that attaches to the run does not know its directory
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(
@@ -283,10 +262,9 @@ class Tracker(WandbLogger):
             for image, label, predicted, confidence in wrong
         ]
         figures: dict[str, Any] = {"confusion_matrix": wandb.Table(columns=["label", "predicted", "count"], data=cells)}
-        if self.images:
+        if wrong:
             figures["most_wrong"] = wandb.Table(columns=["image", "label", "predicted", "probability"], data=table)
-        shown = [picture for picture in pictures if self.images or picture.stem != "most_wrong"]
-        self.experiment.log(figures | {f"{each.stem}_picture": wandb.Image(str(each)) for each in shown})
+        self.experiment.log(figures | {f"{each.stem}_picture": wandb.Image(str(each)) for each in pictures})
 
     @_never_fatal
     def log_comparison(self, table: "pd.DataFrame", pictures: dict[str, Path]) -> None:
@@ -304,21 +282,11 @@ class Tracker(WandbLogger):
     def finish(self) -> None:
         """End the run: everything has been logged."""
         try:
-            _in_background(self._end).result(END_TIMEOUT)
-        except Exception as error:  # TimeoutError, or whatever the tracker raises
-            self.unsent = True
-            reason = one_line(str(error)) or f"not within {END_TIMEOUT} seconds"
-            rank_zero_info(f"Weights & Biases has not taken all of the run: {reason}")
-
-    def _end(self) -> None:
-        """End the run, and the tracker's process, for which the interpreter would wait."""
-        import wandb
-
-        try:
             if run := open_experiment(self):
                 run.finish()
-        finally:
-            wandb.teardown()
+        except Exception as error:  # TimeoutError, or whatever the tracker raises
+            self.unsent = True
+            rank_zero_info(f"Weights & Biases has not taken all of the run: {one_line(str(error))}")
 
 
 class MetricsFile(CSVLogger):
@@ -449,7 +417,6 @@ def make_loggers(
     group: str | None,
     tags: Sequence[str] | None,
     resumed: str | None = None,
-    images: bool = False,
 ) -> list[Logger]:
     """Make the CSV logger, first because run directories follow it, and the tracker, for a new or an earlier run."""
     version, name = folder.name, folder.parent.name
@@ -457,7 +424,7 @@ def make_loggers(
     if mode == "off":
         return [metrics]
     try:
-        return [metrics, Tracker(metrics.log_dir, mode, images, f"{name}/{version}", project, group, tags, resumed)]
+        return [metrics, Tracker(metrics.log_dir, mode, f"{name}/{version}", project, group, tags, resumed)]
     except Exception as error:
         rank_zero_warn(f"Weights & Biases does not start, training goes on without it: {one_line(str(error))}")
         return [metrics]

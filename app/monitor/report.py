@@ -21,7 +21,7 @@ from app.monitor.rank_times import NAMES, slow_ranks
 from app.monitor.record_file import load_record
 from app.monitor.step_profiler import PHASES
 from app.monitor.summary import finished
-from app.system.files import whole
+from app.system.files import whole, write_text
 from app.system.page import (
     BLUE,
     COLOURS,
@@ -67,9 +67,7 @@ def leave_report(directory: str) -> None:
     if not path.with_name("run.json").exists():
         return
     try:
-        text = make_report(path.parent)
-        with whole(path) as file:
-            file.write(text.encode(errors="replace"))
+        write_text(path, make_report(path.parent))
     except Exception as error:
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {one_line(str(error))}"
         print(f"{path} cannot be written ({why})", file=sys.stderr, flush=True)

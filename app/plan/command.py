@@ -25,7 +25,7 @@ from app.plan.compared import add_measured
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
 from app.plan.measure import measure_steps, profile_gradients, read_record, timed
 from app.plan.report import PICTURES, advice, draw_pictures, heading, markdown, notes, origin, screen
-from app.system.files import whole, write_json
+from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
 from app.system.page import Section, code, page, plain
@@ -149,8 +149,7 @@ def run(arguments: list[str]) -> int:
         Section("The command", f"{code(command)}\n\nWith torch {versions()['torch']}, on {plain(hardware()['cpu'])}."),
     ]
     lead = f"> {disturbed}\n\n{said}" if disturbed else said
-    with whole(folder / "report.html") as file:
-        file.write(page(title, lead, sections, draw_pictures(table, machines)).encode(errors="replace"))
+    write_text(folder / "report.html", page(title, lead, sections, draw_pictures(table, machines)))
     table.to_csv(folder / "plan.csv", index=False)
     rows = table.astype(object).where(table.notna(), None).to_dict("records")
     known = {"command": command, "versions": versions(), "hardware": hardware(), "load": psutil.getloadavg()[0]}

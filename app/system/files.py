@@ -70,6 +70,16 @@ def remove_parts(folder: Path) -> None:
             part.unlink()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all; a character that UTF-8 lacks becomes a question mark.
+
+    Raises:
+        OSError: When it cannot be written.
+    """
+    with whole(path) as file:
+        file.write(text.encode(errors="replace"))
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that the file is never half written, even where this process is killed.
 
@@ -80,8 +90,7 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: When it cannot be written.
     """
-    with whole(path) as file:
-        file.write((json.dumps(finite(value), indent=2, allow_nan=False) + "\n").encode())
+    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

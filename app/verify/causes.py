@@ -53,6 +53,8 @@ def causes(case: Case) -> list[Cause]:
 
 def _samples(case: Case) -> Iterator[Cause]:
     way, reference, place = case.way, case.reference, case.found.get("samples")
+    split = list(_split(case))
+    yield from split
     if place is None:
         return
     everything, world = ("samples", *NUMBERS), len(way.ranks)
@@ -61,6 +63,9 @@ def _samples(case: Case) -> Iterator[Cause]:
         yield Cause(everything, f"training ends at another step: {epochs}", f"keep the global batch; or {OURS}")
         return
     here, there = way.steps[place.step], reference.steps[place.step]
+    is_per_rank = world > 1 and len(here.samples) == world * len(there.samples)
+    if split and not is_per_rank:
+        return
     if way.resumed_at is not None:
         yield _lost_order(case, place.step)
         return
@@ -72,7 +77,7 @@ def _samples(case: Case) -> Iterator[Cause]:
             "leave --trainer.use_distributed_sampler on, or have an iterable data set give each rank its share",
         )
         return
-    if world > 1 and len(here.samples) == world * len(there.samples):
+    if is_per_rank:
         epochs = f"{way.facts['batches']} batches an epoch, {reference.facts['batches']} in the reference"
         yield Cause(
             ("learning rate", *everything),
@@ -86,8 +91,8 @@ def _samples(case: Case) -> Iterator[Cause]:
     if here.labels and not shared and all(Counter(a.labels) == Counter(b.labels) for a, b in pairs):
         yield Cause(
             everything,
-            "the same samples with other pixels: augmentation is drawn from global random state, which differs "
-            "between processes",
+            "the same samples with other pixels: augmentation is drawn from global random state, which is not "
+            "that of the reference",
             "draw it from a generator that is seeded by seed, epoch and sample",
         )
         return
@@ -122,6 +127,21 @@ def _samples(case: Case) -> Iterator[Cause]:
         f"samples come in another order{by}, from other random numbers: the same training only on average",
         f"draw one permutation from the seed and share it out; {OURS}",
     )
+
+
+def _split(case: Case) -> Iterator[Cause]:
+    """Samples that one run validates and the other one trains on."""
+    runs = case.way, case.reference
+    ours, theirs = (run.evaluated for run in runs)
+    here, there = ({sample for step in run.steps for sample in step.samples} for run in runs)
+    more, fewer = ours - theirs, theirs - ours
+    if more and fewer and ({*more} & there or {*fewer} & here):
+        each, others = "process" if len(case.way.ranks) > 1 else "run", min(more.total(), theirs.total())
+        yield Cause(
+            ("samples", *NUMBERS),
+            f"each {each} splits the data by itself: {others} of {theirs.total()} validated samples are others",
+            "seed random_split's generator: generator=torch.Generator().manual_seed(0)",
+        )
 
 
 def _same_order(recorded: Recorded) -> bool:
@@ -220,9 +240,11 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
     draws = bool(facts["dropout"]) or any(rank.get("draws") for rank in case.way.ranks)
     if draws and (case.splits or case.way.resumed_at is not None):
         what = f"dropout ({_some(facts['dropout'])})" if facts["dropout"] else "random numbers in the step"
-        state = (
-            "whose state is lost on resume" if case.way.resumed_at is not None else "of which each process has its own"
-        )
+        state = "which a batch in parts draws from otherwise"
+        if case.way.resumed_at is not None:
+            state = "whose state is lost on resume"
+        elif len(case.way.ranks) > 1:
+            state = "of which each process has its own"
         yield Cause(
             NUMBERS,
             f"{what} drawn from torch's global random state, {state}",

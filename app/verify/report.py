@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from app.system.files import write_text
 from app.system.page import COLOURS, INK, PALE, Section, code, draw, label_lines, page, superscript
 from app.system.page import table as page_table
 from app.verify.differences import COLUMNS
@@ -33,6 +36,19 @@ def table(verdict: Verdict) -> list[list[str]]:
     """Rows of the table, the header first."""
     rows = [["", *COLUMNS]]
     return rows + [[way.name, *(cell(way, column) for column in COLUMNS)] for way in verdict.ways]
+
+
+def explained(verdict: Verdict) -> Iterator[str]:
+    """Explain the rows of the table, line by line; ways with the same fault are listed once."""
+    faults: dict[str, list[Way]] = {}
+    for way in verdict.ways:
+        causes = [cause.said for cause in way.causes] or [*way.found]
+        fault = way.name if way.same else re.sub(r"\d", "", "; ".join([way.failed or "", *causes]))
+        faults.setdefault(fault, []).append(way)
+    for first, *others in faults.values():
+        yield from said_of(first)
+        if others:
+            yield f"  also    {'; '.join(way.name for way in others)}"
 
 
 def said_of(way: Way) -> list[str]:
@@ -75,9 +91,8 @@ def show(verdict: Verdict, console: Console) -> None:
     for row in rows[1:]:
         shown.add_row(*(f"[red]{escape(text)}[/red]" if text[0] == "✗" else escape(text) for text in row))
     console.print(shown)
-    for way in verdict.ways:
-        for line in said_of(way):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in explained(verdict):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(conclusion(verdict), highlight=False)
 
 
@@ -139,7 +154,7 @@ def write(verdict: Verdict, command: str, folder: Path) -> Path:
     shown = '![Training loss of each step, in every way](losses "Training loss of each step")\n'
     shown += f'![Difference of the losses from those on one device](differences "{said}")'
     header, *rows = table(verdict)
-    causes = "\n".join(line for way in verdict.ways for line in said_of(way))
+    causes = "\n".join(explained(verdict))
     sections = [
         Section("What is the same", page_table(header, rows, words=range(len(header)))),
         Section("Why", code(causes)),
@@ -148,7 +163,7 @@ def write(verdict: Verdict, command: str, folder: Path) -> Path:
     ]
     steps = f"{len(wanted)} steps in {len(losses) + 1} ways of running, against one device."
     file = folder / "report.html"
-    file.write_text(page(conclusion(verdict), steps, sections, figures))
+    write_text(file, page(conclusion(verdict), steps, sections, figures))
     return file
 
 
