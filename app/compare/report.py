@@ -131,19 +131,16 @@ def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[st
 
 
 def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
-    """Say after how many steps the losses of the variants that take the baseline's steps part from the baseline's."""
+    """Say for how many steps the losses of those variants agree with the baseline's that agree at first."""
     runs = {outcome.variant.name: next(iter(outcome.records.values())) for outcome in outcomes if outcome.records}
     if baseline not in runs:
         return ""
     wanted, parts = _step_losses(runs[baseline]), []
     for name, record in runs.items():
-        if name == baseline or any(record[key] != runs[baseline][key] for key in ("global_batch_size", "precision")):
-            continue
         agrees = (_step_losses(record) / wanted - 1).abs().dropna() <= ROUNDING
-        if agrees.all():
-            parts.append(f"{plain(name)}: in every logged step")
-        else:
-            parts.append(f"{plain(name)}: until step {max(agrees.index[: agrees.argmin()], default=0):,}")
+        if name != baseline and agrees.iloc[:1].any():  # else it takes other steps
+            last = "in every logged step" if agrees.all() else f"until step {agrees.index[int(agrees.argmin()) - 1]:,}"
+            parts.append(f"{plain(name)}: {last}")
     if not parts:
         return ""
     return (

@@ -149,7 +149,10 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
     buckets = ", ".join(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}" for bucket in step.buckets)
     links = [
         f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} µs {where}"
-        for link, where in ((machines.link, "in a node"), (machines.node_link, "between nodes"))
+        for link, where in (
+            (machines.link if machines.per_node > 1 else None, "in a node"),
+            (machines.node_link, "between nodes"),
+        )
         if link is not None
     ]
     yield (
