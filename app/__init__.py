@@ -29,9 +29,9 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
-    system              machine, interconnect, files, page (what all reports look like), terminal; and patches:
-                        lightning_patches, lightning_step_patches, torch_patches, wandb_patches and deferred_imports
-                        alone touch private names of these libraries
+    system              machine, interconnect, files, page (what all reports look like), terminal, tracebacks (who
+                        raised); and patches: lightning_patches, lightning_step_patches, torch_patches, wandb_patches
+                        and deferred_imports alone touch private names of these libraries
     errors              what a user did wrong, and how a run ends
 """
 

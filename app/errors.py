@@ -192,8 +192,6 @@ def one_line(
             within = nested[1] if nested else inner
             inner = f"{key[1]}.{within}" if f".{within}".endswith(f".{inner}") else f"{key[1]}.{within}.{inner}"
         return f"--{inner}{match[2]}"
-    if match := re.search(r"^Does not validate .*? Errors: - (.+?) - Expected a <class 'NoneType'>", text):
-        return match[1]  # the class itself refused its arguments
     if key is None:
         return text
     inner = re.findall(r'Parser key "([^"]+)"', text)[-1]
