@@ -78,8 +78,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, UserError | RankError) or out_of_memory(error):
             return _say(error)
         text = traceback.format_exc()
-        part = users_part(text)
-        if part is None:
+        if not (part := users_part(text)):
             raise
         print(text if "APP_DEBUG" in os.environ else part, end="", file=sys.stderr)
         return 1

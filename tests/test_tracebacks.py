@@ -13,7 +13,12 @@ SMALL += ["--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"]
 V2 = "--data.augment torchvision.transforms.v2."
 CROP = f"{V2}RandomCrop --data.augment.size 64"
 TOO_LARGE = "error: --data.augment RandomCrop: Required crop size (64, 64) is larger than input image size (32, 32)."
+INNER = "--data.augment.transforms '[{class_path: torchvision.transforms.v2.RandomCrop, init_args: {size: 64}}]'"
+MIX = "--data.augment.num_classes 10"
+LINEAR = "--data.augment torch.nn.Linear --data.augment.in_features 3 --data.augment.out_features 3"
 ADAM = "--model.optimizer Adam --model.optimizer.differentiable true"
+LAMBDA = "--model.scheduler MultiplicativeLR --model.scheduler.lr_lambda torch.numel"
+CALL, SET = "--trainer.callbacks+=", "--trainer.callbacks."
 
 
 @pytest.mark.parametrize(
@@ -21,63 +26,30 @@ ADAM = "--model.optimizer Adam --model.optimizer.differentiable true"
     [
         (CROP, TOO_LARGE[7:]),
         (f"{CROP} --data.num_workers 0", TOO_LARGE[7:]),
-        (
-            "--data.augment torchvision.transforms.v2.RandomApply --data.augment.transforms "
-            "'[{class_path: torchvision.transforms.v2.RandomCrop, init_args: {size: 64}}]' --data.augment.p 1",
-            "--data.augment.transforms RandomCrop: Required crop size",
-        ),
+        (f"{V2}RandomApply {INNER} --data.augment.p 1", "--data.augment.transforms RandomCrop: Required crop size"),
         (f"{V2}ToPILImage", "--data.augment ToPILImage makes Image of an image of torch.uint8 (3, 32, 32): it must"),
         (f"{V2}FiveCrop --data.augment.size 8", "--data.augment FiveCrop makes tuple of an image of"),
-        (f"{V2}MixUp --data.augment.num_classes 10", "--data.augment MixUp: labels should be index based"),
-        (f"{V2}CutMix --data.augment.num_classes 10", "--data.augment CutMix: labels should be index based"),
+        (f"{V2}MixUp {MIX}", "--data.augment MixUp: labels should be index based"),
+        (f"{V2}CutMix {MIX}", "--data.augment CutMix: labels should be index based"),
+        (LINEAR, "--data.augment Linear: mat1 and mat2 must have the same dtype"),
+        (f"{CALL}LearningRateFinder {SET}num_training_steps 0", "LearningRateFinder: When using the learning rate"),
+        (f"{CALL}ThroughputMonitor {SET}batch_size_fn torch.numel", "callbacks ThroughputMonitor: numel(): argument"),
+        (f"{CALL}ModelSummary {SET}max_depth=-5", "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0"),
         (
-            "--data.augment torch.nn.Linear --data.augment.in_features 3 --data.augment.out_features 3",
-            "--data.augment Linear: mat1 and mat2 must have the same dtype",
+            f"{CALL}ModelCheckpoint {SET}save_top_k=-5",
+            "--trainer.callbacks ModelCheckpoint: Invalid value for save_top",
         ),
+        (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
+        (f"{CALL}BackboneFinetuning", "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"),
         (
-            "--data.augment torchvision.transforms.RandomErasing --data.augment.scale [2,3]",
-            "--data.augment RandomErasing: Scale should be between 0 and 1",
-        ),
-        (
-            "--trainer.callbacks+=LearningRateFinder --trainer.callbacks.num_training_steps 0",
-            "--trainer.callbacks LearningRateFinder: When using the learning rate finder",
-        ),
-        (
-            "--trainer.callbacks+=ThroughputMonitor --trainer.callbacks.batch_size_fn torch.numel",
-            "--trainer.callbacks ThroughputMonitor: numel(): argument",
-        ),
-        (
-            "--trainer.callbacks+=ModelSummary --trainer.callbacks.max_depth=-5",
-            "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0, got -5",
-        ),
-        (
-            "--trainer.callbacks+=ModelCheckpoint --trainer.callbacks.save_top_k=-5",
-            "--trainer.callbacks ModelCheckpoint: Invalid value for save_top_k=-5",
-        ),
-        (
-            "--trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpath /proc/x",
-            "the checkpoint cannot be written",
-        ),
-        (
-            "--trainer.callbacks+=BackboneFinetuning",
-            "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute 'backbone'",
-        ),
-        (
-            "--trainer.callbacks+=BackboneFinetuning --model user_code.LogsLossOnly",
-            "--trainer.callbacks BackboneFinetuning: 'LogsLossOnly' object has no attribute 'backbone'",
+            f"{CALL}BackboneFinetuning --model user_code.LogsLossOnly",
+            "BackboneFinetuning: 'LogsLossOnly' object has no",
         ),
         ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
         (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
-        (
-            "--model.scheduler MultiplicativeLR --model.scheduler.lr_lambda torch.numel",
-            "--model.scheduler MultiplicativeLR: numel(): argument",
-        ),
+        (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
         ("--trainer.profiler xla", "--trainer.profiler xla: the package torch_xla is not installed: install it"),
         ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
-        (
-            "--trainer.profiler SimpleProfiler --trainer.profiler.dirpath /proc/x --trainer.profiler.filename y",
-            "--trainer.profiler SimpleProfiler: [Errno 2] No such file or directory",
-        ),
     ],
 )
 def test_an_object_that_a_flag_made(flags: str, said: str, app: App) -> None:

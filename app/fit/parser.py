@@ -92,9 +92,7 @@ class Parser(LightningArgumentParser):
             flags += [f"--{group}.{name}" for cls in members for name in parameters(cls)]
         flags += [f"--trainer.strategy.{name}" for cls in (DDP, *_subclasses(DDP)) for name in parameters(cls)]
         files = {path.stem: path.read_text(errors="ignore") for path in Path().glob("*.py") if path.is_file()}
-        here = [
-            f"{name}.{cls}" for name, text in files.items() for cls in re.findall(r"^class (\w+)", text, re.MULTILINE)
-        ]
+        here = [f"{name}.{cls}" for name, text in files.items() for cls in re.findall(r"(?m)^class (\w+)", text)]
         bases = {"optimizer": torch.optim.Optimizer, "scheduler": torch.optim.lr_scheduler.LRScheduler}
         classes |= {name: _subclasses(base) for name, base in {**bases, "callbacks": Callback}.items()}
         names = {flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()}
@@ -134,7 +132,7 @@ def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
     for base in reversed(cls.__mro__ if cls else ()):
         with suppress(KeyError, NameError, TypeError):  # a class of the user's, with types that are known nowhere
             merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
-    return {name: merged[name] for name in merged.keys() - {"self", "args", "kwargs", "params"}}
+    return {name: each for name, each in merged.items() if name not in ("self", "args", "kwargs", "params")}
 
 
 def chosen_classes(arguments: Sequence[str]) -> dict[str, str]:
@@ -232,11 +230,7 @@ def refuse_unusable(arguments: list[str]) -> None:
         value = value if given else following
         if flag.startswith(("--model.optimizer.", "--model.scheduler.")) and NOT_FINITE.fullmatch(value):
             raise UserError(f"{flag} {value}: give a finite number")
-        if (
-            re.match(r"--.+\.", flag)
-            and not (given or flag.endswith(".help"))
-            and (value == "-" or value.startswith("--"))
-        ):
+        if re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", argument) and re.match(r"--|-$", following):
             raise UserError(f"{flag} needs a value")
         if flag.startswith("--"):
             _look_at(flag, value)

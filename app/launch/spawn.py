@@ -94,8 +94,10 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
             return KeyboardInterrupt() if self.stopped_by == signal.SIGINT else SystemExit(EXIT_CODES["SIGTERM"])
         if failures:
             rank, failure = root_cause(failures)
-            print(users_part(callstack(failure)) or "", end="", file=sys.stderr)
-            return explain(rank, failure)
+            cause = explain(rank, failure)
+            if not isinstance(cause, UserError):
+                print(users_part(callstack(failure)) or "", end="", file=sys.stderr)
+            return cause
         if "pickle" in str(error).lower():
             return UserError(
                 f"ddp_spawn hands model and data to its processes as pickles, which fails here ({error}): use "

@@ -53,5 +53,6 @@ def blamed(error: Exception, message: str | None = None) -> UserError | None:
     flag = maker(error)
     if flag is None:
         return UserError(message) if message else None
-    message = message or one_line(str(error))
+    text = one_line(str(error))
+    message = message or (text if " " in text else f"{type(error).__name__}: {text}")
     return UserError(message if message.startswith("--") else f"{flag}: {message}")
