@@ -29,9 +29,10 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
-    system              machine, interconnect, files, page (the style of all reports), terminal; and patches:
-                        lightning_patches, lightning_step_patches, torch_patches, wandb_patches and deferred_imports.
-                        Code elsewhere that uses a private name of a library declares it with patches.expects
+    system              machine, interconnect, files, page (the style of all reports), terminal, tracebacks (who
+                        raised); and patches: lightning_patches, lightning_step_patches, torch_patches, wandb_patches
+                        and deferred_imports. Code elsewhere that uses a private name of a library declares it with
+                        patches.expects
     errors              what a user did wrong, and how a run ends
 """
 

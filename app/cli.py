@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import app
 from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
 from app.launch.process import AGENT, TRUST, begin, check_environment, is_task_of_srun
+from app.system.tracebacks import users_part
 
 HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
@@ -75,9 +76,13 @@ def main(args: Sequence[str] | None = None) -> int:
             return 0
         return _route(argv)
     except Exception as error:
-        if not isinstance(error, UserError | RankError) and not out_of_memory(error):
+        if isinstance(error, UserError | RankError) or out_of_memory(error):
+            return _say(error)
+        text = traceback.format_exc()
+        if not (part := users_part(text)):
             raise
-        return _say(error)
+        print(text if "APP_DEBUG" in os.environ else part, end="", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as error:
         return _say(error)
 

@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
         Exit code: 1 where something is red.
     """
     parser = PlainParser(prog="python -m app doctor", usage=USAGE)
-    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+    parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
     parser.add_argument("--data_root", default="data", help="where the data sets are, or will be")
     options = parser.parse_args(arguments)
     width = None if sys.stdout.isatty() else 110  # a pipe has none

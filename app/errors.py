@@ -114,7 +114,6 @@ def out_of_memory(error: BaseException) -> str | None:
     )
 
 
-CONFIGS = ("--experiment", "--config")  # flags that take a file of settings
 SYNONYMS = {  # what other programs call a flag
     **dict.fromkeys(("gpu", "gpus", "num_gpus", "nproc_per_node"), "--trainer.devices"),
     **dict.fromkeys(("amp", "bf16", "fp16"), "--trainer.precision"),
@@ -170,7 +169,8 @@ def one_line(
         return f"--trainer.devices {match[1]}: the {match[2]} accelerator cannot give that: give a count from 1 on"
     if match := re.match(r"unrecognized arguments: (\S+)", text):
         flag = match[1].split("=")[0]
-        if not flag.startswith("-") and (config := next((each for each in CONFIGS if each in flags), None)):
+        if flag.endswith((".yaml", ".yml")):
+            config = "--experiment" if "--experiment" in flags else "--config"
             return f"{flag}: a value without a flag: did you mean {config} {flag}?"
         return f"{flag}: there is no such flag{nearest(flag, flags)}"
     if match := re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text):
@@ -192,8 +192,6 @@ def one_line(
             within = nested[1] if nested else inner
             inner = f"{key[1]}.{within}" if f".{within}".endswith(f".{inner}") else f"{key[1]}.{within}.{inner}"
         return f"--{inner}{match[2]}"
-    if match := re.search(r"^Does not validate .*? Errors: - (.+?) - Expected a <class 'NoneType'>", text):
-        return match[1]  # the class itself refused its arguments
     if key is None:
         return text
     inner = re.findall(r'Parser key "([^"]+)"', text)[-1]

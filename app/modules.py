@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.types import LRSchedulerTypeUnion, OptimizerLRScheduler
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
@@ -124,9 +124,6 @@ class ImageClassifier(LightningModule):
         executed: How the network is executed, for the run record.
         images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of the images that a loaded checkpoint was
             trained on; None before, and for other people's data.
-
-    Raises:
-        UserError: When the optimizer or scheduler rejects its arguments.
     """
 
     convolutional = True
@@ -327,18 +324,15 @@ class ImageClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimizer and the scheduler."""
-        try:
-            clips_scaled = self.trainer.precision == "16-mixed" and bool(self.trainer.gradient_clip_val)
-            device = self.trainer.strategy.root_device
-            optimizer = fastest(self.make_optimizer(self.parameters()), device, clips_scaled, self.cuda_graph)
-            if self.cuda_graph and self.trainer.state.fn == "fit":
-                self.step_graph = StepGraph(self._score, optimizer)
-                self.backward = self.step_graph.backward  # type: ignore[method-assign]
-            if self.make_scheduler is None:
-                return optimizer
-            scheduler = self.make_scheduler(optimizer)
-        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise UserError(f"--model.optimizer or --model.scheduler: {error}") from error
+        clips_scaled = self.trainer.precision == "16-mixed" and bool(self.trainer.gradient_clip_val)
+        device = self.trainer.strategy.root_device
+        optimizer = fastest(self.make_optimizer(self.parameters()), device, clips_scaled, self.cuda_graph)
+        if self.cuda_graph and self.trainer.state.fn == "fit":
+            self.step_graph = StepGraph(self._score, optimizer)
+            self.backward = self.step_graph.backward  # type: ignore[method-assign]
+        if self.make_scheduler is None:
+            return optimizer
+        scheduler = self.make_scheduler(optimizer)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {
@@ -347,17 +341,6 @@ class ImageClassifier(LightningModule):
                 "monitor": getattr(scheduler, "monitor", "val_loss"),
             },
         }
-
-    def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: Any | None) -> None:
-        """Advance the scheduler.
-
-        Raises:
-            UserError: When it was given numbers with which it cannot go on, such as too few `total_steps`.
-        """
-        try:
-            super().lr_scheduler_step(scheduler, metric)
-        except (ValueError, ArithmeticError) as error:
-            raise UserError(f"--model.scheduler: {error}") from error
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the sums of the unfinished epoch, over all ranks, and what a user of the weights needs of the images.

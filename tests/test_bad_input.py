@@ -62,11 +62,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--trainer.accelerator", "tpu"], "--trainer.accelerator tpu: there is none on this machine"),
         (
             ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "0"],
-            "--model.scheduler: integer modulo by zero",
+            "--model.scheduler StepLR: integer modulo by zero",
         ),
         (
             ["--model.optimizer", "SparseAdam"],
-            "--model.optimizer SparseAdam: the gradients of these networks are dense",
+            "--model.optimizer SparseAdam: SparseAdam does not support dense gradients, please consider Adam instead",
         ),
         (["--trainer.max_epochs", "-5"], "--trainer.max_epochs -5: give -1 or more"),
         (["--trainer.max_time", "abc"], "--trainer.max_time abc: give DAYS:HOURS:MINUTES:SECONDS"),

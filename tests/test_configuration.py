@@ -117,7 +117,7 @@ def test_an_unknown_command_is_told_all_of_them(app: App) -> None:
 
 def test_a_switch_takes_a_value_too() -> None:
     parser = PlainParser(prog="x")
-    parser.add_argument("--dry_run", action="store_true")
+    parser.add_argument("--dry_run", type=bool, default=False)
     given = [["--dry_run"], ["--dry_run", "true"], ["--dry_run=true"], ["--dry_run", "false"], []]
     assert [parser.parse_args(words).dry_run for words in given] == [True, True, True, False, False]
     with pytest.raises(UserError, match="--dry_run maybe: expected bool"):

@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
         ),
         (
             "--model.optimizer SGD --model.optimizer.fused true --model.optimizer.foreach true",
-            "--model.optimizer or --model.scheduler: `fused` and `foreach` cannot be `True` together.",
+            "--model.optimizer SGD: `fused` and `foreach` cannot be `True` together.",
         ),
         ("--model.compile fast", "--model.compile fast"),
         ("--model.cuda_graph true", "--model.cuda_graph has no effect on the cpu accelerator: leave it out"),

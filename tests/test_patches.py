@@ -103,14 +103,14 @@ def test_lightning_still_complains_in_these_words(known: Complaint) -> None:
         (
             "--trainer.accumulate_grad_batches 2 --trainer.callbacks+=GradientAccumulationScheduler "
             "--trainer.callbacks.scheduling='{4: 2}'",
-            "contradict each other: leave one of them out",
+            "--trainer.callbacks GradientAccumulationScheduler: You have set `accumulate_grad_batches` and",
         ),
         (
             "--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1 --model.scheduler.total_steps 2 "
             "--model.scheduler_interval step",
-            "--model.scheduler: Tried to step 3 times. The specified number of total steps is 2",
+            "--model.scheduler OneCycleLR: Tried to step 3 times. The specified number of total steps is 2",
         ),
-        ("--model.scheduler StepLR --model.scheduler.step_size 0", "--model.scheduler: integer modulo by zero"),
+        ("--model.scheduler StepLR --model.scheduler.step_size 0", "--model.scheduler StepLR: integer modulo by zero"),
         ("--trainer.precision transformer-engine", "transformer"),
     ],
     ids=["early-stopping", "val-check-interval", "accumulation", "scheduler-steps", "scheduler-zero", "precision"],

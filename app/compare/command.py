@@ -113,9 +113,9 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     file = shipped([DEFAULT, *(value for flag, value in flags if flag == "--experiment")][-1])
     parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
-    parser.add_argument("--dry_run", action="store_true", help="only print the commands and the estimated time")
-    parser.add_argument("--fresh", action="store_true", help="measure anew what was measured before")
-    parser.add_argument("--wandb", action="store_true", help="track the runs and the report in Weights & Biases")
+    parser.add_argument("--dry_run", type=bool, default=False, help="only print the commands and the estimated time")
+    parser.add_argument("--fresh", type=bool, default=False, help="measure anew what was measured before")
+    parser.add_argument("--wandb", type=bool, default=False, help="track the runs and the report in Weights & Biases")
     parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
     parser.add_class_arguments(Experiment)
     if {"-h", "--help"} & set(own):

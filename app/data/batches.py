@@ -71,11 +71,12 @@ class Reader:
         torch.default_generator.manual_seed(seed)  # of the CPU alone, unlike torch.manual_seed
         augmented = self.augment(image)
         torch.set_rng_state(before)
-        if augmented.shape != image.shape or augmented.dtype != image.dtype:
-            raise UserError(
-                f"--data.augment {type(self.augment).__name__} makes {augmented.dtype} {tuple(augmented.shape)} of an "
-                f"image of {image.dtype} {tuple(image.shape)}: it must keep shape and type"
-            )
+        kept, made = f"{image.dtype} {tuple(image.shape)}", type(augmented).__name__
+        if isinstance(augmented, Tensor):
+            made = f"{augmented.dtype} {tuple(augmented.shape)}"
+        if made != kept:
+            name = type(self.augment).__name__
+            raise UserError(f"--data.augment {name} makes {made} of an image of {kept}: it must keep shape and type")
         return augmented
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app.errors import UserError
+from app.system.tracebacks import blamed
 
 SplitName = Literal["train", "val", "test", "predict"]
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
@@ -44,8 +46,12 @@ class _Items(Dataset[Any]):
     def __getitem__(self, item: Any) -> Tensor | UserError:
         try:
             return self.read(item)
-        except UserError as error:
-            return error
+        except Exception as error:
+            wrong = error if isinstance(error, UserError) else blamed(error)
+            if wrong is None:
+                raise
+            wrong.add_note(traceback.format_exc())  # for --verbose
+            return wrong
 
     def stack(self, images: list[Tensor | UserError]) -> tuple[Tensor, dict[int, UserError]]:
         """Images of one batch, (n, C, H, W), where n may be 0; and those that could not be read, by place."""

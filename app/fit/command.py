@@ -5,8 +5,10 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
+from app.fit.flag_rules import leaves
 from app.fit.memory import agree_micro_batch
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide, default_name, release_folders
@@ -57,6 +60,7 @@ from app.monitor.summary import report
 from app.system import lightning_patches
 from app.system.files import finite
 from app.system.machine import busy
+from app.system.tracebacks import MADE_BY, blamed, users_part
 
 
 def run(argv: Sequence[str]) -> int:
@@ -85,11 +89,6 @@ def _run(argv: Sequence[str]) -> int:
         if isinstance(end.code, str):
             raise
         return ExitStatus.of(end).code
-    except (MisconfigurationException, RuntimeError, ValueError) as error:
-        said = lightning_patches.complaint(error)
-        if said is None:
-            raise
-        raise UserError(said) from error
     finally:
         release_folders()
         end_undisturbed()
@@ -136,6 +135,10 @@ class CLI(Flags):
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
         check(self.config.subcommand, config)
+        MADE_BY.clear()
+        for flag, path in leaves(config):
+            if flag.endswith(".class_path") and flag.count(".") > 1:
+                MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # of processes that this one starts
             torch.set_num_threads(config.run.threads)
@@ -167,6 +170,8 @@ class CLI(Flags):
         except UserError:
             raise
         except Exception as error:  # Lightning's refusals are of many types, and say no flag
+            if users_part(traceback.format_exc()):
+                raise
             raise UserError(self._naming_flag(error)) from error
         check_trainer(self.trainer)
         if isinstance(self.datamodule, app.data.ImageData) and isinstance(self.model, app.modules.ImageClassifier):
@@ -175,19 +180,19 @@ class CLI(Flags):
 
     def _naming_flag(self, error: Exception) -> str:
         """What an error of building says, with the flag that it means: one whose name it mentions."""
+        raised: BaseException | None = error
+        while raised and "jsonargparse" in traceback.extract_tb(raised.__traceback__)[-1].filename:
+            raised = raised.__cause__ or raised.__context__  # which the class has raised
+        error = raised if isinstance(raised, Exception) else error
+        if wrong := blamed(error):
+            return str(wrong)
         expected = isinstance(error, MisconfigurationException | ValueError | TypeError | ImportError)
-        said = (
-            one_line(str(error))
-            if expected
-            else f"{type(error).__name__}: {one_line(str(error))} (--verbose shows where)"
-        )
-        flags = vars(self.config[self.subcommand].as_flat())
+        said = one_line(str(error) if expected else f"{type(error).__name__}: {error} (--verbose shows where)")
         mentioned = re.findall(r"\w+", said)
-        found = ((flag, flags[flag]) for word in mentioned for flag in flags if flag.rpartition(".")[2] == word)
-        known = next(((flag, value) for flag, value in found if value is not None and str(value) in mentioned), None)
-        if said.startswith("--") or known is None:
-            return said
-        return f"--{known[0].replace('.init_args.', '.')} {known[1]}: {said}"
+        found = ((flag, str(value)) for flag, value in leaves(self.config[self.subcommand]) if value is not None)
+        values = {flag: value for flag, value in found if value in mentioned}
+        known = next((flag for word in mentioned for flag in values if flag.rpartition(".")[2] == word), None)
+        return said if said.startswith("--") or known is None else f"--{known} {values[known]}: {said}"
 
     def _agree(self, timeout: float) -> None:
         """Have rank zero settle what only one can, and give the run its directory, record and loggers."""

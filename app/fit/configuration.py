@@ -15,7 +15,7 @@ import app.data
 import app.modules
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoints import RunCheckpoint, find_checkpoint
-from app.fit.flag_rules import MADE, parameters
+from app.fit.flag_rules import MADE
 from app.fit.help import MORE, SectionHelp
 from app.fit.parser import (
     Parser,
@@ -23,6 +23,7 @@ from app.fit.parser import (
     configs_and_classes_first,
     find_class,
     import_trusted_only,
+    parameters,
     refuse_unusable,
     shipped,
     spell_out_strategy,

@@ -6,8 +6,6 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import cache
 from pathlib import PurePath
 from string import Formatter
 from types import NoneType
@@ -21,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from app.errors import UserError, nearest
 from app.fit.asked import Asked, Found, Rule
 from app.fit.devices import class_of, devices_per_node
+from app.fit.parser import parameters
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.parallel import SplitForward
@@ -33,7 +32,7 @@ MINIMA = {
     **dict.fromkeys(("trainer.overfit_batches", "trainer.reload_dataloaders_every_n_epochs"), 0),
     **dict.fromkeys(("trainer.gradient_clip_val", "run.warmup_epochs", "data.seed", "data.data_seed"), 0),
     **dict.fromkeys(("trainer.check_val_every_n_epoch", "trainer.accumulate_grad_batches", "trainer.num_nodes"), 1),
-    "run.threads": 1,
+    **{"run.threads": 1, "cluster.max_restarts": 0},
     **{f"{name}_checkpoint.save_top_k": -1 for name in ("best", "last")},
     **{f"{name}_checkpoint.every_n_{what}": 0 for name in ("best", "last") for what in ("epochs", "train_steps")},
 }
@@ -64,52 +63,27 @@ def _no_devices(s: Asked) -> Found:
         return True
 
 
-def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """All numbers of a section, each with its flag."""
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of a configuration, each with its flag."""
     if isinstance(value, Namespace | dict):
         for key, inner in (vars(value) if isinstance(value, Namespace) else value).items():
-            yield from _numbers(inner, path if key == "init_args" else f"{path}.{key}")
+            yield from leaves(inner, path if key == "init_args" else f"{path}.{key}".lstrip("."))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _numbers(inner, path)
-    elif isinstance(value, float):
+            yield from leaves(inner, path)
+    else:
         yield path, value
 
 
-def _not_finite(s: Asked) -> Found:
-    sections = (_numbers(s.checked.get(name), name) for name in ("trainer", "model", "data", "cluster"))
-    found = ((flag, value) for numbers in sections for flag, value in numbers if not math.isfinite(value))
-    return next(({"flag": flag, "value": value} for flag, value in found), None)
-
-
-def _value(s: Asked, flag: str) -> Any:
-    section, _, name = flag.partition(".")
-    return s.checked.get(flag, s.checked.get(f"{section}.init_args.{name}"))
-
-
-def _below_minimum(s: Asked) -> Found:
-    given = ((flag, _value(s, flag), least) for flag, least in MINIMA.items())
-    found = (
-        {"flag": f, "value": v, "least": least} for f, v, least in given if v not in (None, "auto") and not v >= least
-    )
-    return next(found, None)
-
-
-def _too_large(s: Asked) -> Found:
-    flags = vars(s.checked.as_flat()).items()
-    found = ((flag, v) for flag, value in flags for v in (value if isinstance(value, list) else [value]))
-    large = ({"flag": flag.replace(".init_args.", "."), "value": v} for flag, v in found if type(v) is int and v > MOST)
-    return next(large, None)
-
-
-@cache
-def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Parameters of a class's `__init__` and of those that it extends, with their types and defaults."""
-    merged: dict[str, inspect.Parameter] = {}
-    for base in reversed(cls.__mro__ if cls else ()):
-        with suppress(KeyError, NameError, TypeError):  # a class of the user's, with types that are known nowhere
-            merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
-    return merged
+def _out_of_range(s: Asked) -> Found:
+    for flag, value in leaves(s.checked):
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"flag": flag, "value": value, "remedy": "give a finite number"}
+        if type(value) is int and value > MOST:
+            return {"flag": flag, "value": value, "remedy": "give a smaller number"}
+        if flag in MINIMA and value not in (None, "auto") and value < MINIMA[flag]:
+            return {"flag": flag, "value": value, "remedy": f"give {MINIMA[flag]} or more"}
+    return None
 
 
 def _null(s: Asked) -> Found:
@@ -158,8 +132,10 @@ def _no_file_name(s: Asked) -> Found:
 
 
 def _lacks_package(s: Asked) -> Found:
-    wanted = str(s.config.trainer.precision).startswith("transformer-engine")
-    return wanted and importlib.util.find_spec("transformer_engine") is None
+    needs = (("precision", "transformer-engine", "transformer_engine"), ("profiler", "xla", "torch_xla"))
+    lacking = ((flag, package) for flag, name, package in needs if str(s.trainer[flag]).startswith(name))
+    missing = ((flag, package) for flag, package in lacking if importlib.util.find_spec(package) is None)
+    return next(({"flag": flag, "value": s.trainer[flag], "package": package} for flag, package in missing), None)
 
 
 def _no_folder(s: Asked) -> Found:
@@ -210,16 +186,15 @@ FLAGS = (
         "--trainer.devices {s.config.trainer.devices!r}: the {s.device} accelerator cannot give that",
         "give a count from 1 on",
     ),
-    Rule(_below_minimum, "--{flag} {value}", "give {least} or more"),
-    Rule(_too_large, "--{flag} {value}", "give a smaller number"),
+    Rule(_out_of_range, "--{flag} {value}", "{remedy}"),
     Rule(_no_interval, "--trainer.val_check_interval {s.config.trainer.val_check_interval}", "give more than 0"),
     Rule(
         _no_duration, "--trainer.max_time {s.config.trainer.max_time}", "give DAYS:HOURS:MINUTES:SECONDS, 00:12:00:00"
     ),
     Rule(
         _lacks_package,
-        "--trainer.precision {s.config.trainer.precision}: the package transformer_engine is not installed",
-        "install it, or use bf16-mixed",
+        "--trainer.{flag} {value}: the package {package} is not installed",
+        "install it, or leave the flag out",
     ),
     Rule(_no_file_name, "--{flag} {name!r}: {why}", "give a name, and the folder as dirpath"),
     Rule(
@@ -227,17 +202,11 @@ FLAGS = (
         "--seed_everything {s.config.seed_everything}",
         "give a number from 0 to 4294967295",
     ),
-    Rule(_not_finite, "--{flag} {value}", "give a finite number"),
     Rule(_no_folder, "--run.name {s.config.run.name!r}: {why}", "give another name"),
     Rule(
         lambda s: s.config.cluster.timeout <= 0,
         "--cluster.timeout {s.config.cluster.timeout:g}",
         "give a number of seconds above 0",
-    ),
-    Rule(
-        lambda s: s.config.cluster.max_restarts < 0,
-        "--cluster.max_restarts {s.config.cluster.max_restarts}",
-        "give 0 or more",
     ),
     Rule(
         lambda s: s.config.run.profile and s.command != "fit",

@@ -7,6 +7,8 @@ import pkgutil
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,20 +55,12 @@ class PlainParser(ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
 
-    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """Let a switch be given alone or with a value: `--flag`, `--flag true`."""
-        if kwargs.get("action") == "store_true":
-            del kwargs["action"]
-            kwargs |= {"type": bool, "nargs": "?", "const": True, "default": False}
-        return super().add_argument(*args, **kwargs)
-
-    def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the class's switches be given alone, too."""
-        names = super().add_class_arguments(*args, **kwargs)
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Read arguments, of which a switch may be given alone or with a value: `--flag`, `--flag true`."""
         for action in self._actions:
             if isinstance(action.default, bool):
                 action.nargs, action.const = "?", True
-        return names
+        return super().parse_args(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
@@ -93,18 +87,16 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
-        flags = [f"--model.optimizer.{name}" for name in _parameters(torch.optim.SGD)]
+        flags = [f"--model.optimizer.{name}" for name in parameters(torch.optim.SGD)]
         commands = [command for action in self._actions for command in _commands(action)]
         actions = [action for parser in (self, *commands) for action in parser._actions]
         flags += [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
         classes = {"model": _subclasses(LightningModule), "data": _subclasses(LightningDataModule)}
         for group, members in classes.items():
-            flags += [f"--{group}.{name}" for cls in members for name in _parameters(cls)]
-        flags += [f"--trainer.strategy.{name}" for cls in (DDP, *_subclasses(DDP)) for name in _parameters(cls)]
+            flags += [f"--{group}.{name}" for cls in members for name in parameters(cls)]
+        flags += [f"--trainer.strategy.{name}" for cls in (DDP, *_subclasses(DDP)) for name in parameters(cls)]
         files = {path.stem: path.read_text(errors="ignore") for path in Path().glob("*.py") if path.is_file()}
-        here = [
-            f"{name}.{cls}" for name, text in files.items() for cls in re.findall(r"^class (\w+)", text, re.MULTILINE)
-        ]
+        here = [f"{name}.{cls}" for name, text in files.items() for cls in re.findall(r"(?m)^class (\w+)", text)]
         bases = {"optimizer": torch.optim.Optimizer, "scheduler": torch.optim.lr_scheduler.LRScheduler}
         classes |= {name: _subclasses(base) for name, base in {**bases, "callbacks": Callback}.items()}
         names = {flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()}
@@ -137,9 +129,14 @@ def _subclasses(cls: type) -> list[type]:
     return [*direct, *(below for child in direct for below in _subclasses(child))]
 
 
-def _parameters(cls: type) -> set[str]:
-    found = (inspect.signature(base.__init__).parameters for base in cls.__mro__)  # type: ignore[misc]
-    return {name for parameters in found for name in parameters} - {"self", "args", "kwargs", "params"}
+@cache
+def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
+    """Parameters of a class's `__init__` and of those that it extends, with their types and defaults."""
+    merged: dict[str, inspect.Parameter] = {}
+    for base in reversed(cls.__mro__ if cls else ()):
+        with suppress(KeyError, NameError, TypeError):  # a class of the user's, with types that are known nowhere
+            merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
+    return {name: each for name, each in merged.items() if name not in ("self", "args", "kwargs", "params")}
 
 
 def chosen_classes(arguments: Sequence[str]) -> dict[str, str]:
@@ -237,11 +234,7 @@ def refuse_unusable(arguments: list[str]) -> None:
         value = value if given else following
         if flag.startswith(("--model.optimizer.", "--model.scheduler.")) and NOT_FINITE.fullmatch(value):
             raise UserError(f"{flag} {value}: give a finite number")
-        if (
-            re.match(r"--.+\.", flag)
-            and not (given or flag.endswith(".help"))
-            and (value == "-" or value.startswith("--"))
-        ):
+        if re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", argument) and re.match(r"--|-$", following):
             raise UserError(f"{flag} needs a value")
         if flag.startswith("--"):
             _look_at(flag, value)

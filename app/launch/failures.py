@@ -11,7 +11,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app.errors import EXIT_CODES, RankError, RankLostError, RankSilentError, UserError, out_of_memory
 from app.launch import watchdog
+from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
+from app.system.tracebacks import blamed
 
 # what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
@@ -71,7 +73,7 @@ def leave_nccl() -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """What an error means, where it is one of a communication, or of memory; else the error itself."""
+    """What an error of a communication, of memory, or of an object that a flag made means; else the error itself."""
     communicated = (_has_left or distributed.is_initialized()) and (
         type(error) is RuntimeError or isinstance(error, distributed.DistError)
     )
@@ -79,8 +81,11 @@ def explained(error: BaseException) -> BaseException:
     communicated = communicated or isinstance(error, distributed.DistBackendError)
     if communicated and (seen := lost(str(error))):
         return seen
-    said = out_of_memory(error)
-    return UserError(said) if said else error
+    if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
+        return error
+    if said := out_of_memory(error):
+        return UserError(said)
+    return blamed(error, complaint(error)) or error
 
 
 @contextmanager
@@ -89,7 +94,7 @@ def explaining_errors() -> Iterator[None]:
 
     Raises:
         RankError: When another rank is gone or silent.
-        UserError: When there is not enough memory.
+        UserError: When there is not enough memory, or an object that a flag made has raised.
     """
     try:
         yield
@@ -138,3 +143,9 @@ def said(error_file: Mapping[str, Any]) -> str:
     """What a rank has left in torch's error file: the name of the exception, and its text; nothing when killed."""
     message = error_file.get("message")
     return str(message.get("message", "")) if isinstance(message, dict) else ""
+
+
+def callstack(failure: ProcessFailure) -> str:
+    """The traceback in torch's error file of a rank; nothing when it was killed."""
+    message = failure.error_file_data.get("message")
+    return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""

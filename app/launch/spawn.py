@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, rec
 
 from app.errors import EXIT_CODES, UserError
 from app.launch.agree import use_own_store
-from app.launch.failures import explain, explaining_errors, root_cause
+from app.launch.failures import callstack, explain, explaining_errors, root_cause
 from app.launch.process import end_with_parent
 from app.launch.rendezvous import host_store
 from app.launch.signals import CAUSES, Signals
@@ -25,6 +26,7 @@ from app.launch.watchdog import watched
 from app.system import lightning_patches
 from app.system.interconnect import use_loopback
 from app.system.patches import expects
+from app.system.tracebacks import MADE_BY, users_part
 
 _LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
 
@@ -45,6 +47,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
         self._error_file = ""  # of each rank, by its index
+        self.made_by = MADE_BY  # for the processes
         self._processes: list[Any] = []
         super().__init__(strategy, start_method)
 
@@ -94,7 +97,11 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         if self.stopped_by:
             return KeyboardInterrupt() if self.stopped_by == signal.SIGINT else SystemExit(EXIT_CODES["SIGTERM"])
         if failures:
-            return explain(*root_cause(failures))
+            rank, failure = root_cause(failures)
+            cause = explain(rank, failure)
+            if not isinstance(cause, UserError):
+                print(users_part(callstack(failure)) or "", end="", file=sys.stderr)
+            return cause
         if "pickle" in str(error).lower():
             return UserError(
                 f"ddp_spawn hands model and data to its processes as pickles, which fails here ({error}): use "
@@ -139,6 +146,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         os.environ["LOCAL_RANK"] = str(process_idx)
         rank = strategy.node_rank * strategy.num_processes + process_idx
         lightning_patches.hide_lines()
+        MADE_BY.update(self.made_by)
         with watched(self.timeout, self.stacks, rank), explaining_errors():
             if strategy.num_nodes > 1:
                 assert self.timeout is not None

@@ -208,12 +208,6 @@ class Complaint(NamedTuple):
 
 COMPLAINTS = (
     Complaint(
-        "torch.optim.sparse_adam",
-        "SparseAdam does not support dense gradients",
-        "SparseAdam does not support dense gradients",
-        "--model.optimizer SparseAdam: the gradients of these networks are dense: use Adam",
-    ),
-    Complaint(
         "lightning.pytorch.callbacks.early_stopping",
         "Early stopping conditioned on metric `",
         r"Early stopping conditioned on metric `(?P<name>[^`]*)` .*: `(?P<known>.*)`",
@@ -225,13 +219,6 @@ COMPLAINTS = (
         r"`val_check_interval` \((?P<given>.*?)\) must be .* training batches \((?P<batches>.*?)\)",
         "--trainer.val_check_interval {given}: an epoch has {batches} batches: give {batches} at most, or "
         "--trainer.check_val_every_n_epoch null, too",
-    ),
-    Complaint(
-        "lightning.pytorch.callbacks.gradient_accumulation_scheduler",
-        "You have set `accumulate_grad_batches` and",
-        "You have set `accumulate_grad_batches` and",
-        "--trainer.accumulate_grad_batches and GradientAccumulationScheduler contradict each other: leave one of them "
-        "out",
     ),
     Complaint(
         "lightning.pytorch.callbacks.model_checkpoint",

@@ -1,0 +1,41 @@
+"""Classes of a user, each with one mistake that two of its frames show."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from app.modules import CIFARCNN
+
+
+class Augment(torch.nn.Module):
+    def forward(self, image: Tensor) -> Tensor:
+        return self.fail(image)
+
+    def fail(self, image: Tensor) -> Tensor:
+        raise RuntimeError("of mine")
+
+
+class Model(CIFARCNN):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.fail(batch)
+
+    def fail(self, batch: Any) -> Tensor:
+        return torch.nn.functional.linear(batch[0], torch.zeros(3, 5))
+
+
+class Built(CIFARCNN):
+    def __init__(self) -> None:
+        self.fail()
+
+    def fail(self) -> None:
+        torch.nn.Linear("x", 1)  # type: ignore[arg-type]
+
+
+class Calls(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.fail(pl_module)
+
+    def fail(self, module: Any) -> None:
+        module.backbone()

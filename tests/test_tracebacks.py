@@ -1,0 +1,97 @@
+"""An object that a flag made, and code of the user's, that raise when they are used."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import QUIET, ROOT, error_of, fork_app, start_app
+
+App = Callable[..., tuple[int, str]]
+SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", "--run.test", "false", *QUIET]
+SMALL += ["--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"]
+V2 = "--data.augment torchvision.transforms.v2."
+CROP = f"{V2}RandomCrop --data.augment.size 64"
+TOO_LARGE = "error: --data.augment RandomCrop: Required crop size (64, 64) is larger than input image size (32, 32)."
+INNER = "--data.augment.transforms '[{class_path: torchvision.transforms.v2.RandomCrop, init_args: {size: 64}}]'"
+MIX = "--data.augment.num_classes 10"
+LINEAR = "--data.augment torch.nn.Linear --data.augment.in_features 3 --data.augment.out_features 3"
+ADAM = "--model.optimizer Adam --model.optimizer.differentiable true"
+LAMBDA = "--model.scheduler MultiplicativeLR --model.scheduler.lr_lambda torch.numel"
+CALL, SET = "--trainer.callbacks+=", "--trainer.callbacks."
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (CROP, TOO_LARGE[7:]),
+        (f"{CROP} --data.num_workers 0", TOO_LARGE[7:]),
+        (f"{V2}RandomApply {INNER} --data.augment.p 1", "--data.augment.transforms RandomCrop: Required crop size"),
+        (f"{V2}ToPILImage", "--data.augment ToPILImage makes Image of an image of torch.uint8 (3, 32, 32): it must"),
+        (f"{V2}FiveCrop --data.augment.size 8", "--data.augment FiveCrop makes tuple of an image of"),
+        (f"{V2}MixUp {MIX}", "--data.augment MixUp: labels should be index based"),
+        (f"{V2}CutMix {MIX}", "--data.augment CutMix: labels should be index based"),
+        (LINEAR, "--data.augment Linear: mat1 and mat2 must have the same dtype"),
+        (f"{CALL}LearningRateFinder {SET}num_training_steps 0", "LearningRateFinder: When using the learning rate"),
+        (f"{CALL}ThroughputMonitor {SET}batch_size_fn torch.numel", "callbacks ThroughputMonitor: numel(): argument"),
+        (f"{CALL}ModelSummary {SET}max_depth=-5", "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0"),
+        (
+            f"{CALL}ModelCheckpoint {SET}save_top_k=-5",
+            "--trainer.callbacks ModelCheckpoint: Invalid value for save_top",
+        ),
+        (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
+        (f"{CALL}BackboneFinetuning", "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"),
+        (
+            f"{CALL}BackboneFinetuning --model user_code.LogsLossOnly",
+            "BackboneFinetuning: 'LogsLossOnly' object has no",
+        ),
+        ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
+        (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
+        (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
+        ("--trainer.profiler xla", "--trainer.profiler xla: the package torch_xla is not installed: install it"),
+        ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
+    ],
+)
+def test_an_object_that_a_flag_made(flags: str, said: str, app: App) -> None:
+    assert said in error_of(*app("fit", *SMALL, *shlex.split(flags)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
+    """It is said once."""
+    way = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
+    for flags, said in ((CROP, TOO_LARGE), (ADAM, "error: --model.optimizer Adam: a leaf Variable that requires grad")):
+        run = fork_app if strategy == "ddp_fork" else start_app
+        assert error_of(*run("fit", *SMALL, *way, *flags.split())).startswith(said)
+
+
+def test_verbose_shows_what_the_library_did(app: App) -> None:
+    for workers in ("0", "1"):
+        code, out = app("fit", *SMALL, *CROP.split(), "--data.num_workers", workers, "--verbose")
+        assert code == 2
+        assert "make_params" in out
+        assert out.splitlines()[-1] == TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--data.augment raising_code.Augment",
+        "--data.augment raising_code.Augment --data.num_workers 0",
+        "--model raising_code.Built",
+        "--trainer.callbacks+=raising_code.Calls",
+        "--model raising_code.Model",
+        "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
+        "--model raising_code.Model --trainer.strategy ddp --trainer.devices 2",
+    ],
+)
+def test_code_of_the_user(flags: str, tmp_path: Path) -> None:
+    """Its frames and the line that called them, once."""
+    run = start_app if "ddp " in flags else fork_app
+    code, out = run("fit", *SMALL, "--run.root", tmp_path, *flags.split())
+    assert code == 1, out
+    assert out.count("Traceback") == 1, out
+    _, *frames = out.partition("Traceback")[2].split("  File ")
+    assert len(frames) == 3, out
+    assert [frame.startswith(f'"{ROOT}/tests/raising_code.py", line ') for frame in frames] == [False, True, True]
+    assert "self.fail(" in frames[1]
