@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from harness import QUIET, ROOT, ForkServer, losses
 from jsonargparse import capture_parser
@@ -30,7 +31,7 @@ from app.cli import main
 from app.compare.command import _parse as read_compare
 from app.errors import UserError
 from app.fit.configuration import Flags, resolve, split_flags
-from app.fit.parser import _parameters
+from app.fit.parser import parameters
 from app.plan.command import _parse as read_plan
 from app.verify.command import _parse as read_verify
 
@@ -194,6 +195,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("NAME", "quickstart"):
         (folder / "runs" / name / "version_0").mkdir(parents=True)
         shutil.copy(ROOT / "configs/quickstart.yaml", folder / "runs" / name / "version_0/config.yaml")
+        (folder / "runs" / name / "version_0/checkpoints").mkdir()
+        torch.save({"state_dict": {}}, folder / "runs" / name / "version_0/checkpoints/best.ckpt")
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
         for label in ("cat", "dog"):
@@ -270,7 +273,7 @@ def test_flags_in_the_prose() -> None:
     known |= {flag for command in ("compare", "plan", "verify", "doctor") for flag in own_flags(command)}
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
-        known |= {f"--{section}.{name}" for cls in base.__subclasses__() for name in _parameters(cls)}
+        known |= {f"--{section}.{name}" for cls in base.__subclasses__() for name in parameters(cls)}
     # settings of what a flag names are checked with the commands that have them
     deeper = ("--model.optimizer.", "--model.scheduler.", "--trainer.callbacks", "--trainer.strategy.")
     for document in DOCUMENTS:

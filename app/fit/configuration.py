@@ -184,6 +184,7 @@ def resolve(argv: Sequence[str]) -> Namespace:
     Raises:
         UserError: When it cannot be read.
     """
+    argv = add_config_of_run(argv)
     config = _parse(capture_parser(Flags, argv), argv)
     check_flags(config[config.subcommand])
     return config[config.subcommand]
