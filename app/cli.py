@@ -11,11 +11,12 @@ import gc
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
 from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
-from app.launch.process import AGENT, TRUST, begin, check_environment, is_task_of_srun
+from app.launch.process import AGENT, BEGAN, TRUST, begin, check_environment, is_task_of_srun
 
 HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
@@ -64,6 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         check_environment()
+        os.environ.setdefault(BEGAN, str(time.time()))  # its ranks inherit it
         begin()
         argv = _without_trust(argv)
         if not argv or argv[0] in ("-h", "--help"):

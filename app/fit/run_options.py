@@ -10,9 +10,8 @@ from typing import Any, Literal
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint
+from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
 from app.monitor.loggers import claim_version
-from app.monitor.record_file import load_record
 from app.system.files import remove_parts
 
 
@@ -102,14 +101,15 @@ def decide(
         checkpoint = None
     elif checkpoint is not None:
         checkpoint = find_checkpoint(checkpoint, configs, run.root, run.name)
+    record = read_earlier(Path(checkpoint).parent.parent / "run.json") if checkpoint else {}
     folder: Path | None = None
     earlier: dict[str, Any] = {}
     if is_recorded:
-        folder, earlier = _folder(run, subcommand, checkpoint, config)
+        folder, earlier = _folder(run, subcommand, checkpoint, record, config)
         folder = folder.relative_to(run.root) if folder.is_relative_to(run.root) else folder
     return {
         "checkpoint": checkpoint,
-        "micro_batch": _record(checkpoint).get("micro_batch"),
+        "micro_batch": record.get("micro_batch"),
         "may_be_finished": anew,  # started again after the end of its training, it has still to be tested
         "folder": folder,  # below the root of each node, where it is below rank zero's
         "earlier": earlier,
@@ -118,14 +118,14 @@ def decide(
 
 
 def _folder(
-    run: Run, subcommand: str, checkpoint: str | None, config: Callable[[], str]
+    run: Run, subcommand: str, checkpoint: str | None, record: dict[str, Any], config: Callable[[], str]
 ) -> tuple[Path, dict[str, Any]]:
     """Where a run is kept, and the record of the training that it goes on with, if any.
 
     A training goes on in its own folder from its newest checkpoint; what is done with one is kept below it.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
-    record, named = _record(checkpoint), Path(run.root, run.name)
+    named = Path(run.root, run.name)
     asked = (run.root, run.name) != (Run.root, Run.name)
     if used is None or not record or (asked and used.parent.resolve() != named.resolve()):
         return _held(claim_version(named)), {}
@@ -167,14 +167,6 @@ def release_folders() -> None:
     """Give up the folders of this process' runs."""
     while _HELD:
         os.close(_HELD.pop())
-
-
-def _record(checkpoint: str | None) -> dict[str, Any]:
-    """The record of the run that wrote a checkpoint, if there is one."""
-    try:
-        return load_record(Path(checkpoint).parents[1] / "run.json") if checkpoint else {}
-    except (ValueError, IndexError):
-        return {}
 
 
 def _text(file: Path) -> str:

@@ -15,6 +15,7 @@ from app.errors import UserError
 
 AGENT = "APP_AGENT"  # environment of a rank that our agent starts: id of the agent
 STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
+BEGAN = "APP_BEGAN"  # environment: when the command began, in seconds since 1970
 TRUST = "APP_TRUST"  # environment: modules of `--trust`, with commas between them
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -33,6 +34,7 @@ WHOLE_NUMBER = r"\d{1,18}", "a whole number"
 VARIABLES = {
     **dict.fromkeys((*RANKS[:-1], *TASK[:-1], "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
     **dict.fromkeys(("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER), WHOLE_NUMBER),
+    BEGAN: (r"\d{1,12}(\.\d+)?", "seconds"),
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (r"\d{1,9}", "seconds"),
     "SLURM_STEP_TASKS_PER_NODE": (r"[\d,x()]+", "a list of numbers"),
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,4}(,\d{1,5})*", "a number of threads"),
@@ -170,7 +172,7 @@ def environment_of_a_run() -> dict[str, str]:
     Without what a launcher has set for this one. Not a `preexec_fn`, which could see to the end with its parent, too:
     Python runs hooks after such a fork, and a Ctrl-C that comes in one of them is lost.
     """
-    theirs = (*RANKS, *ADDRESSES, AGENT)
+    theirs = (*RANKS, *ADDRESSES, AGENT, BEGAN)
     own = {key: value for key, value in os.environ.items() if key not in theirs and key[:6] != "SLURM_"}
     return own | {STARTER: str(os.getpid())}
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -21,7 +20,7 @@ from app.data.module import ImageData
 from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
 from app.launch.agree import gather_objects
 from app.launch.failures import explained
-from app.launch.process import AGENT
+from app.launch.process import BEGAN
 from app.launch.signals import cause
 from app.modules import ImageClassifier, log_window
 from app.monitor.course import Course
@@ -99,9 +98,9 @@ class RunRecord(Callback):
 
     def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
         self._checkpoints = checkpoints
-        # set where the run was typed: a spawned process, or a rank of an agent, would begin at its own start
+        # a rank that is started again begins now
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        self._started = psutil.Process(int(os.environ[AGENT]) if first and AGENT in os.environ else None).create_time()
+        self._started = float(os.environ[BEGAN]) if first and BEGAN in os.environ else time.time()
         self.path: Path | None = None
         self.record: dict[str, Any] = {
             "status": "running",
