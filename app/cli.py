@@ -65,7 +65,8 @@ def main(args: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         check_environment()
-        os.environ.setdefault(BEGAN, str(time.time()))  # its ranks inherit it
+        if AGENT not in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            os.environ[BEGAN] = str(time.time())  # which its ranks inherit
         begin()
         argv = _without_trust(argv)
         if not argv or argv[0] in ("-h", "--help"):

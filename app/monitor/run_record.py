@@ -28,7 +28,7 @@ from app.monitor.loggers import MetricsFile, Tracker
 from app.monitor.nonfinite import NonFinite
 from app.monitor.rank_times import RankTimes
 from app.monitor.record_file import load_record
-from app.monitor.step_profiler import StepProfile
+from app.monitor.step_profiler import StepProfile, phases_of_windows
 from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line, finished
 from app.parallel import SplitForward
@@ -98,9 +98,7 @@ class RunRecord(Callback):
 
     def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
         self._checkpoints = checkpoints
-        # a rank that is started again begins now
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        self._started = float(os.environ[BEGAN]) if first and BEGAN in os.environ else time.time()
+        self._started = float(os.environ.get(BEGAN, time.time()))
         self.path: Path | None = None
         self.record: dict[str, Any] = {
             "status": "running",
@@ -137,8 +135,8 @@ class RunRecord(Callback):
         self._validated = False
         self._course = Course()
         self._before: dict[str, list[list[float]]] = {}  # courses of earlier parts
-        self._rates: list[float] = []
-        self._profiled_rates: list[float] = []
+        self._rates: list[tuple[float, float]] = []  # of each window: samples/s, and samples of a step
+        self._profiled_rates: list[tuple[float, float]] = []
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
         self._windows, self._window_profiled = 0, False
@@ -297,7 +295,8 @@ class RunRecord(Callback):
         assert self._first_step is not None
         self._course.add(now - self._first_step, self.rate)
         if not first and trainer.current_epoch >= self._warmup_epochs:
-            (self._profiled_rates if self._window_profiled else self._rates).append(self.rate)
+            batch = self._window_samples / self._window_steps
+            (self._profiled_rates if self._window_profiled else self._rates).append((self.rate, batch))
         self._window_profiled = False
         self._window_start = self._last_step = now
         self._window_samples = self._window_steps = 0
@@ -380,7 +379,8 @@ class RunRecord(Callback):
         if self._first_step is not None:
             earlier = sum(part["train_s"] for part in self.record["parts"])
             self.record["train_s"] = round(earlier + max(self._last_step - self._first_step, 0.0), 3)
-        rates = self._rates or self._profiled_rates
+        windows = self._rates or self._profiled_rates
+        rates = [rate for rate, _ in windows]
         if rates or self.record["throughput"] is None:
             self.record["throughput"] = {
                 "median": round(statistics.median(rates), 1) if rates else None,
@@ -389,6 +389,11 @@ class RunRecord(Callback):
                 "n": len(rates),
                 "unit": "samples/s",
             }
+        self.record["time_per_step"] = profiled = self._profile and self._profile.time_per_step
+        if windows and profiled:
+            step = 1000 * statistics.median(batch for _, batch in windows) / statistics.median(rates)
+            rank = next(iter(self.record["ranks"]), None) if trainer.world_size > 1 else None
+            self.record["time_per_step"] = phases_of_windows(profiled, step, rank)
         losses = [row["train_loss"] for row in self.record.get("epochs", [])]
         if losses:
             first, middle, last = losses[0], losses[(len(losses) - 1) // 2], losses[-1]
@@ -413,7 +418,6 @@ class RunRecord(Callback):
         memory = [row for rows in gather_objects(self._memory(trainer)) for row in rows]
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
-        self.record["time_per_step"] = self._profile and self._profile.time_per_step
         if self._trace is not None:
             cuda = trainer.strategy.root_device.type == "cuda"
             self.record["profile"] = {"limit": limit(self._trace.rows, cuda), "ranks": self._trace.rows}
