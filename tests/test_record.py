@@ -1,6 +1,7 @@
 """The run's directory and its record, also of runs that fail or are interrupted."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import torch
 import yaml
 from harness import QUIET, ROOT, error_of, fork_app, start_app
 from PIL import Image
+from stuck_code import never_ends
 
 from app.monitor.loggers import claim_version
 from app.monitor.report import draw_confusion_matrix
@@ -82,6 +84,28 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
     assert app("fit", *SMALL, *flags, "--trainer.max_epochs", "1")[0] == 0
     assert (run.parent / "version_1").is_dir()
+
+
+@pytest.mark.slow
+def test_fewer_threads_where_cores_are_busy(tmp_path: Path) -> None:
+    """The record and the last lines of the run tell; what was asked for is kept."""
+    context = multiprocessing.get_context("fork")
+    busy = [context.Process(target=never_ends, daemon=True) for _ in range(os.cpu_count() or 1)]
+    for each in busy:
+        each.start()
+    try:
+        flags = [*SMALL, "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2", "--run.test", "false"]
+        for name, more, threads in (("auto", [], 1), ("two", ["--run.threads", "2"], 2)):
+            where = ["--run.root", tmp_path, "--run.name", name]
+            code, out = start_app("fit", *flags, *more, *where, env={"OMP_NUM_THREADS": None})
+            assert code == 0, out
+            assert record(tmp_path / name / "version_0")["threads"] == threads
+            assert re.search(rf"^time .*; other programs took [\d.]+ of {os.cpu_count()} cores$", out, re.MULTILINE), (
+                out
+            )
+    finally:
+        for each in busy:
+            each.kill()
 
 
 def test_set_up_begins_with_the_command(tmp_path: Path) -> None:

@@ -87,11 +87,8 @@ def _no_place(s: Asked) -> Found:
     url = urlsplit(method)
     try:
         there = os.path.exists(url.path) and not os.path.isfile(url.path)
-        known = {
-            "file": url.path and not (url.netloc or there),
-            "tcp": url.hostname and url.port,
-            "env": method == "env://",
-        }
+        is_file = url.path and not (url.netloc or there)
+        known = {"file": is_file, "tcp": url.hostname and url.port, "env": method == "env://"}
     except ValueError:  # of a port out of range
         known = {}
     return s.nodes_meet and not known.get(url.scheme) and {"method": method}

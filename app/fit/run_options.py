@@ -32,7 +32,7 @@ class Run:
             or `skip` the updates whose gradients are, which takes a read of the device on each step.
         profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
         threads: With which each process computes on the CPU; `auto`: what OMP_NUM_THREADS says, else an equal part of
-            the cores. Fewer are faster where others use them, too.
+            the cores that other programs leave, looked at when the run starts and after its first windows.
     """
 
     name: str = "cifar_cnn"

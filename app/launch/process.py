@@ -34,11 +34,10 @@ WHOLE_NUMBER = r"\d{1,18}", "a whole number"
 VARIABLES = {
     **dict.fromkeys((*RANKS[:-1], *TASK[:-1], "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
     **dict.fromkeys(("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER), WHOLE_NUMBER),
-    BEGAN: (r"\d{1,12}(\.\d+)?", "seconds"),
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (r"\d{1,9}", "seconds"),
     "SLURM_STEP_TASKS_PER_NODE": (r"[\d,x()]+", "a list of numbers"),
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,4}(,\d{1,5})*", "a number of threads"),
-    TRUST: (r"((?!\d)\w+[.,]?)*", "names of modules, with commas between them"),
+    TRUST: (r"((?!\d)\w+([.,](?!\d)\w+)*)?", "names of modules, with commas between them"),
     "TORCH_DISTRIBUTED_DEBUG": (r"(?i)off|info|detail", "OFF, INFO or DETAIL"),
     "JSONARGPARSE_DEBUG": (r"(?i)false|true|", "true or false"),
     "WANDB_MODE": (r"online|offline|disabled|dryrun|run|shared|", "online, offline or disabled"),

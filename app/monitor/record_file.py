@@ -42,7 +42,7 @@ FORM: dict[str, Any] = {
     "wall_s": _positive,
     "launchers": [_text],
     "parts": [{"status": _text, "train_s": (_number,)}],
-    "ranks": [{"rank": (_whole,), "node": (_whole,), **dict.fromkeys(NAMES, (_number,))}],
+    "ranks": [{"rank": (_whole,), "node": (_whole,), "slow": _flag, **dict.fromkeys(NAMES, (_number,))}],
     "epochs": [
         {"epoch": (_whole,), "whole": (_flag,)}
         | dict.fromkeys(("train_loss", "val_loss", "val_acc", "seconds", "lr", "samples_per_s"), _number)

@@ -268,6 +268,9 @@ class RunRecord(Callback):
         if self._first_step is None:
             self._first_step, self._first_batch = time.perf_counter(), _batches(trainer)
             self.record["setup_s"] = round(time.time() - self._started, 3)
+            if self.path is not None:
+                self._write()
+                self._first_step = time.perf_counter()
             if self._epoch_start == 0.0:  # resumed in the middle of an epoch
                 self._epoch_start = self._window_start = self._first_step
                 self._learning_rate = learning_rate(trainer)
@@ -371,10 +374,10 @@ class RunRecord(Callback):
             if isinstance(callback, NonFinite):
                 self.record["not_finite_since"], self.record["skipped_steps"] = callback.since, callback.skipped
             if isinstance(callback, RankTimes):
-                self.record["ranks"] = callback.ranks
+                self.record["ranks"], self.record["others_cores"] = callback.ranks, callback.others_cores
                 memory = callback.memory.points
         self.record["course"] = self._whole_course({"samples_per_s": self._course.points, "memory_gib": memory})
-        self.record["steps"] = trainer.global_step
+        self.record["steps"], self.record["threads"] = trainer.global_step, torch.get_num_threads()
         self.record["steps_per_epoch"] = trainer.num_training_batches
         if self._first_step is not None:
             earlier = sum(part["train_s"] for part in self.record["parts"])
