@@ -11,12 +11,13 @@ import gc
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
 import app
 from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
-from app.launch.process import AGENT, TRUST, begin, check_environment, is_task_of_srun
+from app.launch.process import AGENT, BEGAN, TRUST, begin, check_environment, is_task_of_srun
 from app.system.tracebacks import users_part
 
 HELP = """\
@@ -66,6 +67,8 @@ def main(args: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         check_environment()
+        if AGENT not in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            os.environ[BEGAN] = str(time.time())  # which its ranks inherit
         begin()
         argv = _without_trust(argv)
         if not argv or argv[0] in ("-h", "--help"):

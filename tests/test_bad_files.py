@@ -16,6 +16,8 @@ import torch
 from harness import QUIET, ROOT, error_of, largest_difference, start_app, weights
 from PIL import Image
 
+from app.monitor.record_file import load_record
+
 App = Callable[..., tuple[int, str]]
 REPLACE = "replace it, or --data.on_bad_image skip"
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
@@ -88,6 +90,35 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
         assert re.match(rf"error: --ckpt_path {bad}: (damaged or truncated|not a checkpoint, or damaged)", said)
     torch.save({"foo": torch.zeros(2)}, bad)
     assert "not a checkpoint" in error_of(*app("test", *SMALL, "--ckpt_path", bad))
+
+
+def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
+    """Whatever stands where a number, a text or a list should, the record is refused by name, and nothing fails."""
+    flags = [*SMALL, "--run.name", "x", "--run.test", "false"]
+    code, out = app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1")
+    assert code == 0, out
+    path = tmp_path / "runs" / "x" / "version_0" / "run.json"
+    good = json.loads(path.read_text())
+    odd = {
+        "steps": ["4", True, 4.5, 10**400, []], "train_s": ["1", float("inf"), float("nan"), {}],
+        "global_batch_size": [0, -1, "16"], "launchers": ["x", [None], [3]], "command": [3],
+        "epochs": [3, [None], [{}]],
+        "throughput": [3, {"median": 0}, {"median": float("inf")}, {"max": 10**400}],
+        "ranks": [[{"rank": 0, "node": 0}]],
+        "time_per_step": [{"data": 1.0}], "hardware": [3, {"cpu": 3}], "course": [{"samples_per_s": [["x", 1]]}],
+    }  # fmt: skip
+    for name, value in ((name, value) for name, values in odd.items() for value in values):
+        path.write_text(json.dumps(good | {name: value}))
+        with pytest.raises(ValueError, match=rf"run\.json cannot be read \({name}.* is not what it should be\)"):
+            load_record(path)
+    path.write_text(json.dumps(good | {"throughput": {"median": 0}}))
+    refused = "run.json cannot be read (throughput.median is not what it should be)"
+    assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", path.parent))
+    code, out = app(
+        "fit", *flags, "--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt"
+    )
+    assert code == 0, out
+    assert f"{refused}: going on without it" in out
 
 
 @pytest.mark.slow

@@ -124,14 +124,59 @@ def test_a_config_that_names_another_file(app: App) -> None:
     assert "more than 100,000 values" in error_of(*app("fit", *TINY, "--config", "x.yaml"))
 
 
-def test_a_pipe_is_no_config(app: App) -> None:
-    os.mkfifo("pipe")
-    assert "--config pipe: not a file" in error_of(*app("fit", *TINY, "--config", "pipe"))
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["fit", "--config", "pipe"], "--config pipe: not a file"),
+        (["fit", "--config", "names_pipe.yaml"], "model in --config names_pipe.yaml: pipe: not a file"),
+        (["fit", "--model.optimizer", "pipe"], "--model.optimizer pipe: not a file"),
+        (["test", "--ckpt_path", "pipe"], "--ckpt_path pipe: not a file"),
+        (["fit", "--ckpt_path", "last"], "last.ckpt: it cannot be read (not a file)"),
+        (["predict", "--ckpt_path", "best"], "best.ckpt: it cannot be read (not a file)"),
+        (["plan", "--run", "runs/x/version_0"], "run.json cannot be read (not a file): give a run's directory"),
+        (["fit", "--trainer.num_nodes", "2", "--cluster.init_method", "file://{}/pipe"], "give tcp://HOST:PORT, file:"),
+        (["compare", "--experiment", "pipe"], "--experiment pipe: not a file"),
+        (["verify", "--ways", "pipe"], "--ways pipe: not a file"),
+    ],
+)
+def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None:
+    """It is refused: to read it would wait for ever."""
+    run = Path("runs/x/version_0")
+    (run / "checkpoints").mkdir(parents=True)
+    for name in ("pipe", run / "run.json", *(run / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))):
+        os.mkfifo(name)
+    Path("names_pipe.yaml").write_text("model: {class_path: CIFARCNN, init_args: {optimizer: pipe}}\n")
+    where = [] if argv[0] in ("plan", "compare") else [*TINY[:4], "--run.root", "runs", "--run.name", "x"]
+    where = TINY[:2] if argv[0] == "verify" else where
+    assert said in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
 
 
-def test_a_pipe_is_no_checkpoint(app: App) -> None:
-    os.mkfifo("pipe.ckpt")
-    assert "--ckpt_path pipe.ckpt: not a file" in error_of(*app("test", *TINY, "--ckpt_path", "pipe.ckpt"))
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("SLURM_STEP_ID", "0", "SLURM_STEP_ID in the environment, but no SLURM_JOB_ID"),
+        ("SLURM_STEP_ID", "", "expected a whole number"),
+        ("SLURM_PROCID", "x", "expected a whole number"),
+        ("WORLD_SIZE", "abc", "expected a whole number"),
+        ("RANK", "", "expected a whole number"),
+        ("TORCHELASTIC_ERROR_FILE", "/dev/null/error.json", "there is no such folder"),
+        ("APP_AGENT", "1", "left over from another run"),
+        ("APP_AGENT", "abc", "expected a whole number"),
+        ("APP_STARTER", "", "expected a whole number"),
+        ("APP_TRUST", "../x", "expected names of modules, with commas between them"),
+        ("TORCH_DISTRIBUTED_DEBUG", "abc", "expected OFF, INFO or DETAIL"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "abc", "expected seconds"),
+        ("JSONARGPARSE_DEBUG", "1", "expected true or false"),
+        ("OMP_NUM_THREADS", "0", "expected a number of threads"),
+        ("WANDB_MODE", "abc", "expected online, offline or disabled"),
+    ],
+)
+def test_variables(name: str, value: str, said: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    line = error_of(*app("fit", *TINY))
+    assert f"{name}={value} in the environment" in line or f"{name} in the environment" in line
+    assert said in line
+    assert f": unset {name}" in line
 
 
 def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
             "odd batch": {"data.batch_size": 25, "trainer.strategy": "ddp", "trainer.devices": 2},
             "fails": {"model": "user_code.FailingModel"},
             "hangs": {"model": "user_code.HangingModel", "trainer.strategy": "ddp", "trainer.devices": 2},
+            "starts": {"model": "user_code.NeverReady"},
             "slow": {"trainer.callbacks+": "user_code.TakesItsTime"},
             "a node fails": {
                 "model": "user_code.FailsWhileRankZeroIsStuck",
@@ -82,6 +83,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
         "odd batch": "failed",
         "fails": "failed",
         "hangs": "hanging",
+        "starts": "starting",
         "slow": "slow",
         "a node fails": "failed",
         "dp": "measured",
@@ -93,6 +95,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
     assert any("this model fails" in line for line in found["fails"]["tail"])
     assert "only here" in found["a node fails"]["reason"]
     assert "no progress after 40 s" in found["hangs"]["reason"]
+    assert found["starts"]["reason"] == "still setting up after 40 s: see --time_limit"
     slow = found["slow"]
     assert slow["reason"] == "epoch 1 of 2 after 40 s, warm-up included"
     assert slow["n"] == 1, "it is not tried again"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, error_of, fork_app, weights
+from harness import QUIET, error_of, fork_app, start_app, weights
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
@@ -42,6 +42,14 @@ def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp
     run = tmp_path / "x" / "version_0"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "last-1.ckpt"}
     assert (run / "config.yaml").read_text().count("user_code.") == 2
+
+
+@pytest.mark.slow
+def test_torch_checks_collective_calls(tmp_path: Path) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL, under which torch's own DDP crashes with gloo."""
+    flags = [*SMALL, *way("ddp_fork", 2), "--trainer.max_epochs", "1", "--run.root", tmp_path]
+    code, out = start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert code == 0, out
 
 
 @pytest.mark.slow

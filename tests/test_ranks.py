@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import stuck_code
 from harness import QUIET, fork_app, free_port, start_app
 
 from app.launch.watchdog import where
-from app.monitor.rank_times import slower
+from app.monitor.rank_times import RankTimes, slower
 
 App = Callable[..., tuple[int, str]]
 DATA = ["--data.size", "600", "--data.batch_size", "20", *QUIET, "--run.test", "false", "--run.name", "x"]
@@ -45,6 +46,37 @@ def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
     assert list(slower(rows, [0, 1, 1, 1]).values()) == said
 
 
+PLACES = {"shared": [(0, (0, 1)), (0, (0, 1))], "pinned": [(0, (0,)), (0, (1,))], "nodes": [(0, (0,)), (1, (0,))]}
+
+
+@pytest.mark.parametrize(
+    ("places", "noise", "longer", "delay", "named"),
+    [
+        ("shared", 0.3, 0.0, 0.0, 0),
+        ("shared", 0.05, 0.2, 0.0, 50),
+        ("shared", 0.05, 0.0, 0.5, 0),  # chance decides which rank waits for a core
+        ("shared", 0.05, 0.5, 0.5, 50),
+        ("pinned", 0.05, 0.0, 0.5, 50),
+        ("nodes", 0.05, 0.0, 0.5, 50),
+    ],
+)
+def test_who_is_called_slow(places: str, noise: float, longer: float, delay: float, named: int) -> None:
+    """In 50 runs of 100 windows, rank 1 has more to do, or waits for a core; rank 0 is never called slow."""
+    rng = np.random.default_rng(0)
+    found = 0
+    for _ in range(50):
+        times = RankTimes(1.0)
+        times.places = PLACES[places]
+        for window in range(1, 101):
+            first, second = np.exp(noise * rng.standard_normal(2)).tolist()
+            rows = [[0.0, first, 0.0, 1.0, 0.0, 0.0, 0.0], [0.0, second + longer + delay, 0.0, 1.0, 0.0, 0.0, delay]]
+            times.hear(float(window), rows)
+        slow = [row["rank"] for row in times.ranks if row["slow"]]
+        assert 0 not in slow
+        found += slow == [1]
+    assert found == named
+
+
 def test_one_process_has_times_too(app: App, tmp_path: Path) -> None:
     code, out = app("fit", "--data", "Synthetic", *DATA, *CPU, "--trainer.max_epochs", "1")
     assert code == 0, out
@@ -68,7 +100,7 @@ def check_slow(root: Path, out: str, ranks: int, part: str) -> None:
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slow_data(devices: int, tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *way("ddp_fork", devices), "--trainer.max_epochs", "1"]
+    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *way("ddp_fork", devices), "--trainer.max_epochs", "3"]
     code, out = fork_app("fit", *flags, "--run.root", tmp_path)
     assert code == 0, out
     check_slow(tmp_path, out, devices, "data")
@@ -79,7 +111,7 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 def test_a_busy_core(tmp_path: Path) -> None:
     # of steps that take longer than a slice of the scheduler's time, which a rank that has waited gets at once
     flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *way("ddp_fork", 2)]
-    flags += ["--trainer.max_epochs", "2"]
+    flags += ["--trainer.max_epochs", "7"]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
     code, out = fork_app("fit", *flags, busy, "--run.root", tmp_path)
     assert code == 0, out
@@ -89,7 +121,7 @@ def test_a_busy_core(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_slow_data_on_another_node(tmp_path: Path) -> None:
     flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, "--trainer.num_nodes", "2", "--trainer.devices", "1"]
-    flags += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--trainer.max_epochs", "1"]
+    flags += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--trainer.max_epochs", "3"]
     with ThreadPoolExecutor(2) as pool:
         nodes = [
             pool.submit(start_app, "fit", *flags, "--cluster.node_rank", node, "--run.root", tmp_path) for node in "01"

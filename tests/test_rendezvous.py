@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from harness import QUIET, error_of, free_port, largest_difference, losses, start_app, weights
+from harness import QUIET, error_of, fork_app, free_port, largest_difference, losses, start_app, weights
 
 App = Callable[..., tuple[int, str]]
 SLOW = pytest.mark.slow
@@ -78,9 +78,10 @@ def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None
         assert code == 0, out
 
 
-def test_an_address_of_another_launcher_is_not_used(tmp_path: Path) -> None:
-    flags = [*SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "1", "--run.root", tmp_path]
-    code, out = start_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"})
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", "1"), ("ddp_fork", "2")])
+def test_an_address_of_another_launcher_is_not_used(strategy: str, devices: str, tmp_path: Path) -> None:
+    flags = [*SMALL, *STEPS, "--trainer.strategy", strategy, "--trainer.devices", devices, "--run.root", tmp_path]
+    code, out = fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100)
     assert code == 0, out
     assert "MASTER_ADDR=192.0.2.1 in the environment is not used: this run is on one node" in out
 

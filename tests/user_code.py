@@ -340,6 +340,13 @@ class FailingModel(CIFARCNN):
         raise RuntimeError("this model fails")
 
 
+class NeverReady(CIFARCNN):
+    """Is still setting up when time is up."""
+
+    def setup(self, stage: str) -> None:
+        threading.Event().wait(300)
+
+
 class HangingModel(CIFARCNN):
     """Never comes to the end of its first step, nor to that of the process when it is told to."""
 

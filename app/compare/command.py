@@ -104,7 +104,7 @@ def run(arguments: list[str]) -> int:
     if not any(outcome.records for outcome in runner.outcomes):
         reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
         raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
-    return int(any(outcome.status in ("failed", "hanging") for outcome in runner.outcomes))
+    return int(any(outcome.status in ("failed", "starting", "hanging") for outcome in runner.outcomes))
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:

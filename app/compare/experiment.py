@@ -81,7 +81,7 @@ class Experiment:
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
         time_limit: Seconds after which a run is told to end. One that does is slow, and measured on what it has done;
-            one that does not is hanging.
+            one that does not is hanging, or still setting up.
         scale_batch: Let the global batch and the learning rate grow with the number of replicas, instead of holding
             both fixed.
         quick: Take the experiment's small form, for any machine with two cores.

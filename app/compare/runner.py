@@ -4,7 +4,6 @@ import datetime
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import statistics
@@ -23,6 +22,7 @@ from app.compare.experiment import Experiment, Process, Variant
 from app.launch.process import environment_of_a_run
 from app.monitor.record_file import load_record
 from app.system.files import write_json
+from app.system.machine import busy_seconds, own_seconds
 
 GRACE = 15.0  # seconds in which a run that was told to stop may end in order
 TAIL = 12  # lines of a failed run's output that the report shows
@@ -35,8 +35,8 @@ class Outcome:
     Attributes:
         variant: The variant.
         records: The run records of its completed runs, by repeat.
-        status: `waiting`, `running`, `measured`, `slow`, `skipped`, `failed` or `hanging`. One that is slow has a
-            record of what it has done until the time limit.
+        status: `waiting`, `running`, `measured`, `slow`, `skipped`, `failed`, `starting` or `hanging`. One that is slow
+            has a record of what it has done until the time limit; one that is starting has not taken a step by then.
         reason: Why it was skipped, failed or ended, in one line.
         tail: The last lines of output of a run that failed or hung.
     """
@@ -180,7 +180,7 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)  # what a broken-off run has left
         folder.mkdir(parents=True)
         deadline = began + self.experiment.time_limit
-        busy = _busy_seconds()
+        busy = busy_seconds() - own_seconds()
         output = folder / "output.txt"
         with ExitStack() as stack:
             processes: list[subprocess.Popen[bytes]] = []
@@ -208,12 +208,15 @@ class Runner:
                 with suppress(subprocess.TimeoutExpired):
                     next(p for p in processes if p.returncode is None or p is processes[-1]).wait(0.5)
         record, failing = self._read(variant, repeat), any(ended.values())
-        if late and not failing and record.get("status") == "interrupted":  # it makes progress: it did as it was told
+        begun = record.get("setup_s") is not None
+        if (
+            late and not failing and begun and record.get("status") == "interrupted"
+        ):  # it makes progress: it did as it was told
             outcome.status, record["time_limit"] = "slow", self.experiment.time_limit
             outcome.reason = _progress(record)
         if not failing and (record.get("status") == "completed" or outcome.status == "slow"):
             record["wall_s"] = round(time.monotonic() - began, 3)
-            record["others_cores"] = round(max((_busy_seconds() - busy) / record["wall_s"], 0.0), 2)
+            record["others_cores"] = round(max((busy_seconds() - own_seconds() - busy) / record["wall_s"], 0.0), 2)
             write_json(self.run_dir(variant, repeat) / "run.json", record)
             outcome.records[repeat] = record
             if outcome.status != "slow" and record["throughput"]["median"] is None:
@@ -228,8 +231,8 @@ class Runner:
         lines = [_plain(line) for line in output.read_text(errors="replace").splitlines() if line.strip()]
         outcome.tail = [line[:300] for line in lines[-TAIL:]]
         if late and not failing:
-            outcome.status = "hanging"
-            outcome.reason = f"no progress after {self.experiment.time_limit:g} s: see --time_limit"
+            outcome.status, state = ("hanging", "no progress") if begun else ("starting", "still setting up")
+            outcome.reason = f"{state} after {self.experiment.time_limit:g} s: see --time_limit"
             return
         said = [line.partition("error: ")[2] for line in lines if "error: " in line]
         outcome.status = "failed"
@@ -252,14 +255,6 @@ def _progress(record: dict[str, Any]) -> str:
     if of is None or of < 0:
         return f"step {record['steps']:,} {after}"
     return f"epoch {sum(bool(row['whole']) for row in record['epochs']) + 1} of {of} {after}"
-
-
-def _busy_seconds() -> float:
-    """Seconds for which the cores of this machine were busy with what is not ours."""
-    times = psutil.cpu_times()._asdict()
-    ours = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are in the user's time, too
-    return sum(times.values()) - sum(times.get(name, 0.0) for name in idle) - sum(u.ru_utime + u.ru_stime for u in ours)
 
 
 def _plain(line: str) -> str:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.data.sources import Source, Split, SplitName, mapped
 from app.errors import UserError
-from app.system.files import remove_parts, whole
+from app.system.files import open_file, remove_parts, whole
 
 HEADER = 4096  # bytes, so that the pixels begin with a page
 
@@ -42,7 +42,7 @@ class ImageCache:
 
     def _map(self, path: Path, key: str) -> Split | None:
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 header = json.loads(file.read(HEADER))
                 shape, names = header["shape"], header["names"]
                 pixels, labels = math.prod(shape), 8 * shape[0]

@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from app.errors import UserError, one_line
-from app.system.files import PART, sync_folder, whole
+from app.system.files import PART, open_file, sync_folder, whole
 
 LAST = "last.ckpt"
 PREVIOUS = "last-1.ckpt"  # the one before
@@ -101,10 +101,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
-    if path.exists() and not path.is_file():
-        raise UserError(f"--ckpt_path {path}: not a file")
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             wrong = _damage(file)
             if wrong is None:
                 file.seek(0)

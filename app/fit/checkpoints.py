@@ -124,7 +124,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
 
 def _of_run(name: str, record: Path) -> Path:
     """The checkpoint that a run calls its last or best one; where its record does not know, by the file's name."""
-    kept = (_read(record).get("checkpoint") or {}).get(name)
+    kept = (read_earlier(record).get("checkpoint") or {}).get(name)
     if kept is not None and Path(kept).is_file():
         return Path(kept)
     folder = record.with_name("checkpoints")  # the run may have been moved, or killed in its first epoch
@@ -171,7 +171,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
     """
     folders = list(Path(root, run).glob("version_*/checkpoints"))
     if of is not None:
-        records = {folder: _read(folder.with_name("run.json")) for folder in folders}
+        records = {folder: read_earlier(folder.with_name("run.json")) for folder in folders}
         folders = [
             folder
             for folder, content in records.items()
@@ -201,8 +201,8 @@ def is_newest(path: Path) -> bool:
     return path.samefile(next(each for each in _newest_first([path.parent]) if each == path or each.stem != "best"))
 
 
-def _read(record: Path) -> dict[str, Any]:
-    """What a run's record says; nothing where it cannot be read, which is said."""
+def read_earlier(record: Path) -> dict[str, Any]:
+    """Return the record of an earlier run, empty where there is none; print why it cannot be read."""
     if not record.exists():
         return {}
     try:

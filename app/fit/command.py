@@ -32,7 +32,7 @@ from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
-from app.fit.devices import agent_processes, devices_per_node, follow, strategy_options
+from app.fit.devices import agent_processes, devices_per_node, follow, processes_per_node, strategy_options
 from app.fit.flag_rules import leaves
 from app.fit.memory import agree_micro_batch
 from app.fit.rules import check, check_trainer
@@ -59,7 +59,7 @@ from app.monitor.step_trace import StepTrace, profile_lines, profile_table
 from app.monitor.summary import report
 from app.system import lightning_patches
 from app.system.files import finite
-from app.system.machine import busy
+from app.system.machine import busy, free_cores, usable_cores
 from app.system.tracebacks import MADE_BY, blamed, users_part
 
 
@@ -143,6 +143,12 @@ class CLI(Flags):
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # of processes that this one starts
             torch.set_num_threads(config.run.threads)
         self.processes = agent_processes(config)
+        self.adapts = config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ
+        if self.adapts and (free := free_cores()) < usable_cores():
+            ranks = 1 if self.launcher else processes_per_node(config.trainer)
+            torch.set_num_threads(max(free // ranks, 1))
+            if ranks > 1:
+                os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of the processes that this one starts
         self.settings = shared_settings(config)
 
     def seeds(self) -> bool:
@@ -327,7 +333,7 @@ class CLI(Flags):
             StepProfile(),
             *[StepTrace()] * run.profile,
             NonFinite(run.on_nonfinite),
-            RankTimes(config.cluster.timeout),
+            RankTimes(config.cluster.timeout, self.adapts and self.launcher is None),
             StopTogether(config.cluster.timeout),  # before what reads from the device when there is an error
             RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
             TestFigures(track=run.track_images),

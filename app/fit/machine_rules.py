@@ -86,7 +86,9 @@ def _no_place(s: Asked) -> Found:
     method = s.config.cluster.init_method or "env://"
     url = urlsplit(method)
     try:
-        known = {"file": url.path and not url.netloc, "tcp": url.hostname and url.port, "env": method == "env://"}
+        there = os.path.exists(url.path) and not os.path.isfile(url.path)
+        is_file = url.path and not (url.netloc or there)
+        known = {"file": is_file, "tcp": url.hostname and url.port, "env": method == "env://"}
     except ValueError:  # of a port out of range
         known = {}
     return s.nodes_meet and not known.get(url.scheme) and {"method": method}

@@ -6,7 +6,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -25,6 +25,7 @@ from app.errors import ExitStatus, UserError, nearest, one_line
 from app.fit.help import page
 from app.launch.process import TRUST
 from app.parallel import DDP
+from app.system.files import open_file
 from app.system.patches import expects
 
 # whose classes a config may name; a class that is made is code that is run
@@ -240,18 +241,27 @@ def refuse_unusable(arguments: list[str]) -> None:
             _look_at(flag, value)
         if flag in ("--config", "-c") and not value.startswith("-"):
             for section, content in read_yaml(value).items():
-                if isinstance(content, str):
-                    _look_at(f"{section} in --config {value}:", content)
+                for text in _texts(content):
+                    _look_at(f"{section} in --config {value}:", text)
                 names_class = section in ("model", "data") and isinstance(content, str)
                 if section in SECTIONS and not names_class and not isinstance(content, dict):
                     said = "null" if content is None else str(content)[:50]
                     raise UserError(f"{section}: {said} in --config {value}: give its settings, or leave it out")
 
 
+def _texts(content: Any) -> Iterator[str]:
+    """Every string among nested settings: each may name a file."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for inner in content.values() if isinstance(content, dict) else content:
+            yield from _texts(inner)
+
+
 def _look_at(flag: str, value: str) -> None:
     """Refuse a value that is YAML, or names a file of it, which jsonargparse would take for ever to read."""
     names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeprefix("--") in SECTIONS
-    if names_file and os.path.exists(value):
+    if os.path.exists(value) and (names_file or Path(value).is_fifo()):
         read_yaml(value, flag)
     elif any(sign in value for sign in "&{"):
         try:
@@ -310,14 +320,14 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
         UserError: When the file that the flag names is missing, no file, not text, or not a mapping with unique keys.
     """
     try:
-        path = Path(shipped(name))
-        if path.exists() and not path.is_file():
-            raise UserError(f"{flag} {name}: not a file")
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)
+        with open_file(shipped(name)) as file:
+            content = yaml.load(file.read().decode(), Loader=_PlainLoader)
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
         raise UserError(f"{flag} {name}: there is no such file{near}") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not text, or a huge number
+    except OSError as error:
+        raise UserError(f"{flag} {name}: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not text, or a huge number
         raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")

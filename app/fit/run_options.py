@@ -11,10 +11,9 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint
+from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
 from app.modules import CIFARCNN, NETWORKS
 from app.monitor.loggers import claim_version
-from app.monitor.record_file import load_record
 from app.system.files import remove_parts
 
 
@@ -37,7 +36,7 @@ class Run:
             or `skip` the updates whose gradients are, which takes a read of the device on each step.
         profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
         threads: With which each process computes on the CPU; `auto`: what OMP_NUM_THREADS says, else an equal part of
-            the cores. Fewer are faster where others use them, too.
+            the cores that other programs leave, looked at when the run starts and after its first windows.
     """
 
     name: str | None = None
@@ -121,14 +120,15 @@ def decide(
         checkpoint = None
     elif checkpoint is not None:
         checkpoint = find_checkpoint(checkpoint, configs, run.root, name)
+    record = read_earlier(Path(checkpoint).parent.parent / "run.json") if checkpoint else {}
     folder: Path | None = None
     earlier: dict[str, Any] = {}
     if is_recorded:
-        folder, earlier = _folder(run, name, subcommand, checkpoint, config)
+        folder, earlier = _folder(run, name, subcommand, checkpoint, record, config)
         folder = folder.relative_to(run.root) if folder.is_relative_to(run.root) else folder
     return {
         "checkpoint": checkpoint,
-        "micro_batch": _record(checkpoint).get("micro_batch"),
+        "micro_batch": record.get("micro_batch"),
         "may_be_finished": anew,  # started again after the end of its training, it has still to be tested
         "folder": folder,  # below the root of each node, where it is below rank zero's
         "earlier": earlier,
@@ -137,14 +137,14 @@ def decide(
 
 
 def _folder(
-    run: Run, name: str, subcommand: str, checkpoint: str | None, config: Callable[[], str]
+    run: Run, name: str, subcommand: str, checkpoint: str | None, record: dict[str, Any], config: Callable[[], str]
 ) -> tuple[Path, dict[str, Any]]:
     """Where a run is kept, and the record of the training that it goes on with, if any.
 
     A training goes on in its own folder from its newest checkpoint; what is done with one is kept below it.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
-    record, named = _record(checkpoint), Path(run.root, name)
+    named = Path(run.root, name)
     asked = run.name is not None or run.root != Run.root
     if used is None or not record or (asked and used.parent.resolve() != named.resolve()):
         return _held(claim_version(named)), {}
@@ -186,14 +186,6 @@ def release_folders() -> None:
     """Give up the folders of this process' runs."""
     while _HELD:
         os.close(_HELD.pop())
-
-
-def _record(checkpoint: str | None) -> dict[str, Any]:
-    """The record of the run that wrote a checkpoint, if there is one."""
-    try:
-        return load_record(Path(checkpoint).parents[1] / "run.json") if checkpoint else {}
-    except (ValueError, IndexError):
-        return {}
 
 
 def _text(file: Path) -> str:

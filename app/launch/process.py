@@ -15,6 +15,7 @@ from app.errors import UserError
 
 AGENT = "APP_AGENT"  # environment of a rank that our agent starts: id of the agent
 STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
+BEGAN = "APP_BEGAN"  # environment: when the command began, in seconds since 1970
 TRUST = "APP_TRUST"  # environment: modules of `--trust`, with commas between them
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,7 +37,7 @@ VARIABLES = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (r"\d{1,9}", "seconds"),
     "SLURM_STEP_TASKS_PER_NODE": (r"[\d,x()]+", "a list of numbers"),
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,4}(,\d{1,5})*", "a number of threads"),
-    TRUST: (r"((?!\d)\w+[.,]?)*", "names of modules, with commas between them"),
+    TRUST: (r"((?!\d)\w+([.,](?!\d)\w+)*)?", "names of modules, with commas between them"),
     "TORCH_DISTRIBUTED_DEBUG": (r"(?i)off|info|detail", "OFF, INFO or DETAIL"),
     "JSONARGPARSE_DEBUG": (r"(?i)false|true|", "true or false"),
     "WANDB_MODE": (r"online|offline|disabled|dryrun|run|shared|", "online, offline or disabled"),
@@ -170,7 +171,7 @@ def environment_of_a_run() -> dict[str, str]:
     Without what a launcher has set for this one. Not a `preexec_fn`, which could see to the end with its parent, too:
     Python runs hooks after such a fork, and a Ctrl-C that comes in one of them is lost.
     """
-    theirs = (*RANKS, *ADDRESSES, AGENT)
+    theirs = (*RANKS, *ADDRESSES, AGENT, BEGAN)
     own = {key: value for key, value in os.environ.items() if key not in theirs and key[:6] != "SLURM_"}
     return own | {STARTER: str(os.getpid())}
 

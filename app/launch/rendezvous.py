@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.utils.store import synchronize
 
 from app.errors import UserError
-from app.system.files import write_json
+from app.system.files import open_file, write_json
 from app.system.interconnect import outward_address, own_addresses, use_interface_to
 
 T = TypeVar("T")
@@ -286,7 +286,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         if self.file is None:
             return [(self.master_addr, self.master_port, None)]
         with suppress(OSError, ValueError, LookupError, TypeError):  # not there yet, or of something else
-            content = json.loads(self.file.read_text())
+            with open_file(self.file) as file:
+                content = json.load(file)
             return [(content["address"], content["port"], content["id"])]
         return []
 

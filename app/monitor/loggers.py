@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 
 from app.errors import UserError, one_line
-from app.system.files import whole
+from app.system.files import open_file, whole
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.wandb_patches import forget_run, requiring_nothing, skip_launch_inputs
 
@@ -321,9 +321,8 @@ class MetricsFile(CSVLogger):
     def go_back(self, step: int) -> None:
         """Leave out what was logged from a step on, for a training that goes on from there."""
         path = Path(self.log_dir, "metrics.csv")
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
+        if written := self._written():
+            rows = list(csv.DictReader(io.StringIO(written, newline="")))
             text = io.StringIO(newline="")
             writer = csv.DictWriter(text, list(rows[0]) if rows else ["step"])
             writer.writeheader()
@@ -331,18 +330,34 @@ class MetricsFile(CSVLogger):
             with whole(path) as target:
                 target.write(text.getvalue().encode())
 
+    def _written(self) -> str:
+        """Return what earlier parts of the training have logged.
+
+        Raises:
+            UserError: When the file cannot be read.
+        """
+        path = Path(self.log_dir, "metrics.csv")
+        try:
+            with open_file(path) as file:
+                return file.read().decode()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}): remove it, or give another --run.name"
+            ) from error
+
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The writer; Lightning's begins by deleting the file."""
         if open_experiment(self) is None:
-            path = Path(self.log_dir, "metrics.csv")
-            written = path.read_text() if path.exists() else ""
+            written = self._written()
             with warnings.catch_warnings():  # a training goes on in its own folder
                 warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
                 writer = super().experiment
             if written:
-                path.write_text(written)
+                Path(self.log_dir, "metrics.csv").write_text(written)
                 writer.metrics_keys = written.partition("\n")[0].strip().split(",")
         return open_experiment(self)
 

@@ -1,9 +1,12 @@
 """Times the step of every rank, finds the rank that is slower than the others, and tells its watchdog where it is."""
 
 import contextlib
+import math
+import os
 import statistics
+import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,10 +23,11 @@ from app.launch.agree import gather_objects, host_group
 from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
 from app.modules import log_window
 from app.monitor.course import Course
-from app.system.machine import GIB
+from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds, usable_cores
 
 SLOWER = 0.1  # than the median of the other ranks
-WINDOWS = 3  # in a row, after which a rank is called slow
+DEVIATIONS = 4  # of a fair coin, by which the windows in which a slow rank is slower are more than half of all
+ADAPTED = (2, 4)  # windows after which fewer threads may be taken
 KEPT = 1000  # windows, of which the medians are taken
 
 
@@ -39,18 +43,31 @@ class RankTimes(Callback):
       SyncBatchNorm or under `fsdp`, that is part of it
     * wait: from its last gradient to the end of the backward pass, in which the gradients are averaged
 
+    A rank is called slow when it is slower than the others in more than half of the windows, by four standard
+    deviations of a fair coin. What it waits for a core counts where it has its cores for itself: of ranks that share
+    cores with each other and with other programs, chance decides which one waits.
+
     Args:
         timeout: Seconds to wait for another rank.
+        adapts: Whether a process that is alone takes fewer threads where other programs take cores.
 
     Attributes:
+        places: Node and cores of each rank.
+        others_cores: Cores of rank zero that other programs took during training, on average.
         memory: Seconds since the start of training, and GiB of each rank: of a GPU what torch has reserved, on a CPU
             what the process has in memory.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, adapts: bool = False) -> None:
         self.memory = Course()
+        self.others_cores: float | None = None
+        self._adapts = adapts
+        self.places: list[tuple[int, tuple[int, ...]]] = []
+        self._slower: Counter[int] = Counter()
+        self._named: set[int] = set()
+        self._heard = 0
+        self._busy = self._own = self._delay = 0.0
         self.timeout = timedelta(seconds=timeout)
-        self._nodes: list[int] = []
         self._group: Any = None
         self._handles: list[Any] = []
         self._beat: Any = [0, 0, 0]  # nobody reads it where there is no watchdog
@@ -62,7 +79,6 @@ class RankTimes(Callback):
         self._started = 0.0
         self._asked: tuple[float, list[Tensor], Any] | None = None
         self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # of each rank: data, compute, wait and memory
-        self._streaks: dict[int, int] = {}
         self._last_parameter: Tensor | None = None
         self._step = self._window = self._left = 0
         self._accumulated = 1
@@ -109,8 +125,11 @@ class RankTimes(Callback):
         self._step = trainer.global_step + 1
         self._steps, self._whole, self._accumulated = [], [], trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
+        self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
+        self._busy, self._own = busy_seconds(self._cores), own_seconds()
+        self._delay, place = core_wait_seconds(), (trainer.node_rank, self._cores)
+        self.places = gather_objects(place) if trainer.world_size > 1 else [place]
         if trainer.world_size > 1:
-            self._nodes = gather_objects(trainer.node_rank)
             learnt = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
             self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # a hook that one process lacks
             self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in learnt]
@@ -182,8 +201,9 @@ class RankTimes(Callback):
                 "node": node,
                 **{name: round(1000 * statistics.median(times), 4) for name, times in zip(NAMES, parts, strict=False)},
                 "unit": "ms",
+                "slow": self._is_slow(rank),
             }
-            for rank, (node, parts) in enumerate(zip(self._nodes or [0], columns, strict=False))
+            for rank, ((node, _), parts) in enumerate(zip(self.places, columns, strict=False))
         ]
 
     def _unhook(self) -> None:
@@ -198,16 +218,18 @@ class RankTimes(Callback):
         if self._asked is not None:
             (seconds, rows, answer), self._asked = self._asked, None
             answer.wait()
-            self._hear(seconds, [row.tolist() for row in rows])
+            self.hear(seconds, [row.tolist() for row in rows])
         if not steps:
             return
         ended, began, ready, averaged, now = np.array(self._seconds(steps)).T
         wait = averaged - ready
         own = [float(np.median(times)) for times in (began - ended, now - began - wait, wait)]
         own.append(self._memory(trainer.strategy.root_device))
+        delay, self._delay = self._delay, core_wait_seconds()
+        own += [busy_seconds(self._cores) - self._busy, own_seconds() - self._own, (self._delay - delay) / len(steps)]
         elapsed = time.perf_counter() - self._started
         if trainer.world_size == 1:
-            self._hear(elapsed, [own])
+            self.hear(elapsed, [own])
             return
         mine = torch.tensor(own, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(trainer.world_size)]
@@ -217,14 +239,42 @@ class RankTimes(Callback):
         cuda = device.type == "cuda"
         return (torch.cuda.memory_reserved(device) if cuda else self._process.memory_info().rss) / GIB
 
-    def _hear(self, seconds: float, rows: list[list[float]]) -> None:
-        self._windows.append(rows)
-        self.memory.add(seconds, *(row[-1] for row in rows))
-        slow = slower(rows, self._nodes)
-        self._streaks = {rank: self._streaks.get(rank, 0) + 1 for rank in slow}
-        for rank, streak in self._streaks.items():
-            if streak == WINDOWS:
+    def hear(self, seconds: float, rows: list[list[float]]) -> None:
+        """Take what the ranks have shared of a window.
+
+        Args:
+            seconds: Since the start of training.
+            rows: Of each rank: data, compute and wait in seconds; memory in GiB; seconds since the start of training
+                in which its cores, and the rank itself, computed; seconds of a step in which it waited for a core.
+        """
+        self._heard += 1
+        self._windows.append([row[:4] for row in rows])
+        self.memory.add(seconds, *(row[3] for row in rows))
+        ours = sum(row[5] for row, place in zip(rows, self.places, strict=True) if place == self.places[0])
+        self.others_cores = round(max(rows[0][4] - ours, 0.0) / seconds, 2)
+        # per rank: where it shares its cores with another one, without the time in which it waited for one
+        shared = [self.places.count(place) > 1 for place in self.places]
+        busy = [[row[0], max(row[1] - row[6] * alike, 0.0)] for row, alike in zip(rows, shared, strict=True)]
+        slow = slower(busy, [node for node, _ in self.places])
+        self._slower.update(slow.keys())
+        for rank in slow.keys() - self._named:
+            if self._is_slow(rank):
+                self._named.add(rank)
                 rank_zero_info(slow[rank])
+        if self._adapts and len(rows) == 1 and self._heard in ADAPTED:
+            self._adapt(self.others_cores)
+
+    def _is_slow(self, rank: int) -> bool:
+        return 2 * self._slower[rank] - self._heard > DEVIATIONS * math.sqrt(self._heard)
+
+    def _adapt(self, taken: float) -> None:
+        """Take fewer threads than before, where other programs take cores."""
+        fewer = max(round(usable_cores() - taken), 1)
+        if fewer < torch.get_num_threads():
+            rank_zero_info(
+                f"other programs take {taken:.1f} of {usable_cores()} cores: going on with fewer threads, {fewer}"
+            )
+            torch.set_num_threads(fewer)
 
 
 NAMES = ("data", "compute", "wait")
@@ -272,4 +322,5 @@ def slow_ranks(ranks: Sequence[dict[str, Any]]) -> dict[int, str]:
     Args:
         ranks: `ranks` of the run record.
     """
-    return slower([[row[name] for name in NAMES] for row in ranks], [row["node"] for row in ranks])
+    found = slower([[row[name] for name in NAMES] for row in ranks], [row["node"] for row in ranks])
+    return {rank: line for rank, line in found.items() if ranks[rank].get("slow")}

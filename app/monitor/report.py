@@ -21,7 +21,7 @@ from app.monitor.rank_times import NAMES, slow_ranks
 from app.monitor.record_file import load_record
 from app.monitor.step_profiler import PHASES
 from app.monitor.summary import finished
-from app.system.files import whole, write_text
+from app.system.files import open_file, whole, write_text
 from app.system.page import (
     BLUE,
     COLOURS,
@@ -194,7 +194,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Read the lines of metrics.csv, without the empty cells; no lines where there is no file."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with io.TextIOWrapper(open_file(path), newline="") as file:
         return [{name: float(value) for name, value in row.items() if name and value} for row in csv.DictReader(file)]
 
 
@@ -269,7 +269,7 @@ def _confusion(path: Path) -> tuple[list[str], np.ndarray]:
     """Names of the classes, and counts of label (rows) against prediction; nothing where nothing was tested."""
     if not path.exists():
         return [], np.zeros((0, 0), int)
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:
         rows = list(csv.reader(file))
     return rows[0][1:], np.array([row[1:] for row in rows[1:]], int)
 
@@ -344,7 +344,7 @@ def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: d
     said.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
     picture = folder / "most_wrong.png"
     if off.any() and picture.exists():
-        with Image.open(picture) as image, io.BytesIO() as file:
+        with open_file(picture) as stored, Image.open(stored) as image, io.BytesIO() as file:
             image.crop((0, 0, image.width, min(image.height, image.width * WRONG_HEIGHT // 100))).save(file, "PNG")
             figures["most_wrong"] = file.getvalue()
         said.append('![Test images, each with its label and what was predicted](most_wrong "Most confidently wrong")')

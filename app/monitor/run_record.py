@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -21,7 +20,7 @@ from app.data.module import ImageData
 from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
 from app.launch.agree import gather_objects
 from app.launch.failures import explained
-from app.launch.process import AGENT
+from app.launch.process import BEGAN
 from app.launch.signals import cause
 from app.modules import ImageClassifier, log_window
 from app.monitor.course import Course
@@ -29,7 +28,7 @@ from app.monitor.loggers import MetricsFile, Tracker
 from app.monitor.nonfinite import NonFinite
 from app.monitor.rank_times import RankTimes
 from app.monitor.record_file import load_record
-from app.monitor.step_profiler import StepProfile
+from app.monitor.step_profiler import StepProfile, phases_of_windows
 from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line, finished
 from app.parallel import SplitForward
@@ -99,9 +98,7 @@ class RunRecord(Callback):
 
     def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
         self._checkpoints = checkpoints
-        # set where the run was typed: a spawned process, or a rank of an agent, would begin at its own start
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        self._started = psutil.Process(int(os.environ[AGENT]) if first and AGENT in os.environ else None).create_time()
+        self._started = float(os.environ.get(BEGAN, time.time()))
         self.path: Path | None = None
         self.record: dict[str, Any] = {
             "status": "running",
@@ -138,8 +135,8 @@ class RunRecord(Callback):
         self._validated = False
         self._course = Course()
         self._before: dict[str, list[list[float]]] = {}  # courses of earlier parts
-        self._rates: list[float] = []
-        self._profiled_rates: list[float] = []
+        self._rates: list[tuple[float, float]] = []  # of each window: samples/s, and samples of a step
+        self._profiled_rates: list[tuple[float, float]] = []
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
         self._windows, self._window_profiled = 0, False
@@ -271,6 +268,9 @@ class RunRecord(Callback):
         if self._first_step is None:
             self._first_step, self._first_batch = time.perf_counter(), _batches(trainer)
             self.record["setup_s"] = round(time.time() - self._started, 3)
+            if self.path is not None:
+                self._write()
+                self._first_step = time.perf_counter()
             if self._epoch_start == 0.0:  # resumed in the middle of an epoch
                 self._epoch_start = self._window_start = self._first_step
                 self._learning_rate = learning_rate(trainer)
@@ -298,7 +298,8 @@ class RunRecord(Callback):
         assert self._first_step is not None
         self._course.add(now - self._first_step, self.rate)
         if not first and trainer.current_epoch >= self._warmup_epochs:
-            (self._profiled_rates if self._window_profiled else self._rates).append(self.rate)
+            batch = self._window_samples / self._window_steps
+            (self._profiled_rates if self._window_profiled else self._rates).append((self.rate, batch))
         self._window_profiled = False
         self._window_start = self._last_step = now
         self._window_samples = self._window_steps = 0
@@ -373,15 +374,16 @@ class RunRecord(Callback):
             if isinstance(callback, NonFinite):
                 self.record["not_finite_since"], self.record["skipped_steps"] = callback.since, callback.skipped
             if isinstance(callback, RankTimes):
-                self.record["ranks"] = callback.ranks
+                self.record["ranks"], self.record["others_cores"] = callback.ranks, callback.others_cores
                 memory = callback.memory.points
         self.record["course"] = self._whole_course({"samples_per_s": self._course.points, "memory_gib": memory})
-        self.record["steps"] = trainer.global_step
+        self.record["steps"], self.record["threads"] = trainer.global_step, torch.get_num_threads()
         self.record["steps_per_epoch"] = trainer.num_training_batches
         if self._first_step is not None:
             earlier = sum(part["train_s"] for part in self.record["parts"])
             self.record["train_s"] = round(earlier + max(self._last_step - self._first_step, 0.0), 3)
-        rates = self._rates or self._profiled_rates
+        windows = self._rates or self._profiled_rates
+        rates = [rate for rate, _ in windows]
         if rates or self.record["throughput"] is None:
             self.record["throughput"] = {
                 "median": round(statistics.median(rates), 1) if rates else None,
@@ -390,6 +392,11 @@ class RunRecord(Callback):
                 "n": len(rates),
                 "unit": "samples/s",
             }
+        self.record["time_per_step"] = profiled = self._profile and self._profile.time_per_step
+        if windows and profiled:
+            step = 1000 * statistics.median(batch for _, batch in windows) / statistics.median(rates)
+            rank = next(iter(self.record["ranks"]), None) if trainer.world_size > 1 else None
+            self.record["time_per_step"] = phases_of_windows(profiled, step, rank)
         losses = [row["train_loss"] for row in self.record.get("epochs", [])]
         if losses:
             first, middle, last = losses[0], losses[(len(losses) - 1) // 2], losses[-1]
@@ -414,7 +421,6 @@ class RunRecord(Callback):
         memory = [row for rows in gather_objects(self._memory(trainer)) for row in rows]
         self._close_epoch(trainer)
         self.record["peak_memory"] = memory
-        self.record["time_per_step"] = self._profile and self._profile.time_per_step
         if self._trace is not None:
             cuda = trainer.strategy.root_device.type == "cuda"
             self.record["profile"] = {"limit": limit(self._trace.rows, cuda), "ranks": self._trace.rows}

@@ -99,6 +99,24 @@ class StepProfile(Callback):
             self._watch = None
 
 
+def phases_of_windows(profiled: dict[str, Any], step: float, rank: dict[str, Any] | None) -> dict[str, Any]:
+    """Share out the step of the windows of which the throughput is among its phases, in milliseconds.
+
+    Args:
+        profiled: Medians of the phases of some steps.
+        step: Median length of a step in the windows.
+        rank: Medians of rank zero's times in all windows, where it waits for other ranks: what was waited for in those
+            steps alone says little.
+    """
+    known = {"data": rank["data"], "communication": rank["wait"]} if rank else {}
+    if sum(known.values()) >= step:
+        known = {}
+    others = [phase for phase in PHASES if phase not in known]
+    scale = (step - sum(known.values())) / sum(profiled[phase] for phase in others)
+    scaled = {name: value * scale for name, value in profiled.items() if name not in ("n", "unit")}
+    return {**profiled, **{name: round(value, 4) for name, value in (scaled | known).items()}}
+
+
 class _Stopwatch(PassThroughProfiler):
     """Stands in for the trainer's profiler, which Lightning tells when each part of a step begins and ends."""
 

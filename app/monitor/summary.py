@@ -13,6 +13,8 @@ from app.launch.process import trust_flags
 from app.monitor.loggers import Tracker
 from app.monitor.rank_times import slow_ranks
 
+OTHERS = 0.25  # cores that other programs take, from which on it is said
+
 
 def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
     """Tell how a run went, where its files are and what to try next, line by line.
@@ -48,7 +50,9 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use:
         rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
         whole = f" in {len(parts) + 1} parts" if parts else ""
         trained, before = duration(record["train_s"]), duration(record["setup_s"])
-        yield f"time            {trained} training{whole}, {before} set-up{rate}"
+        taken, cores = record.get("others_cores") or 0.0, record["hardware"]["cores"]
+        others = f"; other programs took {taken:.1f} of {cores} cores" if taken >= OTHERS else ""
+        yield f"time            {trained} training{whole}, {before} set-up{rate}{others}"
         for slow in slow_ranks(record["ranks"]).values():
             yield f"slow            {slow}: the others wait for it in every step"
     kept = sorted(path.name for path in Path(directory).iterdir() if path.name != "wandb")

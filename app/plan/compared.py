@@ -1,5 +1,6 @@
 """Finds what `compare` has measured of the training that is planned, on this machine."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pandas as pd
 
 from app.errors import UserError
 from app.fit.parser import read_yaml
-from app.system.files import read_json
+from app.monitor.record_file import RESULTS, load_record
 
 # settings that leave the time of a step as it is, or nearly so
 BESIDE = {
@@ -69,7 +70,7 @@ def _measured(file: Path, wanted: dict[str, Any], hardware: dict[str, Any], acce
     """Read the variants of a comparison that train the same on one node of the machine, a row for each."""
     rows = []
     try:
-        results = read_json(file)
+        results = load_record(file, RESULTS)
         variants = results["variants"] if results["hardware"] == hardware and results["verdict"]["taken"] else []
         for variant in variants:
             if not variant["samples_per_s"] or variant["nodes"] != 1 or variant["accelerator"] != accelerator:
@@ -78,10 +79,12 @@ def _measured(file: Path, wanted: dict[str, Any], hardware: dict[str, Any], acce
             if _what_matters(read_yaml(str(run / "config.yaml"))) != wanted:
                 continue
             rates = dict(zip(FIGURES, (variant[f"samples_per_s{end}"] for end in ("", "_min", "_max")), strict=True))
-            strategy = "one device" if variant["replicas"] == 1 else read_json(run / "run.json")["strategy"]
+            strategy = "one device" if variant["replicas"] == 1 else load_record(run / "run.json")["strategy"]
             rows.append(
                 {"strategy": strategy, "devices": variant["replicas"], **{k: variant[k] for k in KEY[2:]}} | rates
             )
-    except (ValueError, LookupError, TypeError, UserError):  # of another version, or not whole
+    except ValueError as error:
+        print(f"{error}: it is left out", file=sys.stderr)
+    except (LookupError, TypeError, UserError):  # of another version
         pass
     return pd.DataFrame(rows, columns=KEY + FIGURES)

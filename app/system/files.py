@@ -1,15 +1,30 @@
-"""Writes files that are either whole or absent."""
+"""Opens files that users name, and writes files that are either whole or absent."""
 
+import errno
 import fcntl
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 PART = ".part"  # ends the name of a file while it is written
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a regular file to read it: a pipe would block, and a device may never end.
+
+    Raises:
+        OSError: When the file cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 @contextmanager
@@ -100,7 +115,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: When the file cannot be read, or holds something else; the message names it.
     """
     try:
-        content = json.loads(path.read_bytes())
+        with open_file(path) as file:
+            content = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read ({reason})") from error

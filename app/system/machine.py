@@ -1,11 +1,14 @@
 """Describes this machine and this installation."""
 
+import multiprocessing
 import os
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,40 @@ def busy() -> str | None:
     if torch.get_num_threads() > 1:
         helps = "fewer threads help: OMP_NUM_THREADS=1, or --run.threads 1"
     return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores; {helps}"
+
+
+def busy_seconds(cores: Collection[int] = ()) -> float:
+    """Return for how many seconds some cores, or all of them, have computed since the machine started, added up."""
+    some = 0 < len(cores) < (os.cpu_count() or 1)
+    times = [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores] if some else [psutil.cpu_times()]
+    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are in the user's time, too
+    return sum(seconds for each in times for name, seconds in each._asdict().items() if name not in idle)
+
+
+def own_seconds() -> float:
+    """Return for how many seconds this process and its children have computed."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    for child in multiprocessing.active_children():  # such as a loader's workers
+        with suppress(psutil.Error):
+            times = psutil.Process(child.pid).cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def core_wait_seconds() -> float:
+    """Return for how many seconds the main thread of this process was ready to run, but had no core; Linux only."""
+    with suppress(OSError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def free_cores(seconds: float = 0.2) -> int:
+    """Count the cores that other programs leave to this process, at least one; it looks for some seconds."""
+    began, busy = time.perf_counter(), busy_seconds()
+    time.sleep(seconds)
+    others = (busy_seconds() - busy) / (time.perf_counter() - began)
+    return max(round(min(usable_cores(), (os.cpu_count() or 1) - others)), 1)
 
 
 def free_memory(device: torch.device) -> int:
