@@ -30,7 +30,7 @@ from app.cli import main
 from app.compare.command import _parse as read_compare
 from app.errors import UserError
 from app.fit.configuration import Flags, resolve, split_flags
-from app.fit.parser import _parameters
+from app.fit.parser import parameters
 from app.plan.command import _parse as read_plan
 from app.verify.command import _parse as read_verify
 
@@ -270,7 +270,7 @@ def test_flags_in_the_prose() -> None:
     known |= {flag for command in ("compare", "plan", "verify", "doctor") for flag in own_flags(command)}
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
-        known |= {f"--{section}.{name}" for cls in base.__subclasses__() for name in _parameters(cls)}
+        known |= {f"--{section}.{name}" for cls in base.__subclasses__() for name in parameters(cls)}
     # settings of what a flag names are checked with the commands that have them
     deeper = ("--model.optimizer.", "--model.scheduler.", "--trainer.callbacks", "--trainer.strategy.")
     for document in DOCUMENTS:
