@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
@@ -131,7 +132,7 @@ def with_switches(argv: Sequence[str]) -> list[str]:
         hint = parameters(classes[section])[name].annotation if name in parameters(classes.get(section)) else None
         return bool in (hint, *get_args(hint)) and str not in get_args(hint)
 
-    pairs = zip(argv, [*argv[1:], "--"], strict=True)
+    pairs = pairwise([*argv, "--"])
     return [f"{flag}=true" if following.startswith("--") and is_switch(flag) else flag for flag, following in pairs]
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def chosen_classes(arguments: Sequence[str]) -> dict[str, str]:
         UserError: When a config file is missing, not text, or not a YAML mapping.
     """
     chosen = {}
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for argument, following in pairwise([*arguments, "-"]):
         flag, given, value = argument.partition("=")
         value = value if given else following
         if flag.removesuffix(".class_path") in ("--model", "--data"):
@@ -191,7 +192,7 @@ def spell_out_strategy(arguments: list[str]) -> list[str]:
         UserError: When such an option comes without a strategy, or with one that there is not.
     """
     spelt, name = [], "auto"
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for argument, following in pairwise([*arguments, "-"]):
         flag, given, value = argument.partition("=")
         value = value if given else following
         if flag in ("--trainer.strategy", "--trainer.strategy.class_path"):
@@ -225,7 +226,7 @@ def refuse_unusable(arguments: list[str]) -> None:
         UserError: For a number of the optimizer or the scheduler that is not finite, for a flag without its value, and
             for a section of a config that is null.
     """
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for argument, following in pairwise([*arguments, "-"]):
         flag, given, value = argument.partition("=")
         value = value if given else following
         if flag.startswith(("--model.optimizer.", "--model.scheduler.")) and NOT_FINITE.fullmatch(value):
