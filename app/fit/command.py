@@ -190,7 +190,7 @@ class CLI(Flags):
         while raised and "jsonargparse" in traceback.extract_tb(raised.__traceback__)[-1].filename:
             raised = raised.__cause__ or raised.__context__  # which the class has raised
         error = raised if isinstance(raised, Exception) else error
-        if wrong := blamed(error):
+        if wrong := error if isinstance(error, UserError) else blamed(error):
             return str(wrong)
         expected = isinstance(error, MisconfigurationException | ValueError | TypeError | ImportError)
         said = one_line(str(error) if expected else f"{type(error).__name__}: {error} (--verbose shows where)")

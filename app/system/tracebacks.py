@@ -10,7 +10,8 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]")
-LOOPS = f"{os.sep}lightning{os.sep}pytorch{os.sep}loops{os.sep}"  # an optimizer's step calls the training step there
+# where an optimizer's step computes the loss, and a strategy or a precision the gradients
+STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 BEGIN = re.compile(rf"(?:\n[TD].* exception.*:\n\n)?^(?:Original )?{re.escape(HEAD)}", re.MULTILINE)  # or of a chain
 FRAME = re.compile(r'^  File "(.+?)", line \d+.*\n(?:    .*\n)*', re.MULTILINE)
@@ -41,7 +42,7 @@ def maker(error: BaseException) -> str | None:
     """The flag and the class of the object that raised, such as `--data.augment RandomCrop`; None for any other."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         file, cls = frame.f_code.co_filename, type(frame.f_locals.get("self"))
-        if file.startswith(OURS) or LOOPS in file or _is_users(file):
+        if file.startswith(OURS) or STEP.match(file) or _is_users(file):
             return None
         if cls in MADE_BY:
             return f"{MADE_BY[cls]} {cls.__name__}"
