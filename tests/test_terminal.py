@@ -1,6 +1,5 @@
 """What a run says: its header, a line for each epoch, the progress bar, and what to try next."""
 
-import copy
 import io
 import re
 import shlex
@@ -9,40 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from harness import QUIET
 from rich.console import Console
 
-from app.monitor.header import layers
 from app.monitor.progress_bar import ProgressBar
-from app.networks import MLP, LeNet, resnet18
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
-
-
-NETWORKS = {
-    "LeNet": (LeNet, (3, 32, 32), "features.0 Conv2d 6 × 28 × 28 456"),
-    "MLP": (lambda: MLP(2, [16] * 5, 10), (1, 28, 28), "layers.0 Linear 16 25,104"),
-    "ResNet-18": (lambda: resnet18(10), (3, 224, 224), "layer4.1 BasicBlock 512 × 7 × 7 4,720,640"),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("width", [80, 110])
-def test_the_layers_of_a_network(name: str, width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    make, shape, row = NETWORKS[name]
-    network = make()
-    state, random = copy.deepcopy(network.state_dict()), torch.get_rng_state()
-    Console(width=width).print(layers(network, shape))
-    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert row in lines
-    total = sum(parameter.numel() for parameter in network.parameters())
-    assert lines[-2].endswith(f" {total:,}")
-    assert len(lines) <= 24, "it fits on a screen"
-    assert torch.equal(random, torch.get_rng_state())
-    assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
-    assert all(module.training for module in network.modules())
 
 
 def test_the_summary_shows_the_layers(app: App) -> None:
@@ -56,11 +28,6 @@ def test_the_summary_shows_the_layers(app: App) -> None:
     code, out = app(*flags, "--verbose")
     assert code == 0, out
     assert "features.0" in out
-    assert "val_metrics" not in out
-    assert "val_metrics" in app(*flags, "--trainer.callbacks", "ModelSummary")[1]
-    code, out = app(*flags, "--model", "user_code.ReadsPixels")
-    assert code == 0, out
-    assert "val_metrics" in out, "what cannot run without numbers is left to Lightning"
 
 
 def test_a_line_for_each_epoch(app: App) -> None:

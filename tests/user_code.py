@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from app.data import ImageData, Synthetic
 from app.data.sources import CIFAR10Source, Split, SplitName
 from app.modules import CIFARCNN, ImageClassifier
-from app.networks import LeNet
 
 
 class TheirModel(LightningModule):
@@ -142,21 +141,6 @@ class OfTorchvision(ImageClassifier):
     def __init__(self, num_classes: int = 10) -> None:
         network = torchvision.models.squeezenet1_1(num_classes=num_classes)
         super().__init__(network, num_classes, "cross_entropy", partial(torch.optim.SGD, lr=0.01), None, "epoch")
-
-
-class Brightened(LeNet):
-    """Looks at the images before it knows what to do."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images + 1 if images.mean() < 0 else images)
-
-
-class ReadsPixels(CIFARCNN):
-    """A network of one's own under a model of this application."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__(num_classes=num_classes)
-        self.network = Brightened(num_classes)
 
 
 class Float16(MixedPrecision):

@@ -107,9 +107,6 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     all_cores = base["accelerator"] == "cpu" and base["threads"] * base["replicas"] >= usable_cores() > 1
     scaled = (grown != 1) & (not all_cores)
     table["efficiency"] = (table["speed_up"] / grown).where(scaled | (table.index == baseline))
-    phases = [f"{phase}_ms" for phase in PHASES]
-    step = 1000 * table["global_batch"] / table["samples_per_s"] / table[phases].sum(axis=1)
-    table[[*phases, "launch_ms"]] = table[[*phases, "launch_ms"]].mul(step.fillna(1.0), axis=0)
     return table.reset_index().reindex(columns=list(COLUMNS)).astype(dict.fromkeys(WHOLE, "Int64"))
 
 

@@ -161,11 +161,11 @@ def with_switches(argv: Sequence[str]) -> list[str]:
 def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     arguments = with_switches(["--run.profile" if argument == "--profile" else argument for argument in argv])
     arguments = [shipped(argument) for argument in arguments]
-    refuse_unusable(arguments)
     linked = any(argument.startswith("--model.num_classes") for argument in arguments)
     if linked and takes_classes_of_data(DEFAULTS | chosen_classes(arguments)):
         raise UserError("--model.num_classes comes from the data: leave it out")
     try:
+        refuse_unusable(arguments)
         return parser.parse_args(spell_out_strategy(arguments))
     except SystemExit as end:
         if ExitStatus.of(end).status != "failed":  # --help and such, or SIGTERM

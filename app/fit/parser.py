@@ -30,7 +30,6 @@ from app.system.patches import expects
 
 # whose classes a config may name; a class that is made is code that is run
 TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
-MOST_NODES, DEEPEST = 100_000, 50  # of a config, with its aliases spelt out
 
 SECTIONS = ("trainer", "model", "data", "run", "cluster", "best_checkpoint", "last_checkpoint", "lr_monitor")
 NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)  # in words; 1e400 is found when it is a number
@@ -259,49 +258,31 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _look_at(flag: str, value: str) -> None:
-    """Refuse a value that is YAML, or names a file of it, which jsonargparse would take for ever to read."""
+    """Refuse a value that is YAML, or names a file of it, with a key that is given twice, or a pipe."""
     names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeprefix("--") in SECTIONS
     if os.path.exists(value) and (names_file or Path(value).is_fifo()):
         read_yaml(value, flag)
     elif any(sign in value for sign in "&{"):
         try:
             yaml.load(value, Loader=_PlainLoader)
-        except _RefusedError as error:
+        except _RepeatedKeyError as error:
             raise UserError(f"{flag}: {one_line(str(error))}") from error
         except (yaml.YAMLError, ValueError, RecursionError):  # it is something else
             return
 
 
-class _RefusedError(yaml.YAMLError):
-    """YAML that is well-formed, and that we do not read."""
+class _RepeatedKeyError(yaml.YAMLError):
+    """A mapping has a key twice."""
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuses what YAML takes in silence, or for ever: a key given twice, aliases that blow up, endless nesting."""
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        self._count(node, {}, 0)
-        return super().construct_document(node)
-
-    def _count(self, node: yaml.Node, known: dict[int, int], depth: int) -> int:
-        """Nodes below this one; each is looked at once, and counts as often as an alias repeats it."""
-        if depth > DEEPEST:
-            raise _RefusedError(f"nested more than {DEEPEST} deep, or in itself, at line {node.start_mark.line + 1}")
-        if id(node) not in known:
-            inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else []
-            inner = node.value if isinstance(node, yaml.SequenceNode) else inner
-            known[id(node)] = 1 + sum(self._count(each, known, depth + 1) for each in inner)
-            if known[id(node)] > MOST_NODES:
-                raise _RefusedError(
-                    f"more than {MOST_NODES:,} values, with aliases, at line {node.start_mark.line + 1}"
-                )
-        return known[id(node)]
+    """Refuses a key that is given twice, of which YAML takes the last one in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
         for key in keys:
             if keys.count(key) > 1:
-                raise _RefusedError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
+                raise _RepeatedKeyError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
 
 

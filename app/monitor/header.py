@@ -1,18 +1,15 @@
 """Says what a training is before it begins: network, images, devices, batch, optimizer, and where to look at it."""
 
-import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichModelSummary
-from lightning.pytorch.utilities.model_summary import ModelSummary
 from rich import get_console
-from rich.table import Column, Table
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from app.data.module import ImageData
@@ -20,34 +17,24 @@ from app.modules import ImageClassifier
 from app.monitor.loggers import Tracker
 from app.monitor.run_record import resolved_configuration
 
-SCREEN = 20  # layers that fit on one
-
 
 class Header(RichModelSummary):
-    """Prints a few lines on a training; with `--verbose` the layers of its network, too."""
+    """Prints a few lines on a training; with `--verbose` Lightning's table of layers, too."""
+
+    def __init__(self) -> None:
+        super().__init__(max_depth=3)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Look at the network before the strategy moves, converts or shards it."""
-        data = getattr(trainer, "datamodule", None)
-        own = isinstance(pl_module, ImageClassifier)
         network = pl_module.network if isinstance(pl_module, ImageClassifier) else pl_module
         self._network = f"{type(network).__name__}, {counted(network)}"
-        self._layers: Table | None = None
-        self._is_verbose = stage == "fit" and "APP_DEBUG" in os.environ
-        if self._is_verbose and own and isinstance(data, ImageData):
-            try:
-                self._layers = layers(network, data.image_shape)
-            except (RuntimeError, NotImplementedError):  # somebody's own network, whose forward reads the pixels
-                self._layers = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print them."""
         if trainer.is_global_zero:
             for name, text in lines(trainer, self._network):
                 get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
-            if self._layers is not None:
-                get_console().print(self._layers)
-        if self._is_verbose and self._layers is None:
+        if "APP_DEBUG" in os.environ:
             super().on_fit_start(trainer, pl_module)
 
 
@@ -69,7 +56,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
     if not isinstance(data, ImageData):
         yield "network", network
     else:
-        yield "network", f"{network}, {_text([1, *data.image_shape])} → {data.num_classes} classes"
+        yield "network", f"{network}, {' × '.join(map(str, data.image_shape))} → {data.num_classes} classes"
         place = getattr(data.source, "root", None) or getattr(data.source, "like", "")
         counts = [f"{data.counts[name]:,} to {verb}" for name, verb in VERBS.items() if data.counts.get(name)]
         yield "images", f"{type(data).__name__} ({place}): {', '.join(counts)}"
@@ -126,58 +113,3 @@ def ways(settled: dict[str, Any], device: torch.device) -> str:
             *([] if cuda else [f"{threads} thread{'s' * (threads > 1)}{each}"]),
         ]
     )
-
-
-def layers(network: nn.Module, image_shape: Sequence[int]) -> Table:
-    """List the layers of a network; where they do not fit on a screen, those of a block together.
-
-    Nothing is computed: neither the network nor the random numbers are touched.
-
-    Args:
-        network: Maps images to scores.
-        image_shape: Of one image, (C, H, W).
-    """
-    summary = ModelSummary(_Shapes(network, image_shape), max_depth=-1)
-    rows = {
-        name: (name.removeprefix("network."), kind, _text(shape), f"{count:,}" if count else "")
-        for name, kind, shape, count in zip(
-            summary.layer_names, summary.layer_types, summary.out_sizes, summary.param_nums, strict=True
-        )
-    }
-    innermost = [name for name in rows if not any(other.startswith(f"{name}.") for other in rows)]
-    for depth in (4, 3, 2):  # the network itself is 1
-        shown = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in innermost))
-        if len(shown) <= SCREEN:
-            break
-    table = Table("layer", "type", Column("output", justify="right"), Column("parameters", justify="right"))
-    table.add_row("", "image", _text([1, *image_shape]), "")
-    for name in shown:
-        table.add_row(*rows[name])
-    table.add_section()
-    work, count, trained = summary.total_flops / 1e6, summary.total_parameters, summary.trainable_parameters
-    table.add_row("", type(network).__name__, f"{work:,.1f} MFLOP", f"{count:,}")
-    if trained < count:
-        table.add_row("", "", "trained", f"{trained:,}")
-    return table
-
-
-class _Shapes(LightningModule):
-    """A copy of a network that has shapes but no numbers, in the form that `ModelSummary` takes."""
-
-    def __init__(self, network: nn.Module, image_shape: Sequence[int]) -> None:
-        super().__init__()
-        tensors = [*network.parameters(), *network.buffers()]
-        empty = {id(t): torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in tensors}
-        self.network = copy.deepcopy(network, empty)
-        dtype = tensors[0].dtype if tensors else None
-        self.example_input_array = torch.empty(1, *image_shape, dtype=dtype, device="meta")
-        self.to("meta")
-
-    def forward(self, images: Tensor) -> Any:
-        """Score images: (1, C, H, W) -> (1, classes)."""
-        return self.network(images)
-
-
-def _text(shape: Any) -> str:
-    """Write the shape for one image, `6 × 28 × 28`; `?` where a layer is not used."""
-    return " × ".join(map(str, shape[1:])) if isinstance(shape, list) else str(shape)

@@ -123,15 +123,14 @@ class Tracker(WandbLogger):
         tags: Sequence[str] | None = None,
         resumed: str | None = None,
     ) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # statistics of use, which offline runs send, too
-        for variable in (
-            "WANDB_SILENT",
-            "WANDB_DISABLE_GIT",
-            "WANDB_DISABLE_CODE",
-        ):  # spawned processes would warn again
-            os.environ.setdefault(variable, "true")
-        for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # it would print its log where a home is read-only
-            os.environ.setdefault(variable, os.path.abspath(Path(run_dir, "wandb")))
+        variables = {
+            "WANDB_ERROR_REPORTING": "false",  # statistics of use, which offline runs send, too
+            **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
+            # it would print its log where a home is read-only
+            **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
+        }
+        for variable, value in variables.items():  # spawned processes inherit them
+            os.environ.setdefault(variable, value)
         import wandb
 
         skip_launch_inputs()
@@ -343,9 +342,7 @@ class MetricsFile(CSVLogger):
         except FileNotFoundError:
             return ""
         except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}): remove it, or give another --run.name"
-            ) from error
+            raise UserError(f"{path} cannot be read ({error.strerror}): give another --run.name") from error
 
     @property
     @rank_zero_experiment

@@ -9,67 +9,52 @@ from app.monitor.step_profiler import PHASES
 from app.system.files import read_json, write_json
 
 MOST = 1e15  # of a number that a reader can compute with
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < MOST  # nan is not
-
-
-def _whole(value: Any) -> bool:
-    return type(value) is int and abs(value) < MOST
-
-
-def _positive(value: Any) -> bool:
-    return _number(value) and value > 0
-
+POSITIVE = "more than 0"  # a form, as are str, bool, int for a whole number, and float for any finite one
 
 # the fields that readers of a record count on: null may stand in place of each but those in a tuple
 FORM: dict[str, Any] = {
-    "status": (_text,),
-    **dict.fromkeys(("error", "command", "run_dir", "config", "tracker", "resumed_from", "precision"), _text),
-    **dict.fromkeys(("strategy", "placement", "tested"), _text),
-    **dict.fromkeys(("devices", "num_nodes", "world_size", "replicas", "threads", "global_batch_size"), _positive),
-    **dict.fromkeys(("steps", "max_epochs", "max_steps", "micro_batch", "not_finite_since", "skipped_steps"), _whole),
-    **dict.fromkeys(("setup_s", "train_s", "others_cores", "time_limit", "steps_per_epoch"), _number),
-    "wall_s": _positive,
-    "launchers": [_text],
-    "parts": [{"status": _text, "train_s": (_number,)}],
-    "ranks": [{"rank": (_whole,), "node": (_whole,), "slow": _flag, **dict.fromkeys(NAMES, (_number,))}],
+    "status": (str,),
+    **dict.fromkeys(("error", "command", "run_dir", "config", "tracker", "resumed_from", "precision"), str),
+    **dict.fromkeys(("strategy", "placement", "tested"), str),
+    **dict.fromkeys(("devices", "num_nodes", "world_size", "replicas", "threads", "global_batch_size"), POSITIVE),
+    **dict.fromkeys(("steps", "max_epochs", "max_steps", "micro_batch", "not_finite_since", "skipped_steps"), int),
+    **dict.fromkeys(("setup_s", "train_s", "others_cores", "time_limit", "steps_per_epoch"), float),
+    "wall_s": POSITIVE,
+    "launchers": [str],
+    "parts": [{"status": str, "train_s": (float,)}],
+    "ranks": [{"rank": (int,), "node": (int,), "slow": bool, **dict.fromkeys(NAMES, (float,))}],
     "epochs": [
-        {"epoch": (_whole,), "whole": (_flag,)}
-        | dict.fromkeys(("train_loss", "val_loss", "val_acc", "seconds", "lr", "samples_per_s"), _number)
+        {"epoch": (int,), "whole": (bool,)}
+        | dict.fromkeys(("train_loss", "val_loss", "val_acc", "seconds", "lr", "samples_per_s"), float)
     ],
     "peak_memory": [
-        {"rank": (_whole,), "device": (_text,)} | dict.fromkeys(("allocated_gib", "host_rss_gib", "total_gib"), _number)
+        {"rank": (int,), "device": (str,)} | dict.fromkeys(("allocated_gib", "host_rss_gib", "total_gib"), float)
     ],
-    "checkpoint": {"best": _text, "last": _text},
-    "throughput": {**dict.fromkeys(("median", "min", "max"), _positive), "n": _whole},
-    "test": {"acc": _number, "loss": _number},
-    "validation": {"acc": _number, "loss": _number},
-    "train_loss": dict.fromkeys(("first", "middle", "last"), _number),
-    "time_per_step": dict.fromkeys((*PHASES, "launch"), (_number,)),
-    "model": {"name": (_text,), "parameters": (_whole,)},
-    "data": {"name": (_text,), "classes": (_whole,), "images": dict.fromkeys(("train", "val", "test"), _whole)},
-    "course": {"samples_per_s": [[_number]], "memory_gib": [[_number]]},
-    "hardware": {"cpu": (_text,), "cores": (_whole,), "gpus": [_text]},
+    "checkpoint": {"best": str, "last": str},
+    "throughput": {**dict.fromkeys(("median", "min", "max"), POSITIVE), "n": int},
+    "test": {"acc": float, "loss": float},
+    "validation": {"acc": float, "loss": float},
+    "train_loss": dict.fromkeys(("first", "middle", "last"), float),
+    "time_per_step": dict.fromkeys((*PHASES, "launch"), (float,)),
+    "model": {"name": (str,), "parameters": (int,)},
+    "data": {"name": (str,), "classes": (int,), "images": dict.fromkeys(("train", "val", "test"), int)},
+    "course": {"samples_per_s": [[float]], "memory_gib": [[float]]},
+    "hardware": {"cpu": (str,), "cores": (int,), "gpus": [str]},
     "versions": {},
-    "profile": {"limit": (_text,), "ranks": [{"rank": (_whole,), "host": _number, "trace": _text}]},
+    "profile": {"limit": (str,), "ranks": [{"rank": (int,), "host": float, "trace": str}]},
 }
 RATES = ("samples_per_s", "samples_per_s_min", "samples_per_s_max")
 RESULTS: dict[str, Any] = {  # of a comparison
     "hardware": FORM["hardware"],
-    "variants": [
-        {**dict.fromkeys((*RATES, "nodes", "replicas", "threads", "global_batch"), _positive), "runs": [_text]}
-    ],
+    "variants": [{**dict.fromkeys((*RATES, "nodes", "replicas", "threads", "global_batch"), POSITIVE), "runs": [str]}],
 }
+
+
+def _fits(value: Any, form: Any) -> bool:
+    if form in (str, bool):
+        return isinstance(value, form)
+    is_number = form in (int, float, POSITIVE) and type(value) in (int, float) and abs(value) < MOST  # NaN is not
+    return is_number and (form is not int or type(value) is int) and (form is not POSITIVE or value > 0)
 
 
 def _misfit(value: Any, form: Any, place: str) -> str | None:
@@ -83,7 +68,7 @@ def _misfit(value: Any, form: Any, place: str) -> str | None:
     elif isinstance(form, list) and isinstance(value, list):
         places = (_misfit(row, (form[0],), f"{place}[{index}]") for index, row in enumerate(value))
     else:
-        return None if callable(form) and form(value) else place
+        return None if _fits(value, form) else place
     return next(filter(None, places), None)
 
 
