@@ -70,22 +70,12 @@ class BatchShapes(Callback):
 
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _print
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch."""
-        self._watch(trainer, pl_module)
+    on_fit_start = on_test_start = on_predict_start = _watch
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to watch, unless fit has."""
         if not self._handles:
             self._watch(trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch."""
-        self._watch(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch."""
-        self._watch(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop watching."""

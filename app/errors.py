@@ -214,8 +214,6 @@ def one_line(
             f"{flag} {match[1]}: only classes of app, torch, torchvision, lightning, torchmetrics and of the current "
             f"folder are made unasked: give --trust {match[1].partition('.')[0]} if you know what it does"
         )
-    if "Unexpected import path format" in text:
-        return f"{flag}: no import path: give package.module.Class"
     kinds = r"Expected '([^']+)' to be a (?:subclass of|function that returns) (?:<class '|Union\[)(?:\w+\.)*(\w+)"
     if match := re.search(kinds, text):
         return f"{flag} {match[1]}: expected a subclass of {match[2]}"

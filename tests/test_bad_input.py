@@ -147,7 +147,7 @@ def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None
         ("SLURM_PROCID", "x", "expected a whole number"),
         ("WORLD_SIZE", "abc", "expected a whole number"),
         ("RANK", "", "expected a whole number"),
-        ("TORCHELASTIC_ERROR_FILE", "/dev/null/error.json", "there is no such folder"),
+        ("TORCHELASTIC_ERROR_FILE", "/dev/null/error.json", "no such folder"),
         ("APP_AGENT", "1", "left over from another run"),
         ("APP_AGENT", "abc", "expected a whole number"),
         ("APP_STARTER", "", "expected a whole number"),

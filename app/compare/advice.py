@@ -76,9 +76,8 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
         usable: Those of them that a process may use.
     """
     others = table["others_cores"].max()
-    if others > cores - (1 - BUSY) * usable:
-        return f"The machine was busy: other programs took up to {others:.1f} of its {cores} cores"
-    return None
+    took = f"The machine was busy: other programs took up to {others:.1f} of its {cores} cores"
+    return took if others > cores - (1 - BUSY) * usable else None
 
 
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:

@@ -20,8 +20,8 @@ from app.system.page import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, label
 
 WIDE, NARROW = 6.4, 4.6  # inches
 ALIKE = 0.005  # of the range of all losses: less than a line is wide
-WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 NAMED = 5  # lines that have a colour and a name each; of more, only some
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 class Picture(NamedTuple):

@@ -444,11 +444,8 @@ class CLI(Flags):
                 logger.finish()
         outcome = self._outcome()
         if outcome.get("run_dir") and (outcome["status"] == "completed" or outcome["train_s"] is not None):
-            stages = (
-                ("predict", "test", "validate")
-                if outcome["tested"] or outcome["test"]
-                else ("test", "validate", "predict")
-            )
+            is_tested = outcome["tested"] or outcome["test"]
+            stages = ("predict", "test", "validate") if is_tested else ("test", "validate", "predict")
             use = next(filter(self._can, stages), None)
             said = report(outcome, self.trainer.loggers, self.subcommand == "fit", use)
             print("\n".join(["", *said]))

@@ -28,7 +28,7 @@ from torch import Tensor
 from app.errors import UserError, one_line
 from app.system.files import open_file, whole
 from app.system.lightning_patches import open_experiment, tracker_settings
-from app.system.wandb_patches import forget_run, requiring_nothing, skip_launch_inputs
+from app.system.wandb_patches import forget_run, skip_launch_inputs
 
 if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
     import pandas as pd
@@ -193,9 +193,11 @@ class Tracker(WandbLogger):
             self._fall_back("offline")
 
     def __getstate__(self) -> dict[str, Any]:
+        import wandb
+
         self._settle()
-        with requiring_nothing():
-            return super().__getstate__()
+        wandb.setup()  # from here on it is silent, also about the service that Lightning requires
+        return super().__getstate__()
 
     def share_with_forks(self) -> None:
         """Begin the run here; processes that are forked from now on attach to it, as spawned ones do."""

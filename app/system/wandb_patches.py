@@ -1,8 +1,6 @@
 """What uses private names of wandb, one function each. At an upgrade, `tests/test_patches.py` says which are gone."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from app.system.patches import expects
 
@@ -16,21 +14,6 @@ def forget_run() -> None:
     from wandb.sdk.lib.module import unset_globals
 
     unset_globals()
-
-
-@contextmanager
-def requiring_nothing() -> Iterator[None]:
-    """Do not let Lightning ask for wandb's service, which has long been there: wandb warns of that, on any setting.
-
-    At an upgrade: does `WandbLogger.__getstate__` still call `wandb.require("service")`, and nothing else of it?
-    """
-    import wandb
-
-    require, wandb.require = wandb.require, lambda *_: None
-    try:
-        yield
-    finally:
-        wandb.require = require
 
 
 @expects("wandb.sdk.wandb_run:Run._detect_and_apply_job_inputs")
