@@ -220,8 +220,7 @@ def one_line(
     if match := re.search(r"(No module named '[^']+'|module '[^']+' has no attribute '[^']+')", text):
         return f"{flag} {value}: {match[1]}"
     if "Multiple subclasses with name" in text:
-        path = f"lightning.pytorch.cli.{value}"
-        return f"{flag} {value}: several classes have this name: give its import path, such as {path}"
+        return f"{flag} {value}: several classes have this name: give its import path, lightning.pytorch.cli.{value}"
     expected, choices = _expected(text)
     match = re.search(r"Expected a dot import path string: (\S+)", text)
     if match and "a number" not in expected:

@@ -343,14 +343,15 @@ class ImageClassifier(LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the sums of the unfinished epoch, over all ranks, and what a user of the weights needs of the images.
+        """Keep the sums of the unfinished epoch, over all ranks, and the facts of the images that predictions need.
 
         A resumed epoch reports its true mean. Collective, as `Trainer.save_checkpoint` is.
         """
         checkpoint["epoch_sums"] = self._sums.of_epoch(self.trainer)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, ImageData):
-            checkpoint["images"] = data.facts
+            names = ("class_names", "image_shape", "mean", "std")
+            checkpoint["images"] = {name: list(getattr(data.source, name)) for name in names}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the sums of the unfinished epoch, and the facts of the images."""

@@ -318,17 +318,9 @@ def test_dp_under_srun_is_refused(tmp_path: Path) -> None:
 
 
 def test_16_mixed_on_cpu_becomes_bf16_with_a_warning(app: App) -> None:
+    flags = ["--trainer.accelerator", "cpu", "--trainer.precision", "16-mixed", "--trainer.max_steps", "2"]
     with pytest.warns(UserWarning, match="bf16-mixed"):
-        code, out = app(
-            "fit",
-            *SMALL,
-            "--trainer.accelerator",
-            "cpu",
-            "--trainer.precision",
-            "16-mixed",
-            "--trainer.max_steps",
-            "2",
-        )
+        code, out = app("fit", *SMALL, *flags)
     assert code == 0, out
 
 

@@ -28,6 +28,7 @@ from app.compare.report import rounding
 from app.compare.results import COLUMNS, tabulate
 from app.compare.runner import Outcome
 from app.monitor.step_profiler import PHASES
+from app.system.machine import own_seconds
 
 
 def compare(path: Path, *words: str, env: dict[str, str | None] | None = None) -> tuple[int, str]:
@@ -117,7 +118,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else runs on the machine of a comparison in this process."""
-    monkeypatch.setattr("app.compare.runner._busy_seconds", lambda: 0.0)
+    monkeypatch.setattr("app.compare.runner.busy_seconds", own_seconds)
 
 
 @pytest.mark.usefixtures("idle")
@@ -180,7 +181,7 @@ def test_no_verdict_on_a_busy_machine(
 ) -> None:
     """Where other programs take as many cores as there are: the figures, the load, and how to measure again."""
     cores = os.cpu_count() or 1
-    monkeypatch.setattr("app.compare.runner._busy_seconds", lambda: cores * time.monotonic())
+    monkeypatch.setattr("app.compare.runner.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
     code, out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
     assert code == 0, out

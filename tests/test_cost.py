@@ -94,14 +94,15 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
 
         return counted
 
-    for name in ("tolist", "cpu", "numpy"):  # which dispatch nothing on a CPU
-        patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
-    patch.setattr(ImageClassifier, "training_step", step)
-    in_second_epoch(patch, lambda: (marks.clear(), mode.__enter__()))
-    try:
-        code, out = app("fit", *TWO_EPOCHS, *flags)
-    finally:
-        mode.__exit__(None, None, None)
+    with patch.context() as own:  # a second count of a test would enter this mode, too, and not leave it
+        for name in ("tolist", "cpu", "numpy"):  # which dispatch nothing on a CPU
+            own.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+        own.setattr(ImageClassifier, "training_step", step)
+        in_second_epoch(own, lambda: (marks.clear(), mode.__enter__()))
+        try:
+            code, out = app("fit", *TWO_EPOCHS, *flags)
+        finally:
+            mode.__exit__(None, None, None)
     assert code == 0, out
     return [after - before for before, after in itertools.pairwise(marks)]
 

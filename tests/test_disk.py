@@ -87,10 +87,8 @@ def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_p
     flags = [*FIT, *BIG, "--trainer.accelerator", "cpu", "--trainer.devices", devices, "--run.root", tmp_path / "runs"]
     code, out = start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)})
     assert code == 0, out
-    assert (
-        torch.load(tmp_path / "runs/FashionMLP-Synthetic/version_0/checkpoints/last.ckpt", weights_only=True)["epoch"]
-        == 1
-    )
+    last = tmp_path / "runs/FashionMLP-Synthetic/version_0/checkpoints/last.ckpt"
+    assert torch.load(last, weights_only=True)["epoch"] == 1
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 

@@ -19,16 +19,8 @@ from app.system.machine import free_memory, usable_cores
 App = Callable[..., tuple[int, str]]
 # an image takes 0.2 MiB in the network: 1,200 of them 240 MiB, beside what the process takes
 WIDE = ["--model", "FashionMLP", "--model.repeats", "64", "--model.hidden", "[8]", "--data", "Synthetic"]
-WIDE += [
-    "--data.like",
-    "FashionMNIST",
-    "--data.size",
-    "2700",
-    "--data.batch_size",
-    "1216",
-    "--trainer.accelerator",
-    "cpu",
-]
+WIDE += ["--data.like", "FashionMNIST", "--data.size", "2700", "--data.batch_size", "1216"]
+WIDE += ["--trainer.accelerator", "cpu"]
 WIDE += ["--trainer.max_steps", "3", "--trainer.log_every_n_steps", "1", "--run.test", "false", *QUIET]
 
 

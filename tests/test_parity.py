@@ -174,14 +174,7 @@ def test_another_optimizer_and_scheduler(strategy: str, app: Callable[..., tuple
     """An optimizer and a scheduler given by flags act under a strategy that pickles the model."""
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     choice = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.0002"]
-    choice += [
-        "--model.scheduler",
-        "StepLR",
-        "--model.scheduler.step_size",
-        "1",
-        "--model.scheduler.gamma",
-        "0.5",
-    ]
+    choice += ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "1", "--model.scheduler.gamma", "0.5"]
     flags = [*MODELS["cnn"], *STEPS, "--trainer.max_epochs", "2", *choice]
     code, out = fork_app("fit", *flags, *way, "--run.root", tmp_path, "--run.name", strategy)
     assert code == 0, out

@@ -32,7 +32,7 @@ from app.plan.cost_model import (
 from app.plan.measure import measure_steps, profile_gradients
 from app.plan.report import advice, heading
 from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
-from app.system.machine import hardware, usable_cores
+from app.system.machine import hardware, own_seconds, usable_cores
 
 App = Callable[..., tuple[int, str]]
 AT_H1 = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
@@ -243,7 +243,7 @@ def test_what_compare_has_measured_stands_beside(
 ) -> None:
     """Of the same model, data, batch and threads on this machine, and of nothing else; while others keep it busy."""
     variants = {"single": {}, "other": {"data.flip": True}, "ddp x2": {"trainer.strategy": "ddp", "trainer.devices": 2}}
-    monkeypatch.setattr("app.compare.runner._busy_seconds", lambda: 0.0)
+    monkeypatch.setattr("app.compare.runner.busy_seconds", own_seconds)
     code, out = app("compare", "--experiment", experiment(variants=variants, max_epochs=3))
     assert code == 0, out
     file = tmp_path / "runs" / "compare" / "tiny" / "version_0" / "results.json"

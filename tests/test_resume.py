@@ -25,15 +25,7 @@ EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{s
 RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
 RECORDING += ["--trainer.callbacks.steps=1000", "--trainer.callbacks.epoch_steps=15"]
 STEPS = ["--run.test", "false", "--trainer.max_epochs", "3", *EVERY, *QUIET]
-CNN = [
-    *DATA,
-    "--model",
-    "CIFARCNN",
-    "--model.optimizer.lr",
-    "0.05",
-    "--last_checkpoint.every_n_train_steps",
-    "7",
-]
+CNN = [*DATA, "--model", "CIFARCNN", "--model.optimizer.lr", "0.05", "--last_checkpoint.every_n_train_steps", "7"]
 ONE_CYCLE = [
     "--model.scheduler",
     "OneCycleLR",

@@ -58,7 +58,7 @@ def test_the_bar_is_drawn_a_few_times_a_second(app: App, monkeypatch: pytest.Mon
     code, out = app(*flags)
     assert code == 0, out
     assert [shown[0] for shown in ours] == [1, 9, 9], "one of the sanity check, and the last step of each epoch"
-    assert re.fullmatch(r"([\d,]+/s  )?[\d.]+ s left", ours[1][2])
+    assert re.fullmatch(r"([\d,]+/s  )?[\d.]+ s left", ours[1][1])
     ours.clear()
     code, out = app(*flags, "--trainer.callbacks", "RichProgressBar")
     assert code == 0, out
@@ -73,7 +73,7 @@ def test_the_bar_is_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("app.monitor.progress_bar.get_console", lambda: console)
     bar = ProgressBar()
     bar._begin("epoch 1/2", 100)
-    bar._show(50, 100, "  ".join(["train_loss 0.123"] * 20))
+    bar._show(50, "  ".join(["train_loss 0.123"] * 20))
     progress = bar._progress
     assert progress is not None
     (line,) = console.render_lines(progress.get_renderable())

@@ -217,12 +217,6 @@ class ImageData(LightningDataModule):
         return {name: (len(split), crc32(split.labels.numpy().tobytes())) for name, (split, _) in self._splits.items()}
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Class names, image shape (C, H, W) and normalisation, for a checkpoint: plain lists."""
-        source = self.source
-        return {name: list(getattr(source, name)) for name in ("class_names", "image_shape", "mean", "std")}
-
-    @property
     def counts(self) -> dict[str, int]:
         """Number of images of each split that has been loaded; of training without those set aside for validation."""
         return {name: len(rows) for name, (_, rows) in self._splits.items()}

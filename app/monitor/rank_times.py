@@ -272,7 +272,7 @@ class RankTimes(Callback):
         fewer = max(round(usable_cores() - taken), 1)
         if fewer < torch.get_num_threads():
             rank_zero_info(
-                f"other programs take {taken:.1f} of {usable_cores()} cores: going on with fewer threads, {fewer}"
+                f"other programs take {taken:.1f} of {usable_cores()} cores: fewer threads from here, {fewer}"
             )
             torch.set_num_threads(fewer)
 
