@@ -29,10 +29,10 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
-    system              machine, interconnect, files, page (the style of all reports), terminal, tracebacks (who
-                        raised); and patches: lightning_patches, lightning_step_patches, torch_patches, wandb_patches
-                        and deferred_imports. Code elsewhere that uses a private name of a library declares it with
-                        patches.expects
+    system              machine, interconnect, files, page (the style of all reports), terminal, tracebacks
+                        (origin of an exception); and patches: lightning_patches, lightning_step_patches, torch_patches,
+                        wandb_patches and deferred_imports. Code elsewhere that uses a private name of a library
+                        declares it with patches.expects
     errors              what a user did wrong, and how a run ends
 """
 
@@ -51,5 +51,5 @@ warnings.filterwarnings("ignore", ".*LeafSpec")  # Lightning 2.6 with newer torc
 warnings.filterwarnings("ignore", r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True")
 warnings.filterwarnings("ignore", "The number of training batches")  # epochs are logged, too, however short
 warnings.filterwarnings("ignore", "Experiment logs directory")  # the tracker's folder is there first
-logging.getLogger("matplotlib").setLevel(logging.ERROR)  # of a home that cannot be written
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a read-only home
 warnings.filterwarnings("ignore", "The `srun` command is available")  # the rules of fit say where it is needed

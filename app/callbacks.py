@@ -141,7 +141,7 @@ class TestFigures(Callback):
 
     Args:
         wrong: How many of the wrong images to show.
-        track: Whether the tracker gets them, too.
+        track: Whether the tracker also gets the wrong images.
     """
 
     __test__ = False  # not for pytest

@@ -57,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments; by default those of the process.
 
     Returns:
-        Exit code: 0 for success, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
+        Exit code: 0 for success, 1 for a failure, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
     """
     argv = list(sys.argv[1:] if args is None else args)
     if "--verbose" in argv:
@@ -68,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         check_environment()
         if AGENT not in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            os.environ[BEGAN] = str(time.time())  # which its ranks inherit
+            os.environ[BEGAN] = str(time.time())  # the ranks inherit it
         begin()
         argv = _without_trust(argv)
         if not argv or argv[0] in ("-h", "--help"):

@@ -114,7 +114,7 @@ def out_of_memory(error: BaseException) -> str | None:
     )
 
 
-SYNONYMS = {  # what other programs call a flag
+SYNONYMS = {  # flag names of other programs
     **dict.fromkeys(("gpu", "gpus", "num_gpus", "nproc_per_node"), "--trainer.devices"),
     **dict.fromkeys(("amp", "bf16", "fp16"), "--trainer.precision"),
     **{"learning_rate": "--model.optimizer.lr", "output_dir": "--run.root", "resume": "--ckpt_path"},
@@ -124,8 +124,8 @@ SYNONYMS = {  # what other programs call a flag
 def nearest(name: str, known: Iterable[str]) -> str:
     """Phrase `: did you mean …?` for the nearest known name; nothing when none is near.
 
-    Flags are compared by their last part, and one of the same section is nearer; upper and lower case are the same. The
-    import path of a class is as near as its name.
+    Flags are compared by their last part, and a flag of the same section ranks higher. Case is ignored. A name that
+    ends a class's import path matches it fully.
     """
     if name.startswith("--"):
         name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)

@@ -108,7 +108,7 @@ class ImageClassifier(LightningModule):
     of them are means over the samples of every rank.
 
     Args:
-        network: Maps images to logits; its `image_shape`, where it has one, says which images it takes.
+        network: Maps images to logits; its optional `image_shape` is the shape of the images that it takes.
         num_classes: Number of classes.
         loss: Name of the loss.
         optimizer: Makes the optimizer from the parameters.
@@ -123,14 +123,14 @@ class ImageClassifier(LightningModule):
     Attributes:
         executed: How the network is executed, for the run record.
         images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of the images that a loaded checkpoint was
-            trained on; None before, and for other people's data.
+            trained on; None before a checkpoint is loaded, and for the user's own data class.
     """
 
     convolutional = True
     _sums: Sums  # from setup on
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let pickle find lambdas that are defaults, for `ddp_spawn`; jsonargparse reads settings from lambdas only."""
+        """Make default lambdas picklable for `ddp_spawn`; jsonargparse reads settings only from lambdas."""
         super().__init_subclass__(**kwargs)
         for name, parameter in inspect.signature(cls).parameters.items():
             if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
@@ -343,7 +343,7 @@ class ImageClassifier(LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the sums of the unfinished epoch, over all ranks, and the facts of the images that predictions need.
+        """Save the unfinished epoch's sums over all ranks, and the image facts that predictions need.
 
         A resumed epoch reports its true mean. Collective, as `Trainer.save_checkpoint` is.
         """
@@ -354,7 +354,7 @@ class ImageClassifier(LightningModule):
             checkpoint["images"] = {name: list(getattr(data.source, name)) for name in names}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the sums of the unfinished epoch, and the facts of the images."""
+        """Restore the unfinished epoch's sums, and the image facts."""
         self.images = checkpoint.get("images")
         if is_attached(self) and self.trainer.state.fn == "fit":
             self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)

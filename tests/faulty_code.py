@@ -150,7 +150,7 @@ class NoSetEpoch(Data):
 
 
 class SplitByChance(Data):
-    """Splits off its validation otherwise in each process, as without a seed."""
+    """Data whose validation split differs in each process, as without a seed."""
 
     def setup(self, stage: str) -> None:
         chance = torch.Generator().manual_seed(os.getpid())

@@ -1,4 +1,4 @@
-"""Classes of a user, each with one mistake that two of its frames show."""
+"""Classes of a user; each raises through two of its own frames."""
 
 from typing import Any
 

@@ -101,7 +101,7 @@ def test_a_busy_machine_is_one_whose_cores_do_not_suffice() -> None:
     ],
 )
 def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
-    """A core taken for a part of the time delays a step by that part; one taken for all of it, by any time."""
+    """Other programs that take a part of a core delay a step by that part; on a whole core, without limit."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
     assert load_explains(made_up(FOUR | CPU | {"threads": 1}, slow), 4, 4) == explained
 

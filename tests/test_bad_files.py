@@ -93,7 +93,7 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
 
 
 def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
-    """Whatever stands where a number, a text or a list should, the record is refused by name, and nothing fails."""
+    """A record with a value of the wrong form is rejected by name, and nothing crashes."""
     flags = [*SMALL, "--run.name", "x", "--run.test", "false"]
     code, out = app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1")
     assert code == 0, out
@@ -139,7 +139,7 @@ def images_at(root: Path, **flags: object) -> list[str | Path]:
 def test_what_a_folder_of_images_must_not_hold(
     app: App, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe, a link that leads nowhere or in a circle, an empty class, what may not be read: each is named."""
+    """Errors name a pipe, a broken or circular link, a link to no image, an empty class and an unreadable folder."""
     odd = image_root / "train" / "cat" / "odd.jpg"
     os.mkfifo(odd)
     assert f"{odd} is no file, but a pipe" in error_of(*app(*images_at(image_root)))

@@ -128,7 +128,7 @@ def test_a_config_that_names_another_file(app: App) -> None:
     ],
 )
 def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None:
-    """It is refused: to read it would wait for ever."""
+    """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
     for name in ("pipe", run / "run.json", *(run / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))):

@@ -144,7 +144,7 @@ def test_what_is_stale_is_decoded_again(image_root: Path, cache: Path, decoded: 
 
 
 def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
-    """To a folder, or a file, of other pixels with the same names, sizes and times of change."""
+    """The cache notices a new link target, even with the same names, sizes and times of change."""
     other = image_root / "other"
     for image in sorted((image_root / "train").rglob("*.*")):
         copy = other / image.relative_to(image_root)

@@ -117,7 +117,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else runs on the machine of a comparison in this process."""
+    """Make the machine look idle to a comparison in this process."""
     monkeypatch.setattr("app.compare.runner.busy_seconds", own_seconds)
 
 
@@ -179,7 +179,7 @@ def test_the_report(app: Callable[..., tuple[int, str]], experiment: Callable[..
 def test_no_verdict_on_a_busy_machine(
     app: Callable[..., tuple[int, str]], experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where other programs take as many cores as there are: the figures, the load, and how to measure again."""
+    """When other programs take all cores, the report has figures, the load, and how to measure again."""
     cores = os.cpu_count() or 1
     monkeypatch.setattr("app.compare.runner.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
@@ -319,7 +319,7 @@ def test_curves_that_coincide_are_one_line() -> None:
 
 
 def test_how_long_losses_agree(tmp_path: Path) -> None:
-    """Of the variants that begin as the baseline does; others train something else."""
+    """Only variants that begin with the baseline's losses are reported; others train something else."""
 
     def ran(name: str, losses: list[float]) -> Outcome:
         folder = tmp_path / name

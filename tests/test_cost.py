@@ -94,7 +94,7 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
 
         return counted
 
-    with patch.context() as own:  # a second count of a test would enter this mode, too, and not leave it
+    with patch.context() as own:  # undo the patches, so that a test can count twice
         for name in ("tolist", "cpu", "numpy"):  # which dispatch nothing on a CPU
             own.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
         own.setattr(ImageClassifier, "training_step", step)

@@ -125,7 +125,7 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
 
 
 def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path) -> None:
-    """A link in place of the split, of a class, of a file; what notebooks and desktops leave behind."""
+    """Links replace a split, a class and a file; files that notebooks and desktops leave behind are ignored."""
     linked, train = tmp_path / "linked", tmp_path / "split"
     for name in ("cat", "dog"):
         (train / name).mkdir(parents=True)
@@ -144,7 +144,7 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
 
 
 def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
-    """Validation is carved out, and there is nothing to test on; one file can be predicted."""
+    """Validation is split off, no images are left to test on, and one file can be predicted."""
     flat = ["--data", "ImageFolder", "--data.root", (image_root / "train").rename(image_root / "flat"), *QUIET]
     code, out = app("fit", *flat, "--trainer.max_epochs", "1")
     assert code == 0, out

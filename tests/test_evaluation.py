@@ -98,7 +98,7 @@ def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path
 
 @pytest.mark.parametrize("by", ["path", "name"])
 def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> None:
-    """Neither data nor model is named: the run's own are used, and CIFAR-10 is not downloaded."""
+    """Without flags for model and data, the run's own are used, and CIFAR-10 is not downloaded."""
     path = ["--ckpt_path", trained / "checkpoints" / "best.ckpt"]
     name = ["--ckpt_path=best", "--run.name", trained.parent.name]
     code, out = app("test", *(path if by == "path" else name), "--run.root", trained.parents[1])
@@ -109,7 +109,7 @@ def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> Non
 
 
 def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path) -> None:
-    """It holds class names, size and normalisation; images of other classes are refused."""
+    """A checkpoint holds class names, size and normalisation; images of other classes are refused."""
     checkpoint = tmp_path / "alone.ckpt"
     shutil.copy(trained / "checkpoints" / "best.ckpt", checkpoint)
     model = CIFARCNN.load_from_checkpoint(checkpoint, map_location="cpu")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,12 @@ def test_every_command_that_starts_ranks_listens_on_loopback(name: str, tmp_path
     try:
         while process.poll() is None:
             seen |= listening(family(mark))
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
     finally:
         for pid in family(mark):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait(60)
     assert process.returncode == 0, (tmp_path / "output.txt").read_text()
     assert seen

@@ -105,7 +105,7 @@ def test_a_resumed_run_keeps_it(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "world_size", "copies"), [(1, 1, 0), (1, 2, 1), (2, 2, 1)])
 def test_room_for_the_gradients_copy(ranks: int, world_size: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP keeps one on two nodes with one device each, too."""
+    """DDP keeps a copy of the gradients on two nodes with one device each, too."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 * 2**30)
     module: Any = torch.nn.Linear(2**14, 2**14, bias=False, device="meta")  # 1 GiB
     left = memory.room(torch.device("cpu"), ranks, world_size, module)

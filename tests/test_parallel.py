@@ -46,7 +46,7 @@ def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp
 
 @pytest.mark.slow
 def test_torch_checks_collective_calls(tmp_path: Path) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL, under which torch's own DDP crashes with gloo."""
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL works with gloo, where torch's own DDP crashes."""
     flags = [*SMALL, *way("ddp_fork", 2), "--trainer.max_epochs", "1", "--run.root", tmp_path]
     code, out = start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert code == 0, out

@@ -20,7 +20,7 @@ from app.system.patches import EXPECTED, expects, missing
 App = Callable[..., tuple[int, str]]
 MODULES = [module.name for module in pkgutil.walk_packages(app.__path__, "app.") if module.name != "app.__main__"]
 for name in MODULES:
-    importlib.import_module(name)  # each declares what it expects
+    importlib.import_module(name)  # runs its `expects` declarations
 PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # of named tuples and os; made by ABCMeta
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
 
@@ -36,7 +36,7 @@ def private(name: str) -> bool:
 
 
 def test_private_names_of_libraries_are_declared() -> None:
-    """Imported ones, attributes of other objects, and methods that override a library's."""
+    """Private names are imports, attributes of other objects, or methods that override a library's."""
     trees = {name: ast.parse(inspect.getsource(importlib.import_module(name))) for name in MODULES}
     ours = {
         name

@@ -284,7 +284,7 @@ CONFIG = {"model": {"class_path": "app.modules.CIFARCNN", "init_args": {"network
 
 
 def planned(measured: dict[tuple[str, int], float], spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
-    """Heading and advice of a step of 1.28 s without communication; what was measured, in samples/s."""
+    """Return heading and advice for a step of 1.28 s without communication, given measurements in samples/s."""
     one = replace(step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), buckets=(Bucket(1, 1.0),)), spread=spread)
     table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE, shared=True))
     rates = [measured.get(row, math.nan) for row in zip(table["strategy"], table["devices"], strict=True)]
@@ -293,7 +293,7 @@ def planned(measured: dict[tuple[str, int], float], spread: tuple[float, float] 
 
 
 def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
-    """Of the ways that use half of each device for sure."""
+    """Only ways that use more than half of each device at the low end are candidates."""
     said, why = planned({})
     assert said == "lenet, batch 64: take ddp on 4 devices of 2 nodes: at least 4.00 × one device, predicted"
     assert why == "Predicted: 4.00–4.00 times one device, 100% of the ideal."
@@ -306,7 +306,7 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
 
 
 def test_what_was_measured_wins_over_a_prediction() -> None:
-    """Where they differ, the difference is said."""
+    """The advice reports a measurement outside the predicted range."""
     slow = {("one device", 1): 50.0, ("ddp", 2): 25.0, ("ddp", 4): 20.0, ("dp", 2): 60.0}
     said, why = planned(slow)
     assert said == "lenet, batch 64: take dp on 2 devices: 1.20 × one device, measured"

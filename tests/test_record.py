@@ -88,7 +88,7 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fewer_threads_where_cores_are_busy(tmp_path: Path) -> None:
-    """The record and the last lines of the run tell; what was asked for is kept."""
+    """The record has the number of threads, the last lines report the load, and `--run.threads` is kept."""
     context = multiprocessing.get_context("fork")
     busy = [context.Process(target=never_ends, daemon=True) for _ in range(os.cpu_count() or 1)]
     for each in busy:
@@ -109,7 +109,7 @@ def test_fewer_threads_where_cores_are_busy(tmp_path: Path) -> None:
 
 
 def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
-    """Not with the process, which was a shell before: `bash -c "sleep 30 && python -m app fit"` replaces it."""
+    """The process may be an older shell: `bash -c "sleep 30 && python -m app fit"` replaces itself."""
     flags = [*SMALL, "--trainer.max_steps", "2", "--run.test", "false", "--run.root", tmp_path, "--run.name", "x"]
     waits = (
         "import os, sys, time; time.sleep(5); os.execv(sys.executable, [sys.executable, '-m', 'app', *sys.argv[1:]])"

@@ -128,7 +128,7 @@ def test_memory_of_each_rank(tmp_path: Path) -> None:
 def test_a_module_and_data_of_ones_own(
     model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path
 ) -> None:
-    """The report is written, whatever is logged; a fit ends with a test where there is one; what is advised works."""
+    """The report is written for any logged names, fit ends with a test if defined, and the printed command works."""
     flags = ["--model", f"user_code.{model}", "--data", f"user_code.{data}", *QUIET, "--run.name", "x"]
     code, out = app("fit", *flags, "--trainer.accelerator", "cpu", "--trainer.max_epochs", "1")
     assert code == 0, out

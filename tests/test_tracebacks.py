@@ -1,4 +1,4 @@
-"""An object that a flag made, and code of the user's, that raise when they are used."""
+"""Errors from an object that a flag made, and from the user's code."""
 
 import shlex
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_an_object_that_a_flag_made(flags: str, said: str, app: App) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
-    """It is said once."""
+    """The error is printed once."""
     way = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
     for flags, said in ((CROP, TOO_LARGE), (ADAM, "error: --model.optimizer Adam: a leaf Variable that requires grad")):
         run = fork_app if strategy == "ddp_fork" else start_app
@@ -86,7 +86,7 @@ def test_verbose_shows_what_the_library_did(app: App) -> None:
     ],
 )
 def test_code_of_the_user(flags: str, tmp_path: Path) -> None:
-    """Its frames and the line that called them, once."""
+    """The traceback has the user's frames and their caller, once."""
     run = start_app if "ddp " in flags else fork_app
     code, out = run("fit", *SMALL, "--run.root", tmp_path, *flags.split())
     assert code == 1, out

@@ -51,7 +51,7 @@ def test_the_more_private_wish_holds(flag: str, variable: str, mode: str, monkey
 
 
 def test_what_is_private_stays(image_root: Path, tmp_path: Path) -> None:
-    """Logged in: no connection is made; no image, no name of one and no git remote is in the tracker's files."""
+    """Even with a key, the run does not connect; the tracker's files hold no test image, image name or git remote."""
     for image in image_root.rglob("*.*"):
         image.rename(image.with_stem(f"patient-{image.stem}"))
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--trainer.max_epochs", "1", *QUIET]
@@ -73,7 +73,7 @@ def test_what_is_private_stays(image_root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", *(pytest.param(f"ddp_{how}", marks=SLOW) for how in ("spawn", "fork"))])
 def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
-    """Whatever the number of processes, and in silence where the home cannot be written."""
+    """Any number of processes makes one run, and a read-only home causes no output."""
     devices = "1" if strategy == "auto" else "2"
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
     env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": "/proc/home", "XDG_CACHE_HOME": None}
@@ -126,7 +126,7 @@ class OutOfQuota(BaseHTTPRequestHandler):
 
 
 class Dripping(OutOfQuota):
-    """Weights & Biases that sends its answer one byte at a time."""
+    """Weights & Biases server that sends its answer one byte at a time."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -162,7 +162,7 @@ DOWN = ["drips", *(pytest.param(how, marks=SLOW) for how in ("refuses", "never a
 
 @pytest.mark.parametrize("server", DOWN)
 def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
-    """The run is kept offline, whole, under the command that is printed; it begins and ends within seconds."""
+    """The run stays complete offline, the printed command uploads it, and it begins and ends within seconds."""
     with tracker(server) as url:
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
         flags = [*SMALL, "--trainer.max_epochs", "2", "--run.root", tmp_path, "--run.wandb", "online"]

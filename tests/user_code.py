@@ -95,26 +95,26 @@ class TheirData(LightningDataModule):
 
 
 class TheirTestedData(TheirData):
-    """Has test images, too."""
+    """Their data, with test images."""
 
     test_dataloader = TheirData.val_dataloader
 
 
 class TwoLoaders(TheirData):
-    """Validates on two loaders."""
+    """Their data, with two validation loaders."""
 
     def val_dataloader(self) -> Any:
         return [super(TwoLoaders, self).val_dataloader() for _ in range(2)]
 
 
 class NoValidation(TheirData):
-    """Has training data alone."""
+    """Their data, with training images only."""
 
     val_dataloader = LightningDataModule.val_dataloader
 
 
 class OddModel(TheirModel):
-    """Its defaults are nulls, and numbers that flags of this application refuse."""
+    """Model whose defaults are nulls, and numbers that this application's flags refuse."""
 
     def __init__(
         self,
@@ -129,14 +129,14 @@ class OddModel(TheirModel):
 
 
 class OddData(TheirData):
-    """Names its arguments as `ImageData` does, and means something else."""
+    """Data whose arguments share the names of `ImageData`'s, with other meanings."""
 
     def __init__(self, seed: str = None, data_seed: int = -1) -> None:  # noqa: RUF013
         super().__init__()
 
 
 class OfTorchvision(ImageClassifier):
-    """A network of somebody else's, which does not tell which images it takes."""
+    """Classifier around a torchvision network, which has no `image_shape`."""
 
     def __init__(self, num_classes: int = 10) -> None:
         network = torchvision.models.squeezenet1_1(num_classes=num_classes)
@@ -251,7 +251,7 @@ class LogsLossOnly(TheirModel):
 
 
 class LogsNothing(TheirModel):
-    """Trains and validates in silence."""
+    """Model that logs nothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
@@ -261,7 +261,7 @@ class LogsNothing(TheirModel):
 
 
 class LogsAccuracy(LogsNothing):
-    """Logs `val_acc`, per loader where there are several, and `test_acc`."""
+    """Model that logs `val_acc`, one per validation loader, and `test_acc`."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
@@ -271,7 +271,7 @@ class LogsAccuracy(LogsNothing):
 
 
 class LogsOtherNames(LogsNothing):
-    """Logs under names of its own, with a slash and a space; a figure is NaN."""
+    """Model that logs names with a slash and a space, and a NaN."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val/their acc", torch.tensor(float("nan")), prog_bar=True, sync_dist=True)
@@ -281,7 +281,7 @@ class LogsOtherNames(LogsNothing):
 
 
 class TwoOptimizers(TheirModel):
-    """Takes the steps of two optimizers by itself."""
+    """Model with two optimizers and manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class FailingModel(CIFARCNN):
 
 
 class NeverReady(CIFARCNN):
-    """Is still setting up when time is up."""
+    """Model whose set-up outlasts the time limit."""
 
     def setup(self, stage: str) -> None:
         threading.Event().wait(300)

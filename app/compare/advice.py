@@ -72,8 +72,8 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
-        cores: Of this machine.
-        usable: Those of them that a process may use.
+        cores: Number of cores of this machine.
+        usable: Number of cores that a process may use.
     """
     others = table["others_cores"].max()
     took = f"The machine was busy: other programs took up to {others:.1f} of its {cores} cores"
@@ -83,13 +83,14 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Decide whether a variant may be slower than the fastest only because other programs took its cores.
 
-    A second that a core works for another program delays a step by a second at most. So a run that lacked a share of
-    a core would have been 1 / (1 - share) times as fast without them; one that lacked a core or more, any times.
+    Each second that a core spends on another program delays a step by at most one second. On a quiet machine, a run
+    that lacked a share of a core would be at most 1 / (1 - share) times as fast. A run that lacked a whole core has no
+    such bound.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
-        cores: Of this machine.
-        usable: Those of them that a process may use.
+        cores: Number of cores of this machine.
+        usable: Number of cores that a process may use.
     """
     rows = ranked(table)
     needed = rows["replicas"] * rows["threads"].where(rows["accelerator"] == "cpu", 1)

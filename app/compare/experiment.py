@@ -80,8 +80,8 @@ class Experiment:
         warmup_epochs: First epochs, which do not count for throughput.
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
-        time_limit: Seconds after which a run is told to end. One that does is slow, and measured on what it has done;
-            one that does not is hanging, or still setting up.
+        time_limit: Seconds after which a run is told to end. One that does is slow, and measured on its steps so far;
+            one that does not is hanging; one without a first step is still setting up.
         scale_batch: Let the global batch and the learning rate grow with the number of replicas, instead of holding
             both fixed.
         quick: Take the experiment's small form, for any machine with two cores.
@@ -176,7 +176,7 @@ class Variant:
         return [Process([*arguments, str(node)], inherited() | self._part(node)) for node in range(count)]
 
     def _part(self, node: int) -> dict[str, str]:
-        """Choose the variables that give a node its part of this machine, where nodes meet on the loopback."""
+        """Return the environment variables of a node: its part of this machine, and the loopback for all nodes."""
         trainer = self.settings.trainer
         each = devices_per_node(trainer)
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in psutil.net_if_addrs() else {}

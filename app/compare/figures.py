@@ -236,7 +236,7 @@ def _largest(lines: dict[str, pd.DataFrame], group: Sequence[str]) -> float:
 
 
 def _coinciding(lines: dict[str, pd.DataFrame], baseline: str) -> tuple[str, list[str]]:
-    """Say how many curves lie upon the baseline's, and which."""
+    """Return a title that counts the curves equal to the baseline's, and the names of these curves."""
     group = _groups(lines, baseline)[0]
     if len(group) == 1:
         return "Training loss against epochs", group

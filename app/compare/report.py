@@ -18,7 +18,7 @@ from app.system.files import write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
 AGAIN = "Measure again when it is quiet, with `--fresh`."
-ROUNDING = 1e-5  # relative difference of two losses from which on their curves part
+ROUNDING = 1e-5  # largest relative difference of two losses that agree
 
 
 def write_report(
@@ -26,7 +26,7 @@ def write_report(
 ) -> tuple[str, str | None, pd.DataFrame, dict[str, Path]]:
     """Write report.html, report.md, results.csv, results.json and the pictures.
 
-    Where other programs' load explains the differences, the report has no verdict, ranking and advice.
+    Where the load of other programs may explain the differences, the report has no verdict, ranking or advice.
 
     Args:
         experiment: What was compared.
@@ -35,7 +35,7 @@ def write_report(
         folder: The directory of the report.
 
     Returns:
-        What to show in a terminal, as Markdown; the command to type next; the table; title and file of each picture.
+        Markdown for the terminal; the command to type next, or None; the table; title and file of each picture.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
     found, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
@@ -122,7 +122,7 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
 
 
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str | None]) -> str:
-    """What was asked, what to bear in mind, and what is missing."""
+    """Return the experiment's description, cautions, and unmeasured variants, as Markdown."""
     open_ = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
     if open_:
         cautions.append(f"**Not complete: {plain(', '.join(open_))}.** The same command goes on.")
@@ -131,14 +131,17 @@ def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[st
 
 
 def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
-    """Say for how many steps the losses of those variants agree with the baseline's that agree at first."""
+    """Return a sentence on how many steps each variant's loss agrees with the baseline's, or an empty string.
+
+    Variants that differ in the first step are omitted.
+    """
     runs = {outcome.variant.name: next(iter(outcome.records.values())) for outcome in outcomes if outcome.records}
     if baseline not in runs:
         return ""
     wanted, parts = _step_losses(runs[baseline]), []
     for name, record in runs.items():
         agrees = (_step_losses(record) / wanted - 1).abs().dropna() <= ROUNDING
-        if name != baseline and agrees.iloc[:1].any():  # else it takes other steps
+        if name != baseline and agrees.iloc[:1].any():  # else it trains something else
             last = "in every logged step" if agrees.all() else f"until step {agrees.index[int(agrees.argmin()) - 1]:,}"
             parts.append(f"{plain(name)}: {last}")
     if not parts:
@@ -164,7 +167,7 @@ def _percent(value: float | None, digits: int) -> str:
 
 
 def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
-    """Rank the variants by their places; what was not measured stands below, with the reason."""
+    """Return a table of the variants in order of place; unmeasured ones follow, with the reason."""
     by_name = {outcome.variant.name: outcome for outcome in outcomes}
     order = [*place, *(name for name in by_name if name not in place)]
     ordered = sorted(found.to_dict("records"), key=lambda row: order.index(row["variant"]))

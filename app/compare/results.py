@@ -88,9 +88,9 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
 
     samples_per_s is the median over the runs of each run's median over its windows; min and max are over the
     same. Times, losses and accuracies are medians over the runs; peak memory is the largest. Speed-up is the ratio of
-    samples/s to the baseline's; efficiency, of variants with another number of devices, the speed-up over what the
-    number of devices has grown by, unless the baseline uses all cores already. The phases of a step add up to the
-    step that samples_per_s means; their shares are those of the steps that were timed.
+    samples/s to the baseline's. Efficiency is the speed-up divided by the ratio of device counts. Except for the
+    baseline, it is NaN where these counts are equal, or where the baseline uses all cores already. The phases of a step
+    add up to the step time of samples_per_s, in the proportions of the timed steps.
     """
     records = [
         {**record, "variant": outcome.variant.name, "repeat": repeat}

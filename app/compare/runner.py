@@ -35,8 +35,8 @@ class Outcome:
     Attributes:
         variant: The variant.
         records: The run records of its completed runs, by repeat.
-        status: `waiting`, `running`, `measured`, `slow`, `skipped`, `failed`, `starting` or `hanging`. One that is slow
-            has a record of what it has done until the time limit; one that is starting has not taken a step by then.
+        status: `waiting`, `running`, `measured`, `slow`, `skipped`, `failed`, `starting` or `hanging`. A slow one has a
+            record of its steps until the time limit; a starting one has not taken a step by then.
         reason: Why it was skipped, failed or ended, in one line.
         tail: The last lines of output of a run that failed or hung.
     """
@@ -209,9 +209,8 @@ class Runner:
                     next(p for p in processes if p.returncode is None or p is processes[-1]).wait(0.5)
         record, failing = self._read(variant, repeat), any(ended.values())
         begun = record.get("setup_s") is not None
-        if (
-            late and not failing and begun and record.get("status") == "interrupted"
-        ):  # it makes progress: it did as it was told
+        # it made progress, and stopped in order when it was told to
+        if late and not failing and begun and record.get("status") == "interrupted":
             outcome.status, record["time_limit"] = "slow", self.experiment.time_limit
             outcome.reason = _progress(record)
         if not failing and (record.get("status") == "completed" or outcome.status == "slow"):

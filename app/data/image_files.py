@@ -48,7 +48,7 @@ class FileSplit(Split):
                 image = picture.convert("L" if channels == 1 else "RGB")
             if image.size != (width, height):
                 image = image.resize((width, height), Image.Resampling.BILINEAR)
-        except Exception as error:  # PIL's decoders raise whatever their parsing runs into
+        except Exception as error:  # PIL's decoders raise any type on a damaged file
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
             reason = reason or type(error).__name__
             raise UserError(
@@ -89,7 +89,7 @@ class FileSplit(Split):
 
 
 class FolderSource(Source):
-    """The user's own images: `root/train/<class>/*.jpg`, `val` and `test` alike; or `root/<class>/*.jpg`."""
+    """The user's own images: `root/train/<class>/*.jpg`, optional `val` and `test`; or `root/<class>/*.jpg`."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class FolderSource(Source):
         self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
 
     def prepare(self) -> None:
-        """Look through the folders: what cannot be read, or is no image where one should be, is an error."""
+        """Check that the folders can be read, that the classes of all splits match, and that they hold images."""
         for split, place in self._places.items():
             unknown = set(_folders(place)) - set(self._classes)
             if unknown:
@@ -146,7 +146,7 @@ class FolderSource(Source):
         return FileSplit(self._samples(split), self.image_shape)
 
     def _samples(self, split: SplitName) -> list[tuple[str, int]]:
-        """Path and label of each image; the label is -1 in `predict_dir`."""
+        """Return the path and label of each image; the label is -1 in `predict_dir`."""
         if split == "predict" and self.predict_dir is not None:
             place = Path(self.predict_dir)
             files = [str(place)] if place.is_file() else _images(str(place), {})
@@ -159,11 +159,11 @@ class FolderSource(Source):
 
 
 def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:
-    """The image files below a folder, folder by folder.
+    """Return the image files below a folder, folder by folder.
 
     Args:
-        folder: Where to look.
-        above: Folders that hold it, by device and inode, which no link may lead back to.
+        folder: Folder to search.
+        above: Its parent folders by device and inode, to detect a link back to one of them.
     """
     entries, state = _entries(folder), os.stat(folder)
     files, folders, here = [], [], (state.st_dev, state.st_ino)
@@ -178,15 +178,15 @@ def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:
 
 
 def _folders(place: Path) -> list[str]:
-    """Names of the folders in a folder, sorted."""
+    """Return the sorted names of a folder's subfolders."""
     return [entry.name for entry in _entries(str(place)) if entry.is_dir()]
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """The entries of a folder that are not hidden, sorted; links are followed.
+    """Return the entries of a folder, sorted, without hidden ones; links are followed.
 
     Raises:
-        UserError: When the folder cannot be read, for a link that leads nowhere, and for a pipe, which would block.
+        UserError: When the folder cannot be read, or holds a broken link, or a pipe, which would block.
     """
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]

@@ -57,7 +57,7 @@ class Asked:
 
     @cached_property
     def checked(self) -> Namespace:
-        """The configuration without the arguments of classes that are not of this application: those have no limits."""
+        """The configuration, without the arguments of the user's own model and data classes: they have no limits."""
         config = self.config.clone()
         for section, base in (("model", ImageClassifier), ("data", ImageData)):
             if not issubclass(class_of(config.get(section)) or object, base):

@@ -219,12 +219,12 @@ def check_checkpoint(
     resumed_by: Trainer | None,
     may_be_finished: bool = False,
 ) -> None:
-    """Check that a checkpoint can be read and is of this model and, to resume, of this optimizer and unfinished.
+    """Check that a checkpoint can be read and fits model and data; to resume, also the optimizer.
 
     Raises:
-        UserError: When it is missing, truncated, or of another model, naming the first differing key; when the
-            optimizer was given other settings, which its state in the checkpoint would replace; or when it has
-            already been trained for as long as was asked.
+        UserError: When it is missing, truncated, or of another model, naming the first differing key; when it was
+            trained on other classes, naming the first differing one; when the optimizer was given other
+            settings, which its state in the checkpoint would replace; or when training has already ended.
     """
     checkpoint = read(Path(path))
     saved = checkpoint["state_dict"]

@@ -148,7 +148,7 @@ class CLI(Flags):
             ranks = 1 if self.launcher else processes_per_node(config.trainer)
             torch.set_num_threads(max(free // ranks, 1))
             if ranks > 1:
-                os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of the processes that this one starts
+                os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # for the processes that this one starts
         self.settings = shared_settings(config)
 
     def seeds(self) -> bool:
@@ -185,10 +185,10 @@ class CLI(Flags):
         self._agree(config.cluster.timeout)
 
     def _naming_flag(self, error: Exception) -> str:
-        """What an error of building says, with the flag that it means: one whose name it mentions."""
+        """Return an error's message with its flag: the one that made the object, or one that the message mentions."""
         raised: BaseException | None = error
         while raised and "jsonargparse" in traceback.extract_tb(raised.__traceback__)[-1].filename:
-            raised = raised.__cause__ or raised.__context__  # which the class has raised
+            raised = raised.__cause__ or raised.__context__  # the exception of the class itself
         error = raised if isinstance(raised, Exception) else error
         if wrong := error if isinstance(error, UserError) else blamed(error):
             return str(wrong)
@@ -365,7 +365,7 @@ class CLI(Flags):
         self.trainer.predict(return_predictions=False, **kwargs)
 
     def after_fit(self) -> None:
-        """Test the best checkpoint, where model and data can."""
+        """Test the best checkpoint, where model and data define a test."""
         if not self._run_options.test or not self._is_recorded or not self._can("test") or self.stopped_by is not None:
             return
         best = gather_objects((self._outcome().get("checkpoint") or {}).get("best"))[0]

@@ -121,13 +121,13 @@ class Flags(CommandLine):
 
 
 def add_config_of_run(argv: Sequence[str]) -> list[str]:
-    """Add `--config` of the run that wrote the checkpoint, for a command that only uses one and names no config.
+    """Add the config of the run that wrote the checkpoint, for validate, test and predict without `--config`.
 
     Args:
         argv: The arguments of `python -m app`.
 
     Raises:
-        UserError: When `--run.name` is given, and its run has no such checkpoint.
+        UserError: When the run of `--run.name` has no such checkpoint.
     """
     given = dict(pairwise(part for argument in argv for part in argument.split("=", 1)))
     checkpoint, name = given.get("--ckpt_path"), given.get("--run.name")
@@ -146,7 +146,7 @@ def takes_classes_of_data(classes: dict[str, str]) -> bool:
 
 
 def with_switches(argv: Sequence[str]) -> list[str]:
-    """Give the switches that stand alone their value: `--data.flip` becomes `--data.flip=true`."""
+    """Add the value to switches that stand alone: `--data.flip` becomes `--data.flip=true`."""
     classes = MADE | {name: find_class(name, path) for name, path in (DEFAULTS | chosen_classes(argv)).items()}
 
     def is_switch(flag: str) -> bool:

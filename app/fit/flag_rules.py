@@ -64,7 +64,7 @@ def _no_devices(s: Asked) -> Found:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All values of a configuration, each with its flag."""
+    """Yield each value of a configuration with its flag."""
     if isinstance(value, Namespace | dict):
         for key, inner in (vars(value) if isinstance(value, Namespace) else value).items():
             yield from leaves(inner, path if key == "init_args" else f"{path}.{key}".lstrip("."))

@@ -56,7 +56,7 @@ class PlainParser(ArgumentParser):
         super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Read arguments, of which a switch may be given alone or with a value: `--flag`, `--flag true`."""
+        """Parse the arguments; a switch may stand alone or have a value: `--flag`, `--flag true`."""
         for action in self._actions:
             if isinstance(action.default, bool):
                 action.nargs, action.const = "?", True
@@ -131,10 +131,10 @@ def _subclasses(cls: type) -> list[type]:
 
 @cache
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Parameters of a class's `__init__` and of those that it extends, with their types and defaults."""
+    """Return the parameters, with types and defaults, of a class's `__init__` and of its base classes'."""
     merged: dict[str, inspect.Parameter] = {}
     for base in reversed(cls.__mro__ if cls else ()):
-        with suppress(KeyError, NameError, TypeError):  # a class of the user's, with types that are known nowhere
+        with suppress(KeyError, NameError, TypeError):  # annotations of a user's class may not resolve
             merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
     return {name: each for name, each in merged.items() if name not in ("self", "args", "kwargs", "params")}
 
@@ -223,11 +223,11 @@ def spell_out_strategy(arguments: list[str]) -> list[str]:
 
 
 def refuse_unusable(arguments: list[str]) -> None:
-    """Refuse what jsonargparse takes for something else, and then says nothing useful of.
+    """Reject values that jsonargparse misreads silently.
 
     Raises:
-        UserError: For a number of the optimizer or the scheduler that is not finite, for a flag without its value, and
-            for a section of a config that is null.
+        UserError: For an optimizer's or scheduler's number that is not finite, for a flag without its value, for a null
+            in place of a config's section, and for a repeated key.
     """
     for argument, following in pairwise([*arguments, "-"]):
         flag, given, value = argument.partition("=")
@@ -249,7 +249,7 @@ def refuse_unusable(arguments: list[str]) -> None:
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """Every string among nested settings: each may name a file."""
+    """Yield every string in nested settings, because each may name a file."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict | list):
@@ -258,7 +258,7 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _look_at(flag: str, value: str) -> None:
-    """Refuse a value that is YAML, or names a file of it, with a key that is given twice, or a pipe."""
+    """Reject YAML with a repeated key, in a value or in the file that it names; and a pipe in place of a file."""
     names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeprefix("--") in SECTIONS
     if os.path.exists(value) and (names_file or Path(value).is_fifo()):
         read_yaml(value, flag)
@@ -272,11 +272,11 @@ def _look_at(flag: str, value: str) -> None:
 
 
 class _RepeatedKeyError(yaml.YAMLError):
-    """A mapping has a key twice."""
+    """A YAML mapping repeats a key."""
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML takes the last one in silence."""
+    """Loader that rejects repeated keys; YAML silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
@@ -287,7 +287,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def shipped(argument: str) -> str:
-    """Return a path, or `--flag=path`; where the current folder lacks a `configs/…`, the application's own."""
+    """Return a path, or `--flag=path`; a `configs/…` path that is missing here becomes the application's own."""
     flag, equals, path = argument.rpartition("=")
     ours = Path(app.__file__).parent / path
     is_shipped = path.startswith("configs/") and not os.path.exists(path) and ours.is_file()

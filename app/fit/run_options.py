@@ -25,9 +25,9 @@ class Run:
         name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
         root: Directory of all runs: each gets `root/name/version_N`.
         test: Whether fit ends with a test of the best checkpoint.
-        wandb: Whether to track in Weights & Biases: `online`, `offline` or `off`; by default what WANDB_MODE says, else
-            `offline`, which sends nothing. Of flag and variable the more private one holds.
-        track_images: Whether the tracker gets test images, those that were most confidently wrong.
+        wandb: Mode of Weights & Biases: `online`, `offline` (sends nothing) or `off`; by default WANDB_MODE, else
+            `offline`. Of flag and variable, the more private one wins.
+        track_images: Whether to track the test images with the most confident wrong predictions.
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
@@ -35,8 +35,8 @@ class Run:
         on_nonfinite: What to do when the loss is infinite or NaN: `stop` before a checkpoint has it, `warn` and go on,
             or `skip` the updates whose gradients are, which takes a read of the device on each step.
         profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
-        threads: With which each process computes on the CPU; `auto`: what OMP_NUM_THREADS says, else an equal part of
-            the cores that other programs leave, looked at when the run starts and after its first windows.
+        threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the cores that other
+            programs leave free, measured when the run starts and after its first windows.
     """
 
     name: str | None = None
@@ -93,7 +93,7 @@ def decide(
 
     Args:
         run: Where the run is kept.
-        name: The run's name, the default one where `run` has none.
+        name: The run's name: `run.name`, or the default one.
         command: What was typed.
         launchers: Ids of what started the processes of the run.
         checkpoint: What was given as `--ckpt_path`, or None.

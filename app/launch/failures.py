@@ -73,7 +73,7 @@ def leave_nccl() -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """What an error of a communication, of memory, or of an object that a flag made means; else the error itself."""
+    """Translate an error of communication, of memory, or of an object that a flag made; return others unchanged."""
     communicated = (_has_left or distributed.is_initialized()) and (
         type(error) is RuntimeError or isinstance(error, distributed.DistError)
     )
@@ -90,11 +90,11 @@ def explained(error: BaseException) -> BaseException:
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Turn an error of a communication into what it tells of another rank, and leave the group of NCCL.
+    """Raise errors as `explained` translates them, and leave the group of NCCL.
 
     Raises:
         RankError: When another rank is gone or silent.
-        UserError: When there is not enough memory, or an object that a flag made has raised.
+        UserError: When there is not enough memory, or an object that a flag made raised.
     """
     try:
         yield
@@ -146,6 +146,6 @@ def said(error_file: Mapping[str, Any]) -> str:
 
 
 def callstack(failure: ProcessFailure) -> str:
-    """The traceback in torch's error file of a rank; nothing when it was killed."""
+    """Return the traceback in a rank's torch error file; empty when the rank was killed."""
     message = failure.error_file_data.get("message")
     return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""

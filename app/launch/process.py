@@ -30,7 +30,7 @@ TASK = (
     *("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 WHOLE_NUMBER = r"\d{1,18}", "a whole number"
-# of each variable that this application, or a library of it, reads: the pattern of its value, and that in words
+# environment variables that this application or its libraries read: pattern of the value, and its description
 VARIABLES = {
     **dict.fromkeys((*RANKS[:-1], *TASK[:-1], "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
     **dict.fromkeys(("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER), WHOLE_NUMBER),
@@ -45,15 +45,15 @@ VARIABLES = {
 
 
 def check_environment() -> None:
-    """Check every variable of the environment that is read later, here or in a library.
+    """Check the environment variables that this application or its libraries read.
 
     Raises:
-        UserError: When one has a value that it cannot have, or is left over from another process.
+        UserError: When one has an invalid value, or is left over from another process.
     """
     for name, (pattern, meaning) in VARIABLES.items():
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value):
-            del os.environ[name]  # the report of the error reads some of them
+            del os.environ[name]  # the error report reads some of them
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
     if is_task_of_srun() and (missing := [name for name in TASK if name not in os.environ]):
         raise UserError(f"SLURM_STEP_ID in the environment, but no {missing[0]}: unset SLURM_STEP_ID, or use srun")

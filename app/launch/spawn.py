@@ -47,7 +47,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
         self._error_file = ""  # of each rank, by its index
-        self.made_by = MADE_BY  # for the processes
+        self.made_by = MADE_BY  # handed to the processes
         self._processes: list[Any] = []
         super().__init__(strategy, start_method)
 

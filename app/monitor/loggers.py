@@ -56,10 +56,10 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def tracking_mode(flag: str | bool | None) -> str:
-    """Return the tracker's mode: that of the flag or of WANDB_MODE, the more private one of two; else `offline`.
+    """Return the tracker's mode: the more private one of flag and WANDB_MODE, or `offline` without both.
 
     Args:
-        flag: Value of `--run.wandb`; YAML has booleans for `on` and `off`.
+        flag: Value of `--run.wandb`; YAML reads `on` and `off` as booleans.
     """
     requested = ("off", "offline")[flag] if isinstance(flag, bool) else flag
     given = [mode for mode in (requested, WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))) if mode]
@@ -96,8 +96,8 @@ def trial() -> str | None:
 class Tracker(WandbLogger):
     """Weights & Biases: one run per training, whatever the world size.
 
-    A server that does not answer makes the run offline, and one that stops to answer is not waited for: what could not
-    be sent lies in the run's directory, to be uploaded later.
+    A run goes offline when the server does not answer. When the server stops answering, training does not wait:
+    unsent data stays in the run's directory, to be uploaded later.
 
     Args:
         run_dir: Directory of the run; the tracker's files go into its `wandb` folder.
@@ -124,9 +124,9 @@ class Tracker(WandbLogger):
         resumed: str | None = None,
     ) -> None:
         variables = {
-            "WANDB_ERROR_REPORTING": "false",  # statistics of use, which offline runs send, too
+            "WANDB_ERROR_REPORTING": "false",  # usage statistics, which even offline runs send
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
-            # it would print its log where a home is read-only
+            # with a read-only home, wandb would print its log
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
         }
         for variable, value in variables.items():  # spawned processes inherit them
@@ -144,7 +144,7 @@ class Tracker(WandbLogger):
         if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
             future, url = Future[bool](), wandb.setup().settings.base_url
             self._answers = future
-            # a daemon: the interpreter waits for a pool's thread, and that for a server that sends byte by byte
+            # a daemon thread: at exit, the interpreter would wait for a pool's thread as long as the server sends
             Thread(target=lambda: future.set_result(answers(url)), daemon=True).start()
         # a spawned process that attaches to the run does not know its directory
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
@@ -196,7 +196,7 @@ class Tracker(WandbLogger):
         import wandb
 
         self._settle()
-        wandb.setup()  # from here on it is silent, also about the service that Lightning requires
+        wandb.setup()  # silences its warning of the service that Lightning requires
         return super().__getstate__()
 
     def share_with_forks(self) -> None:
@@ -332,7 +332,7 @@ class MetricsFile(CSVLogger):
                 target.write(text.getvalue().encode())
 
     def _written(self) -> str:
-        """Return what earlier parts of the training have logged.
+        """Return the content of metrics.csv from earlier parts of the training; empty where there is none.
 
         Raises:
             UserError: When the file cannot be read.

@@ -26,7 +26,7 @@ from app.monitor.course import Course
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds, usable_cores
 
 SLOWER = 0.1  # than the median of the other ranks
-DEVIATIONS = 4  # of a fair coin, by which the windows in which a slow rank is slower are more than half of all
+DEVIATIONS = 4  # standard deviations of a fair coin, by which a slow rank's slower windows exceed half of all
 ADAPTED = (2, 4)  # windows after which fewer threads may be taken
 KEPT = 1000  # windows, of which the medians are taken
 
@@ -44,16 +44,16 @@ class RankTimes(Callback):
     * wait: from its last gradient to the end of the backward pass, in which the gradients are averaged
 
     A rank is called slow when it is slower than the others in more than half of the windows, by four standard
-    deviations of a fair coin. What it waits for a core counts where it has its cores for itself: of ranks that share
-    cores with each other and with other programs, chance decides which one waits.
+    deviations of a fair coin. Waiting for a core counts only where the rank shares its cores with no other rank. Among
+    ranks that share cores, chance decides which one waits.
 
     Args:
         timeout: Seconds to wait for another rank.
-        adapts: Whether a process that is alone takes fewer threads where other programs take cores.
+        adapts: Whether a single process reduces its threads when other programs take cores.
 
     Attributes:
         places: Node and cores of each rank.
-        others_cores: Cores of rank zero that other programs took during training, on average.
+        others_cores: Mean number of rank zero's cores that other programs took during training.
         memory: Seconds since the start of training, and GiB of each rank: of a GPU what torch has reserved, on a CPU
             what the process has in memory.
     """
@@ -214,7 +214,7 @@ class RankTimes(Callback):
     # -- the ranks ------------------------------------------------------------------------------------------
 
     def _share(self, trainer: Trainer, steps: list[tuple[Any, ...]]) -> None:
-        """Hear what was shared last, and share the medians of a window, with the memory at its end."""
+        """Process the last shared window, and share this window's medians, memory, and times of cores."""
         if self._asked is not None:
             (seconds, rows, answer), self._asked = self._asked, None
             answer.wait()
@@ -240,19 +240,19 @@ class RankTimes(Callback):
         return (torch.cuda.memory_reserved(device) if cuda else self._process.memory_info().rss) / GIB
 
     def hear(self, seconds: float, rows: list[list[float]]) -> None:
-        """Take what the ranks have shared of a window.
+        """Process the figures of a window that the ranks have shared.
 
         Args:
-            seconds: Since the start of training.
-            rows: Of each rank: data, compute and wait in seconds; memory in GiB; seconds since the start of training
-                in which its cores, and the rank itself, computed; seconds of a step in which it waited for a core.
+            seconds: Seconds since the start of training.
+            rows: A row for each rank: data, compute and wait in seconds; memory in GiB; busy seconds of its cores since
+                the start of training; CPU seconds of the rank since then; seconds per step of waiting for a core.
         """
         self._heard += 1
         self._windows.append([row[:4] for row in rows])
         self.memory.add(seconds, *(row[3] for row in rows))
         ours = sum(row[5] for row, place in zip(rows, self.places, strict=True) if place == self.places[0])
         self.others_cores = round(max(rows[0][4] - ours, 0.0) / seconds, 2)
-        # per rank: where it shares its cores with another one, without the time in which it waited for one
+        # ranks that share cores: compute without the wait for a core
         shared = [self.places.count(place) > 1 for place in self.places]
         busy = [[row[0], max(row[1] - row[6] * alike, 0.0)] for row, alike in zip(rows, shared, strict=True)]
         slow = slower(busy, [node for node, _ in self.places])
@@ -268,7 +268,7 @@ class RankTimes(Callback):
         return 2 * self._slower[rank] - self._heard > DEVIATIONS * math.sqrt(self._heard)
 
     def _adapt(self, taken: float) -> None:
-        """Take fewer threads than before, where other programs take cores."""
+        """Reduce the threads to the cores that other programs leave free."""
         fewer = max(round(usable_cores() - taken), 1)
         if fewer < torch.get_num_threads():
             rank_zero_info(

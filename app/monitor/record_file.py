@@ -8,10 +8,10 @@ from app.monitor.rank_times import NAMES
 from app.monitor.step_profiler import PHASES
 from app.system.files import read_json, write_json
 
-MOST = 1e15  # of a number that a reader can compute with
-POSITIVE = "more than 0"  # a form, as are str, bool, int for a whole number, and float for any finite one
+MOST = 1e15  # limit of numbers in a record
+POSITIVE = "more than 0"  # a form, like str, bool, int (whole numbers) and float (finite numbers)
 
-# the fields that readers of a record count on: null may stand in place of each but those in a tuple
+# forms of the fields that readers of a record use; a form in a tuple does not allow null
 FORM: dict[str, Any] = {
     "status": (str,),
     **dict.fromkeys(("error", "command", "run_dir", "config", "tracker", "resumed_from", "precision"), str),
@@ -53,12 +53,12 @@ RESULTS: dict[str, Any] = {  # of a comparison
 def _fits(value: Any, form: Any) -> bool:
     if form in (str, bool):
         return isinstance(value, form)
-    is_number = form in (int, float, POSITIVE) and type(value) in (int, float) and abs(value) < MOST  # NaN is not
+    is_number = form in (int, float, POSITIVE) and type(value) in (int, float) and abs(value) < MOST  # false for NaN
     return is_number and (form is not int or type(value) is int) and (form is not POSITIVE or value > 0)
 
 
 def _misfit(value: Any, form: Any, place: str) -> str | None:
-    """Return the place of the first value that has not its form."""
+    """Return the place of the first value that does not fit its form, or None."""
     if isinstance(form, tuple):
         return place if value is None else _misfit(value, form[0], place)
     if value is None:
@@ -73,14 +73,14 @@ def _misfit(value: Any, form: Any, place: str) -> str | None:
 
 
 def load_record(path: Path, form: dict[str, Any] = FORM) -> dict[str, Any]:
-    """Read a run's record, or another file of JSON.
+    """Read and check a run's record, or another JSON file.
 
     Args:
         path: The file.
-        form: Types of its fields.
+        form: Forms of its fields.
 
     Raises:
-        ValueError: When it cannot be read, or a field is not what it should be; the message names the file.
+        ValueError: When it cannot be read, or a field does not fit its form; the message names file and field.
     """
     record = read_json(path)
     if place := _misfit(record, form, ""):

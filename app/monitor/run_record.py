@@ -135,7 +135,7 @@ class RunRecord(Callback):
         self._validated = False
         self._course = Course()
         self._before: dict[str, list[list[float]]] = {}  # courses of earlier parts
-        self._rates: list[tuple[float, float]] = []  # of each window: samples/s, and samples of a step
+        self._rates: list[tuple[float, float]] = []  # per window: samples/s, and samples per step
         self._profiled_rates: list[tuple[float, float]] = []
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None

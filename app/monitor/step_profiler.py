@@ -100,13 +100,13 @@ class StepProfile(Callback):
 
 
 def phases_of_windows(profiled: dict[str, Any], step: float, rank: dict[str, Any] | None) -> dict[str, Any]:
-    """Share out the step of the windows of which the throughput is among its phases, in milliseconds.
+    """Divide the step time of the throughput's windows among its phases, in milliseconds.
 
     Args:
-        profiled: Medians of the phases of some steps.
-        step: Median length of a step in the windows.
-        rank: Medians of rank zero's times in all windows, where it waits for other ranks: what was waited for in those
-            steps alone says little.
+        profiled: Median of each phase over a few profiled steps.
+        step: Median step time in the windows.
+        rank: Rank zero's median times over all windows, or None without other ranks. They replace the profiled data and
+            communication, because a few steps say little about waiting for other ranks.
     """
     known = {"data": rank["data"], "communication": rank["wait"]} if rank else {}
     if sum(known.values()) >= step:

@@ -13,7 +13,7 @@ from app.launch.process import trust_flags
 from app.monitor.loggers import Tracker
 from app.monitor.rank_times import slow_ranks
 
-OTHERS = 0.25  # cores that other programs take, from which on it is said
+OTHERS = 0.25  # cores taken by other programs, from which the report mentions them
 
 
 def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
@@ -23,7 +23,7 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use:
         record: The run record.
         loggers: The run's loggers.
         fitted: Whether it was a training.
-        use: Command that can use the best checkpoint, or None.
+        use: Command to suggest for the best checkpoint, or None.
     """
     directory, parts = record["run_dir"], record.get("parts") or []
     losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]

@@ -74,7 +74,7 @@ class Basis:
         threads: Of a process on a CPU.
         source: A sentence on where the step comes from.
         hardware: Of the machine of the step.
-        devices: How many processes find a GPU, or cores, of their own there.
+        devices: Number of processes that get a GPU, or cores, of their own on that machine.
         cautions: Sentences on what the predictions leave out.
     """
 
@@ -128,7 +128,7 @@ def run(arguments: list[str]) -> int:
     most = options.max_devices if options.scale_batch else min(options.max_devices, basis.batch)
     counts = _counts(most if machines.node_link else min(most, machines.per_node), machines.per_node)
     table = predict(basis.step, basis.batch, counts, machines, options.scale_batch).assign(threads=basis.threads)
-    here = basis.hardware if machines.per_node <= basis.devices else {}  # else of no machine that there is
+    here = basis.hardware if machines.per_node <= basis.devices else {}  # else the machines are imagined
     table, measured = add_measured(table, Path(options.root, "compare"), basis.config, here, basis.cuda)
     if most < options.max_devices:
         basis.cautions.append(

@@ -25,7 +25,7 @@ def add_measured(
 ) -> tuple[pd.DataFrame, str]:
     """Set beside the predictions what the newest comparison has measured of the same training on the same machine.
 
-    A comparison counts when the machine was quiet, so that it has a verdict.
+    Only a comparison with a verdict counts: the machine was quiet.
 
     Args:
         table: As `app.plan.cost_model.predict` makes it, with the threads of a process.

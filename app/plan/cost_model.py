@@ -25,7 +25,7 @@ update and rest are those of the whole batch on the first device:
 On a CPU nothing is copied, and autograd takes the backward pass of all replicas in one thread, where it has one for
 each GPU: https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
-Processes that share cores are not predicted: how they disturb each other is not in these formulas.
+Processes that share cores are not predicted, because the formulas ignore how they disturb each other.
 
 Each prediction has a range: the same formulas with all steps as much faster or slower than their lines as any window of
 the measured ones was, and with the link as much faster or slower than its line as any measured all-reduce was.
@@ -58,7 +58,7 @@ class Line:
         return self.launch + self.per_image * images
 
     def stretched(self, factor: float) -> "Line":
-        """Multiply the seconds."""
+        """Return the line with its seconds multiplied by a factor."""
         return Line(factor * self.launch, factor * self.per_image)
 
 
@@ -139,7 +139,7 @@ class Step:
         return self.data(batch) + devices * launch + forward + backward + copies + self.update + self.rest
 
     def stretched(self, factor: float) -> "Step":
-        """Make the same step for devices on which all that they compute takes longer."""
+        """Return the step for devices that compute slower by a factor."""
         return replace(
             self,
             data=self.data.stretched(factor),
@@ -244,7 +244,7 @@ class Machines:
     Attributes:
         per_node: Devices of a node.
         link: Between the devices of a node.
-        node_link: Between nodes; None where it is not known, and one node is all that can be predicted.
+        node_link: Between nodes; None where unknown, so that only one node can be predicted.
         shared: Whether the devices of a node share one memory and are fed by one thread, as cores of a CPU are.
         link_spread: The fastest and the slowest all-reduce that was measured, as parts of what `link` says.
         price_per_hour: Price of one device for an hour, or None.

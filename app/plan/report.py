@@ -18,7 +18,7 @@ from app.system.page import table as page_table
 
 ENDS = ("samples_per_s_low", "samples_per_s", "samples_per_s_high")
 PICTURES = {"throughput": "Samples/s", "efficiency": "Samples/s of each device, % of one device's"}
-ENOUGH = 0.5  # share of each device that a recommended way uses at least
+ENOUGH = 0.5  # a recommended way uses more than this share of each device
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
@@ -51,7 +51,7 @@ def _devices(row: pd.Series) -> str:
 
 
 def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
-    """Say why the recommendation is what it is, and where a measurement contradicts a prediction."""
+    """Explain the recommendation, and report measurements that contradict a prediction."""
     row = recommended(table)
     if row["devices"] > 1:
         yield f"Predicted: {_range(row, 'speed_up', '.2f')} times one device, {row['efficiency']:.0%} of the ideal."
@@ -145,7 +145,7 @@ def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
 
 
 def origin(step: Step, machines: Machines, source: str, network: str) -> Iterator[str]:
-    """Say what was measured, what was given, and by which model the rest is predicted."""
+    """Describe the measurements, the given figures, and the model behind the predictions."""
     buckets = ", ".join(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}" for bucket in step.buckets)
     links = [
         f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} µs {where}"

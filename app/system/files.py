@@ -15,7 +15,7 @@ PART = ".part"  # ends the name of a file while it is written
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file to read it: a pipe would block, and a device may never end.
+    """Open a regular file for reading; reject a pipe, which would block, and a device, which may never end.
 
     Raises:
         OSError: When the file cannot be opened, or is no regular file.

@@ -320,7 +320,7 @@ class DDPWithHooks(DDPStrategy):
             distributed.is_initialized() and distributed.get_backend() == "gloo"
         ):  # which ends a process whose call meets another one of the user's
             level = distributed.get_debug_level()
-            # torch's logger of DDP takes the wrapper with which DETAIL checks calls for gloo itself: it would crash
+            # under DETAIL, torch's DDP logger mistakes the wrapper that checks calls for gloo itself, and crashes
             distributed.set_debug_level(distributed.DebugLevel.OFF)
             group = distributed.new_group(backend="gloo", timeout=self._timeout)
             distributed.set_debug_level(level)

@@ -80,7 +80,7 @@ def busy() -> str | None:
 
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
-    """Return for how many seconds some cores, or all of them, have computed since the machine started, added up."""
+    """Return the busy seconds since boot, summed over some cores, or over all."""
     some = 0 < len(cores) < (os.cpu_count() or 1)
     times = [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores] if some else [psutil.cpu_times()]
     idle = ("idle", "iowait", "guest", "guest_nice")  # guests are in the user's time, too
@@ -88,7 +88,7 @@ def busy_seconds(cores: Collection[int] = ()) -> float:
 
 
 def own_seconds() -> float:
-    """Return for how many seconds this process and its children have computed."""
+    """Return the CPU seconds of this process and its children."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + ended.ru_utime + ended.ru_stime
     for child in multiprocessing.active_children():  # such as a loader's workers
@@ -99,14 +99,14 @@ def own_seconds() -> float:
 
 
 def core_wait_seconds() -> float:
-    """Return for how many seconds the main thread of this process was ready to run, but had no core; Linux only."""
+    """Return the seconds that this process's main thread was ready to run but had no core; 0 except on Linux."""
     with suppress(OSError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def free_cores(seconds: float = 0.2) -> int:
-    """Count the cores that other programs leave to this process, at least one; it looks for some seconds."""
+    """Measure for some seconds how many cores other programs leave to this process, at least one."""
     began, busy = time.perf_counter(), busy_seconds()
     time.sleep(seconds)
     others = (busy_seconds() - busy) / (time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""Who raised an exception: an object that a flag made, or the user's own code."""
+"""Origin of an exception: an object that a flag made, or the user's own code."""
 
 import os
 import re
@@ -10,10 +10,10 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]")
-# where an optimizer's step computes the loss, and a strategy or a precision the gradients
+# code through which an optimizer computes the loss, and a strategy or a precision the gradients
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
-BEGIN = re.compile(rf"(?:\n[TD].* exception.*:\n\n)?^(?:Original )?{re.escape(HEAD)}", re.MULTILINE)  # or of a chain
+BEGIN = re.compile(rf"(?:\n[TD].* exception.*:\n\n)?^(?:Original )?{re.escape(HEAD)}", re.MULTILINE)  # or in a chain
 FRAME = re.compile(r'^  File "(.+?)", line \d+.*\n(?:    .*\n)*', re.MULTILINE)
 
 MADE_BY: dict[type, str] = {}  # class that a flag names: the flag
@@ -24,9 +24,9 @@ def _is_users(file: str) -> bool:
 
 
 def users_part(text: str) -> str | None:
-    """Cut tracebacks to the user's frames and the line that called them; None where they have none of theirs.
+    """Cut tracebacks to the user's frames and the frame that called them; return None where the user has none.
 
-    Of a chain of exceptions, and of a worker process's within another, those without such frames are left out.
+    Exceptions without such frames are omitted, in a chain or within another process's traceback.
     """
     cut = ""
     for block in BEGIN.split(text):
@@ -39,7 +39,7 @@ def users_part(text: str) -> str | None:
 
 
 def maker(error: BaseException) -> str | None:
-    """The flag and the class of the object that raised, such as `--data.augment RandomCrop`; None for any other."""
+    """Return flag and class of the object that raised, such as `--data.augment RandomCrop`, or None."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         file, cls = frame.f_code.co_filename, type(frame.f_locals.get("self"))
         if file.startswith(OURS) or STEP.match(file) or _is_users(file):
@@ -50,7 +50,12 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Name the flag whose object raised, with a message, by default the error's; None where no flag made it."""
+    """Return a user error that names the flag whose object raised; None where no flag made it.
+
+    Args:
+        error: The exception.
+        message: Replaces the exception's text; with it, an error is returned without a flag, too.
+    """
     flag = maker(error)
     if flag is None:
         return UserError(message) if message else None

@@ -130,7 +130,7 @@ def _samples(case: Case) -> Iterator[Cause]:
 
 
 def _split(case: Case) -> Iterator[Cause]:
-    """Samples that one run validates and the other one trains on."""
+    """Yield a cause when one run validates samples that the other one trains on."""
     runs = case.way, case.reference
     ours, theirs = (run.evaluated for run in runs)
     here, there = ({sample for step in run.steps for sample in step.samples} for run in runs)
