@@ -142,7 +142,7 @@ def test_what_a_folder_of_images_must_not_hold(
     """Errors name a pipe, a broken or circular link, a link to no image, an empty class and an unreadable folder."""
     odd = image_root / "train" / "cat" / "odd.jpg"
     os.mkfifo(odd)
-    assert f"{odd} is no file, but a pipe" in error_of(*app(*images_at(image_root)))
+    assert f"{odd} is a pipe, a socket or a device, not a file" in error_of(*app(*images_at(image_root)))
     odd.unlink()
     for target, problem in (
         ("/etc/passwd", f"{odd} cannot be read (not an image)"),

@@ -310,7 +310,7 @@ def test_what_was_measured_wins_over_a_prediction() -> None:
     slow = {("one device", 1): 50.0, ("ddp", 2): 25.0, ("ddp", 4): 20.0, ("dp", 2): 60.0}
     said, why = planned(slow)
     assert said == "lenet, batch 64: take dp on 2 devices: 1.20 × one device, measured"
-    assert "**ddp on 2 devices: measured 25 samples/s, predicted 100** (100–100). The measurement counts." in why
+    assert "**ddp on 2 devices: measured 25 samples/s, predicted 100** (100–100). The measurement overrides" in why
     assert planned(slow | {("dp", 2): 40.0})[0] == "lenet, batch 64: take one device"
 
 

@@ -102,7 +102,7 @@ def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
 def diverged(table: pd.DataFrame) -> str | None:
     """Return a sentence of Markdown on the variants whose loss is not finite, or None."""
     names = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
-    return f"**The loss of {plain(', '.join(names))} is not finite**: left out of what follows." if names else None
+    return f"**The loss of {plain(', '.join(names))} is not finite**: excluded below." if names else None
 
 
 def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:

@@ -147,8 +147,8 @@ def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
     if not parts:
         return ""
     return (
-        f"Losses within {ROUNDING:.0e} of {plain(baseline)}'s, relative: {'; '.join(parts)}. Devices add up in another "
-        "order, which rounds otherwise, and every step amplifies the difference; `python -m app verify` shows in "
+        f"Losses within {ROUNDING:.0e} of {plain(baseline)}'s, relative: {'; '.join(parts)}. Devices sum in another "
+        "order, which rounds differently; every step amplifies the difference; `python -m app verify` shows in "
         "float64 whether it is rounding."
     ).replace("e-0", "e-", 1)
 
@@ -277,7 +277,7 @@ def _method(experiment: Experiment) -> str:
         "of their runs do not overlap, and their medians differ by more than either range. A run that is not done "
         "within the time limit is told to end: one that does is slow, and measured on what it has done. Validation "
         "accuracy is left out where guessing may reach it. Training runs from the first step to the "
-        "last, validation included; set-up from the start of the process to the first step. Peak memory is what torch "
+        "last, validation included; set-up from the start of the command to the first step. Peak memory is what torch "
         "allocated on an accelerator; on a CPU it is that of the process. A step takes the time that samples/s mean; "
         "its phases have the shares of 20 steps that rank zero timed near the beginning; communication is what a step "
         "waits for after its last gradient."

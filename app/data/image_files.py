@@ -198,5 +198,5 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
                 continue
         if entry.is_symlink():
             raise UserError(f"{entry.path} is a link to {os.readlink(entry.path)}, which is missing: correct this link")
-        raise UserError(f"{entry.path} is no file, but a pipe, a socket or a device: move it elsewhere")
+        raise UserError(f"{entry.path} is a pipe, a socket or a device, not a file: move it elsewhere")
     return sorted(entries, key=lambda entry: entry.name)

@@ -271,9 +271,7 @@ class RankTimes(Callback):
         """Reduce the threads to the cores that other programs leave free."""
         fewer = max(round(usable_cores() - taken), 1)
         if fewer < torch.get_num_threads():
-            rank_zero_info(
-                f"other programs take {taken:.1f} of {usable_cores()} cores: fewer threads from here, {fewer}"
-            )
+            rank_zero_info(f"other programs take {taken:.1f} of {usable_cores()} cores: reducing threads to {fewer}")
             torch.set_num_threads(fewer)
 
 

@@ -63,7 +63,7 @@ def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
             yield (
                 f"**{row['strategy']}{f' on {_devices(row)}' if row['devices'] > 1 else ''}: measured "
                 f"{row['measured_samples_per_s']:,.0f} samples/s, predicted {row['samples_per_s']:,.0f}** "
-                f"({_range(row, 'samples_per_s', ',.0f')}). The measurement counts."
+                f"({_range(row, 'samples_per_s', ',.0f')}). The measurement overrides the prediction."
             )
 
 

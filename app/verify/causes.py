@@ -139,7 +139,7 @@ def _split(case: Case) -> Iterator[Cause]:
         each, others = "process" if len(case.way.ranks) > 1 else "run", min(more.total(), theirs.total())
         yield Cause(
             ("samples", *NUMBERS),
-            f"each {each} splits the data by itself: {others} of {theirs.total()} validated samples are others",
+            f"each {each} draws its own split: {others} of {theirs.total()} validation samples differ",
             "seed random_split's generator: generator=torch.Generator().manual_seed(0)",
         )
 
@@ -240,11 +240,11 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
     draws = bool(facts["dropout"]) or any(rank.get("draws") for rank in case.way.ranks)
     if draws and (case.splits or case.way.resumed_at is not None):
         what = f"dropout ({_some(facts['dropout'])})" if facts["dropout"] else "random numbers in the step"
-        state = "which a batch in parts draws from otherwise"
+        state = "which is drawn in another order when a batch is split"
         if case.way.resumed_at is not None:
             state = "whose state is lost on resume"
         elif len(case.way.ranks) > 1:
-            state = "of which each process has its own"
+            state = "which differs in each process"
         yield Cause(
             NUMBERS,
             f"{what} drawn from torch's global random state, {state}",
