@@ -173,7 +173,7 @@ def test_the_report(app: Callable[..., tuple[int, str]], experiment: Callable[..
     assert "Losses within" not in text, "bfloat16 takes other steps"
     for row in head["variants"]:
         whole = sum(row[f"{phase}_ms"] for phase in PHASES)
-        assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"])
+        assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)  # they are rounded
 
 
 def test_no_verdict_on_a_busy_machine(

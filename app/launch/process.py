@@ -59,7 +59,7 @@ def check_environment() -> None:
         raise UserError(f"SLURM_STEP_ID in the environment, but no {missing[0]}: unset SLURM_STEP_ID, or use srun")
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None and not Path(file).parent.is_dir():
-        raise UserError(f"TORCHELASTIC_ERROR_FILE={file} in the environment: no such folder: unset this variable")
+        raise UserError(f"TORCHELASTIC_ERROR_FILE={file} in the environment: no such folder: unset TORCHELASTIC_ERROR_FILE")
     for name in (STARTER, AGENT):
         if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
             del os.environ[name]
