@@ -57,9 +57,9 @@ def check_environment() -> None:
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
     if is_task_of_srun() and (missing := [name for name in TASK if name not in os.environ]):
         raise UserError(f"SLURM_STEP_ID in the environment, but no {missing[0]}: unset SLURM_STEP_ID, or use srun")
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    file = os.environ.get(name := "TORCHELASTIC_ERROR_FILE")
     if file is not None and not Path(file).parent.is_dir():
-        raise UserError(f"TORCHELASTIC_ERROR_FILE={file} in the environment: no such folder: unset TORCHELASTIC_ERROR_FILE")
+        raise UserError(f"{name}={file} in the environment: no such folder: unset {name}")
     for name in (STARTER, AGENT):
         if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
             del os.environ[name]
