@@ -79,7 +79,7 @@ class ImageCache:
             shape = [len(images), *source.image_shape]
             if math.prod(shape) > shutil.disk_usage(self.folder).free // 2:
                 raise OSError(errno.ENOSPC, f"{math.prod(shape) / 2**30:.1f} GiB are over half of the free space")
-            rank_zero_info(f"Decoding {len(images):,} images, once, into {path}")
+            rank_zero_info(f"Decoding {len(images):,} image{'s' * (len(images) != 1)}, once, into {path}")
             file.write(b"".ljust(HEADER))
             wrong: dict[int, UserError] = {}
             for block in images.blocks(num_workers, wrong if source.skips else None):

@@ -160,7 +160,9 @@ def with_switches(argv: Sequence[str]) -> list[str]:
 
 def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     arguments = with_switches(["--run.profile" if argument == "--profile" else argument for argument in argv])
-    arguments = [shipped(argument) for argument in arguments]
+    flags = {"--config", "-c"}
+    pairs = pairwise(["", *arguments])
+    arguments = [shipped(each) if flags & {flag, each.partition("=")[0]} else each for flag, each in pairs]
     linked = any(argument.startswith("--model.num_classes") for argument in arguments)
     if linked and takes_classes_of_data(DEFAULTS | chosen_classes(arguments)):
         raise UserError("--model.num_classes comes from the data: leave it out")

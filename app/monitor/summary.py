@@ -47,7 +47,8 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use:
     if record.get("validation"):
         yield f"validation      {_figures(record['validation'])}"
     if fitted and record["train_s"] is not None:
-        rate = f", {speed['median']:,.0f} samples/s (median of {speed['n']} windows)" if speed["median"] else ""
+        windows = f"{speed['n']} window{'s' * (speed['n'] != 1)}"
+        rate = f", {speed['median']:,.0f} samples/s (median of {windows})" if speed["median"] else ""
         whole = f" in {len(parts) + 1} parts" if parts else ""
         trained, before = duration(record["train_s"]), duration(record["setup_s"])
         taken, cores = record.get("others_cores") or 0.0, record["hardware"]["cores"]
