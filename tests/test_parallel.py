@@ -219,8 +219,7 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     assert said == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for rank, n in seen]
     last = tmp_path / "LeNet-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     for command in ("test", "predict"):
-        flags = [*SMALL, "--data.batch_size", "30", *way("ddp_fork", 2), SHAPES[0], "--ckpt_path", last]
-        code, out = fork_app(command, *flags, "--run.root", tmp_path)
+        code, out = fork_app(command, "--ckpt_path", last, "--run.root", tmp_path)  # the rest is in its config
         assert code == 0, out
         said = [line for line in out.splitlines() if line.startswith("rank")]
         assert said == sorted(said), out

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app.errors import UserError
-from app.system.tracebacks import blamed
+from app.system.tracebacks import MADE_BY, blamed
 
 SplitName = Literal["train", "val", "test", "predict"]
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
@@ -41,12 +41,13 @@ class _Items(Dataset[Any]):
     """Reads an item; a UserError is its value, for a DataLoader would make another one of the traceback's text."""
 
     def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int]) -> None:
-        self.read, self.image_shape = read, image_shape
+        self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY  # for workers that are spawned
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
         try:
             return self.read(item)
         except Exception as error:
+            MADE_BY.update(self.made_by)
             wrong = error if isinstance(error, UserError) else blamed(error)
             if wrong is None:
                 raise
