@@ -16,6 +16,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         machine_rules (whether it can work), command (builds and runs it), straight_step (a training
                         step at little cost), run_options (where a run is kept), checkpoints (which one),
                         checkpoint_file, memory (how much of a batch fits), short_run (a few steps, to measure them)
+    runs                one training run as a function: run_fit
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
     monitor             watches one run: run_record and record_file (run.json), rank_times (who is slow), course (of a
                         figure), step_profiler, step_trace (--profile), nonfinite, progress_bar, loggers, header and
@@ -29,6 +30,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
+    record              the run record (run.json) and words for it
     system              machine, interconnect, files, page (the style of all reports), terminal, tracebacks
                         (origin of an exception); and patches: lightning_patches, lightning_step_patches, torch_patches,
                         wandb_patches and deferred_imports. Code elsewhere that uses a private name of a library

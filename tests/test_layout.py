@@ -12,11 +12,12 @@ from harness import ROOT
 LEVELS = (
     {"errors"},
     {"networks", "system"},
+    {"record"},
     {"data", "execution", "step_graph"},
     {"modules"},
     {"parallel"},
     {"launch"},
-    {"monitor"},
+    {"monitor", "runs"},
     {"callbacks"},
     {"fit"},
     {"plan", "doctor"},

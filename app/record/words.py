@@ -1,0 +1,30 @@
+"""Words for figures of a run."""
+
+from app.record.record import Record
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: `0.8 s`, `4:10`, `1:02:03`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def percent(share: float) -> str:
+    """Format a share of 1: `63.73 %`."""
+    return f"{100 * share:.2f} %"
+
+
+def way_of_running(record: Record) -> str:
+    """Name strategy, devices and nodes: `ddp, 4 × GPU on 2 nodes`; `1 × CPU`."""
+    devices = f"{record.replicas} × {'CPU' if record.accelerator == 'cpu' else 'GPU'}"
+    strategy = f"{record.strategy}, " if record.strategy and record.replicas > 1 else ""
+    return strategy + devices + (f" on {record.num_nodes} nodes" if record.num_nodes > 1 else "")
+
+
+def threads(record: Record) -> str:
+    """Count the CPU threads: `1 thread`, `2 threads each`."""
+    plural = "s" * (record.threads != 1)
+    return f"{record.threads} thread{plural}{' each' * (record.world_size > 1)}"

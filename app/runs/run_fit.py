@@ -1,0 +1,175 @@
+"""Starts `python -m app fit` in processes of its own, waits for it, and returns its record.
+
+Commands that measure or prove something run `fit` this way, because a process of its own starts with a fresh
+accelerator, a fresh set of threads, and settings that nobody else changed.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from app.launch.process import environment_of_a_run
+from app.record import Record
+from app.system.machine import busy_seconds, own_seconds
+
+GRACE = 15.0  # seconds in which a run may stop in order
+POLL = 0.5  # seconds between two looks at a run
+QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false", "--run.test", "false"]
+COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class CommandLine(NamedTuple):
+    """One process of a run.
+
+    Attributes:
+        arguments: Arguments of `python -m app`.
+        environment: Variables that differ from this process's environment.
+    """
+
+    arguments: list[str]
+    environment: Mapping[str, str] = {}
+
+    def __str__(self) -> str:
+        """Format the command as a person types it."""
+        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        return variables + shlex.join(["python", "-m", "app", *self.arguments])
+
+
+def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str, str]] = ({},)) -> list[CommandLine]:
+    """List the command lines of a run: one, or one for each of several nodes on this machine.
+
+    Args:
+        flags: Arguments of `fit`; later ones win.
+        folder: The run is kept in `folder/version_0`.
+        nodes: Environment variables of each node.
+    """
+    arguments = ["fit", *flags, *QUIET, "--run.root", str(folder.parent), "--run.name", folder.name]
+    if len(nodes) == 1:
+        return [CommandLine(arguments, nodes[0])]
+    arguments += ["--cluster.init_method", f"file://{(folder / 'rendezvous').resolve()}", "--cluster.node_rank"]
+    return [CommandLine([*arguments, str(rank)], variables) for rank, variables in enumerate(nodes)]
+
+
+def run_fit(
+    flags: Sequence[str],
+    limit: float,
+    folder: Path | None = None,
+    nodes: Sequence[Mapping[str, str]] = ({},),
+    poll: Callable[[], None] = lambda: None,
+) -> Record:
+    """Run a training to its end or its time limit, and return its record.
+
+    The output of node N is kept in `folder/output_nodeN.txt`.
+
+    Args:
+        flags: Arguments of `fit`, such as `["--config", "a.yaml", "--trainer.max_steps", "30"]`.
+        limit: Seconds after which the run is told to stop.
+        folder: The run is kept in `folder/version_0`; in a temporary folder by default.
+        nodes: Environment variables of each node; several nodes share this machine.
+        poll: Called twice a second.
+
+    Returns:
+        The record. `status` is `completed`; `interrupted` for a run that stopped at the limit; or `failed`, where
+        `error` gives the reason. `time_limit` is set when the limit ended the run.
+
+    Raises:
+        KeyboardInterrupt: On Ctrl-C, after the run has ended.
+        SystemExit: On SIGTERM, likewise.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return run_fit(flags, limit, Path(temporary, "run"), nodes, poll)
+    folder.mkdir(parents=True, exist_ok=True)
+    outputs = [folder / f"output_node{node}.txt" for node in range(len(nodes))]
+    began, busy, late = time.monotonic(), busy_seconds() - own_seconds(), False
+    with ExitStack() as stack:
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_stop, processes)
+        for command, output in zip(fit_commands(flags, folder, nodes), outputs, strict=True):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "app", *command.arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stack.enter_context(output.open("w")),
+                    stderr=subprocess.STDOUT,
+                    env=environment_of_a_run() | dict(command.environment),
+                    start_new_session=True,  # Ctrl-C comes to this process, which stops the run
+                )
+            )
+        codes = [process.poll() for process in processes]
+        while None in codes and not any(codes) and not late:  # the other nodes wait for one that failed
+            poll()
+            with suppress(subprocess.TimeoutExpired):
+                processes[codes.index(None)].wait(POLL)
+            codes = [process.poll() for process in processes]
+            late = time.monotonic() > began + limit
+    try:
+        record = Record.load(folder / "version_0" / "run.json")
+    except ValueError:  # the run ended before its first line
+        record = Record()
+    record.wall_s = round(time.monotonic() - began, 3)
+    record.others_cores = round(max((busy_seconds() - own_seconds() - busy) / record.wall_s, 0.0), 2)
+    if late and not any(codes):
+        record.time_limit = limit
+        if record.status != "interrupted":
+            state = "no progress" if record.setup_s is not None else "still setting up"
+            record.status, record.error = "failed", f"{state} after {limit:g} s"
+    elif record.status != "completed" or any(codes):
+        record.status, record.error = "failed", _reason(record, codes, outputs)
+    if record.run_dir is not None:
+        record.save(folder / "version_0" / "run.json")
+    return record
+
+
+def last_lines(folder: Path, count: int = 12) -> list[str]:
+    """Return the last lines of output of a run that failed; of several nodes, of the one that failed first."""
+    outputs = sorted(
+        folder.glob("output_node*.txt"), key=lambda path: "error: " not in path.read_text(errors="replace")
+    )
+    return [line[:300] for line in _lines(outputs[0])[-count:]] if outputs else []
+
+
+def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
+    """Return why a run failed, in one line. A node that was killed or broke explains more than one that gave up."""
+    node = min(range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node))
+    lines = _lines(outputs[node])
+    errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
+    reason = errors[-1] if errors else record.error or (lines[-1] if lines else "it printed nothing")
+    return reason if codes[node] == 2 else f"exit code {codes[node]}: {reason}"
+
+
+def _lines(output: Path) -> list[str]:
+    text = COLOURS.sub("", output.read_text(errors="replace")).expandtabs()
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Stop a run and everything it started: in order if possible, else by force."""
+    running = [process for process in processes if process.poll() is None]
+    children = [child for process in running for child in psutil.Process(process.pid).children(recursive=True)]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + GRACE
+    for process in running:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for child in psutil.wait_procs(children, timeout=max(deadline - time.monotonic(), 0.1))[1]:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    for process in processes:  # processes that the run started meanwhile
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,49 @@
+"""The record of a run, and the function that makes one."""
+
+from pathlib import Path
+
+import pytest
+
+from app.record import Record
+from app.runs import run_fit
+
+FLAGS = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", "--run.wandb", "off"]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"status": 1}', "status"),
+        ('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"),
+        ('{"devices": -3}', "devices"),
+        ('{"train_s": 1e400}', "train_s"),
+        ("[]", "no JSON object"),
+        ("{", "line 1"),
+    ],
+)
+def test_a_damaged_record_names_the_field(text: str, place: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path} cannot be read .*{place}"):
+        Record.load(path)
+
+
+def test_missing_and_null_fields_get_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"status": "completed", "throughput": null, "of_a_later_version": 1}')
+    record = Record.load(path)
+    assert (record.throughput.median, record.epochs) == (None, [])
+    record.save(path)
+    assert Record.load(path) == record
+
+
+@pytest.mark.slow
+def test_a_run_as_a_function(tmp_path: Path) -> None:
+    record = run_fit([*FLAGS, "--trainer.max_steps", "8"], 120, tmp_path / "x")
+    assert (record.status, record.steps) == ("completed", 8)
+    assert Record.load(tmp_path / "x" / "version_0" / "run.json") == record
+    wrong = run_fit([*FLAGS, "--trainer.max_stepz", "8"], 120)
+    assert (wrong.status, wrong.setup_s) == ("failed", None)
+    assert "did you mean --trainer.max_steps" in str(wrong.error)
+    late = run_fit([*FLAGS, "--trainer.max_epochs", "-1"], 8, tmp_path / "late")
+    assert (late.status, late.time_limit) == ("interrupted", 8)
