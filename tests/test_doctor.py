@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from harness import error_of, start_app
 
 import app.doctor
 from app.doctor import Check, environment, examine
-from app.launch.process import run_app
+from app.record import Record
+from app.runs import run_fit
 from app.system.machine import busy
 
 App = Callable[..., tuple[int, str]]
@@ -129,7 +129,7 @@ class Machine:
     def __init__(self, seconds: dict[str, float], load: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds, self.now = seconds, 0.0
         monkeypatch.setattr(app.doctor, "monotonic", lambda: self.now)
-        monkeypatch.setattr(app.doctor, "run_app", self.run)
+        monkeypatch.setattr(app.doctor, "run_fit", self.run)
         monkeypatch.setattr(app.doctor, "measure_all_reduce", self.all_reduce)
         under_load(load, monkeypatch)
 
@@ -138,16 +138,15 @@ class Machine:
         if self.seconds[what] > limit:
             raise TimeoutError
 
-    def run(self, argv: list[str], limit: float) -> subprocess.CompletedProcess[str]:
-        strategy, root = argv[argv.index("--trainer.strategy") + 1], Path(argv[argv.index("--run.root") + 1])
+    def run(self, flags: list[str], limit: float, folder: Path) -> Record:
         try:
-            self.take(strategy, limit)
-        except TimeoutError as error:
-            raise subprocess.TimeoutExpired(argv, limit) from error
-        if strategy == "auto":
-            return run_app(argv, 120)
-        shutil.copytree(root / "auto", root / strategy)
-        return subprocess.CompletedProcess(argv, 0, "", "")
+            self.take(folder.name, limit)
+        except TimeoutError:
+            return Record(status="failed", time_limit=limit)
+        if folder.name == "auto":
+            return run_fit(flags, 120, folder)
+        shutil.copytree(folder.with_name("auto"), folder)
+        return Record(status="completed")
 
     def all_reduce(self, timeout: float) -> list[tuple[int, float]]:
         self.take("all-reduce", timeout)

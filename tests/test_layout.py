@@ -20,9 +20,9 @@ LEVELS = (
     {"monitor", "runs"},
     {"callbacks"},
     {"fit"},
+    {"variant"},
     {"plan", "doctor"},
-    {"compare"},
-    {"verify"},
+    {"compare", "verify"},
     {"cli"},
     {"__main__"},
 )

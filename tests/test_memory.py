@@ -13,6 +13,7 @@ from harness import QUIET, error_of, fork_app, largest_difference, losses, start
 from app.errors import UserError
 from app.fit import memory
 from app.fit.memory import largest, settle_micro_batch
+from app.record import Record
 from app.system import machine
 from app.system.machine import free_memory, usable_cores
 
@@ -54,10 +55,7 @@ def test_largest_where_a_try_fails() -> None:
 
 
 def test_what_fails_for_another_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise UserError("--model.scheduler: no")
-
-    monkeypatch.setattr(memory, "short_run", fails)
+    monkeypatch.setattr(memory, "run_fit", lambda *_: Record(status="failed", error="--model.scheduler: no"))
     with pytest.raises(UserError, match=r"auto: --model\.scheduler: no, or give a count"):
         settle_micro_batch("", 64, 784, memory.torch.device("cpu"), 2.0)
 

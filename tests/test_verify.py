@@ -14,9 +14,8 @@ from torch import Tensor
 from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
 from app.verify.differences import Parting, Recorded, Step, _gradients, differences
-from app.verify.proof import Verdict, Way
 from app.verify.recording import contents
-from app.verify.report import explained
+from app.verify.verdict import Result, Verdict
 
 App = Callable[..., tuple[int, str]]
 CPU = ["--trainer.accelerator", "cpu"]
@@ -132,10 +131,10 @@ def test_what_a_callback_loses(server: ForkServer, tmp_path: Path) -> None:
 def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     causes = [Cause(("loss",), f"the batch size is that of each rank: {n} samples", "divide it") for n in (16, 32)]
     ways = [
-        Way(f"ddp × {size}", [], found={"loss": Parting("step 1", "")}, causes=[cause])
+        Result(f"ddp × {size}", [], differences={"loss": Parting("step 1", "")}, causes=[cause])
         for size, cause in zip((2, 4), causes, strict=True)
     ]
-    lines = [*explained(Verdict(SimpleNamespace(), [*ways, Way("dp × 2", [], failed="why")]))]  # type: ignore[arg-type]
+    lines = [*Verdict(SimpleNamespace(), [*ways, Result("dp × 2", [], failed="why")]).explained()]  # type: ignore[arg-type]
     assert [line.split(":")[0] for line in lines] == [
         *("ddp × 2", "  because the batch size is that of each rank", "  do      divide it", "  also    ddp × 4"),
         "dp × 2",

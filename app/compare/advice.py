@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from app.monitor.step_profiler import PHASES
+from app.record import PHASES
 from app.system.page import plain
 
 OVERHEAD = 0.35  # share of a step from which on a phase, other than the model's own work, is what limits it

@@ -18,7 +18,7 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 
-from app.compare.experiment import Experiment, Variant, command, expand, inherited
+from app.compare.experiment import Experiment, expand
 from app.compare.report import write_report
 from app.compare.results import rate
 from app.compare.runner import Outcome, Runner
@@ -26,10 +26,10 @@ from app.errors import UserError, nearest
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser, read_yaml, shipped
 from app.monitor.loggers import Tracker, make_loggers, next_version, tracking_mode
-from app.monitor.step_profiler import PHASES
 from app.plan.measure import timed_run
 from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
+from app.variant import INHERITED, Variant
 
 DEFAULT = "configs/compare/this_machine.yaml"
 USAGE = """\
@@ -144,7 +144,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},
-        "environment": inherited(),
+        "environment": {name: os.environ[name] for name in INHERITED if name in os.environ},
         "warmup_epochs": experiment.warmup_epochs,
         "hardware": hardware(),
         "versions": versions(),
@@ -173,8 +173,7 @@ def _announce(runner: Runner, console: Console) -> None:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
         if outcome.status != "measured":
-            typed = command(runner.processes(outcome.variant, 1))
-            console.print(typed + "\n", highlight=False, soft_wrap=True, markup=False)
+            console.print(runner.commands(outcome.variant, 1) + "\n", highlight=False, soft_wrap=True, markup=False)
     left = len(list(runner.todo()))
     seconds, judged = runner.remaining_s(), "judged by earlier runs"
     if seconds is None and left:
@@ -194,12 +193,18 @@ def _estimate(runner: Runner, console: Console) -> float | None:
     except UserError as error:
         console.print(f"the time is not known: {error}", soft_wrap=True, markup=False, highlight=False)
         return None
-    step = sum(record["time_per_step"][phase] for phase in PHASES) / 1000
+    assert record.time_per_step
+    assert record.setup_s
+    step = record.time_per_step.step / 1000
     total = 0.0
     for _, outcome in runner.todo():
         trainer = outcome.variant.settings.trainer
-        steps = record["steps_per_epoch"] * (trainer.max_epochs or 1) if (trainer.max_epochs or 1) > 0 else math.inf
-        total += record["setup_s"] + step * min(steps, trainer.max_steps if trainer.max_steps > 0 else math.inf)
+        steps = (
+            (record.steps_per_epoch or math.inf) * (trainer.max_epochs or 1)
+            if (trainer.max_epochs or 1) > 0
+            else math.inf
+        )
+        total += record.setup_s + step * min(steps, trainer.max_steps if trainer.max_steps > 0 else math.inf)
     return total if math.isfinite(total) else None
 
 
@@ -227,8 +232,9 @@ class _Screen:
             outcome, repeat, _ = runner.running
             if outcome.variant.name not in self.printed:
                 self.printed.add(outcome.variant.name)
-                typed = command(runner.processes(outcome.variant, repeat))
-                self.console.print(typed, highlight=False, soft_wrap=True, markup=False, style="dim")
+                self.console.print(
+                    runner.commands(outcome.variant, repeat), highlight=False, soft_wrap=True, markup=False, style="dim"
+                )
         if self.live is not None:
             self.live.update(self._table(runner), refresh=True)
             return
@@ -255,9 +261,8 @@ class _Screen:
             state = outcome.status
             if runner.running is not None and runner.running[0] is outcome:
                 record = runner.progress()
-                epochs = len(record.get("epochs", []))
-                of = record.get("max_epochs") or "?"
-                state = f"[bold]epoch {epochs + 1} of {of}[/bold]" if record else "[bold]starting[/bold]"
+                epoch = f"epoch {len(record.epochs) + 1} of {record.max_epochs or '?'}"
+                state = f"[bold]{epoch if record.run_dir else 'starting'}[/bold]"
             elif outcome.reason:
                 state = escape(f"{outcome.status}: {outcome.reason[:50]}")
             runs = f"{len(outcome.records)} of {runner.experiment.repeats}"

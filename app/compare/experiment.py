@@ -1,34 +1,14 @@
-"""Experiments: what their file may hold, and the commands that their variants mean."""
+"""Experiment files: their settings, and the variants they expand to."""
 
 import itertools
-import json
 import math
-import os
-import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import psutil
-import torch
-from jsonargparse import Namespace
+from typing import Any
 
 from app.errors import UserError, nearest
-from app.fit.configuration import resolve
-from app.fit.devices import accelerator_name, devices_per_node, replicas
-from app.system.machine import usable_cores
-
-# flags that say where a run is kept, how it is measured and where its nodes meet
-OWN = (
-    *("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group", "run.on_nonfinite"),
-    *("cluster.init_method", "cluster.node_rank"),
-)
-
-
-# variables that a run inherits, and without which its command would not do the same in another shell
-INHERITED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+from app.variant import RESERVED, Variant, typed
 
 MOST_VARIANTS = 1000  # each is several runs of minutes
 
@@ -108,92 +88,12 @@ class Experiment:
     published: Published | None = None
 
 
-class Process(NamedTuple):
-    """A process of `python -m app`.
-
-    Attributes:
-        arguments: Its arguments.
-        environment: Variables of its environment that a person would have to set.
-    """
-
-    arguments: list[str]
-    environment: dict[str, str]
-
-
-def inherited() -> dict[str, str]:
-    """The variables that a run inherits from here."""
-    return {name: os.environ[name] for name in INHERITED if name in os.environ}
-
-
-def command(processes: Sequence[Process]) -> str:
-    """Write what a person would type to start these processes, a line for each."""
-    lines = [
-        "".join(f"{key}={shlex.quote(value)} " for key, value in process.environment.items())
-        + shlex.join(["python", "-m", "app", *process.arguments])
-        for process in processes
-    ]
-    return " &\n".join(lines)
-
-
-@dataclass
-class Variant:
-    """A configuration that is measured.
-
-    Attributes:
-        name: Its name in the report.
-        arguments: The arguments of `python -m app` that a person would type for it.
-        settings: What they mean, all defaults included.
-        lacking: What this machine lacks for it, or None.
-    """
-
-    name: str
-    arguments: list[str]
-    settings: Namespace
-    lacking: str | None = None
-
-    @property
-    def slug(self) -> str:
-        """Name of the variant's folder."""
-        return re.sub(r"[^\w.=-]+", "_", self.name).strip("_") or "variant"
-
-    @property
-    def replicas(self) -> int:
-        """Devices that share a global batch, on all nodes."""
-        return replicas(self.settings.trainer)
-
-    def processes(self, more: Sequence[str] = (), url: str = "tcp://127.0.0.1:29500") -> list[Process]:
-        """List what to start: one process, or one for each of several nodes, all of them on this machine.
-
-        Args:
-            more: Further arguments.
-            url: Where several nodes meet.
-        """
-        arguments = [*self.arguments, *more]
-        count = self.settings.trainer.num_nodes
-        if count == 1:
-            return [Process(arguments, inherited())]
-        arguments += ["--cluster.init_method", url, "--cluster.node_rank"]
-        return [Process([*arguments, str(node)], inherited() | self._part(node)) for node in range(count)]
-
-    def _part(self, node: int) -> dict[str, str]:
-        """Return the environment variables of a node: its part of this machine, and the loopback for all nodes."""
-        trainer = self.settings.trainer
-        each = devices_per_node(trainer)
-        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in psutil.net_if_addrs() else {}
-        if accelerator_name(trainer) == "cuda":
-            given = os.environ.get("CUDA_VISIBLE_DEVICES")
-            visible = given.split(",") if given else [str(i) for i in range(self.replicas)]
-            return loopback | {"CUDA_VISIBLE_DEVICES": ",".join(visible[node * each : (node + 1) * each])}
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(usable_cores() // self.replicas, 1)))
-        return loopback | {"OMP_NUM_THREADS": threads}
-
-
-def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:
+def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:
     """Make the variants of an experiment, and check every flag.
 
     Args:
         experiment: What to compare.
-        typed: Flags of `fit` from the command line, which hold for every variant.
+        flags: Flags of `fit` from the command line, added to every variant.
 
     Raises:
         UserError: When there is nothing to compare, or a variant cannot be read by `fit`.
@@ -219,15 +119,15 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
             raise UserError(f"--{name} {value}: give {least} or more")
     if experiment.repeats > MOST_VARIANTS:
         raise UserError(f"--repeats {experiment.repeats}: give {MOST_VARIANTS:,} at most")
-    varied = {key for flags in (*experiment.variants.values(), experiment.grid) for key in flags}
-    given = {*varied, *experiment.flags, *typed}
-    for flag in OWN:
+    varied = {key for each in (*experiment.variants.values(), experiment.grid) for key in each}
+    given = {*varied, *experiment.flags, *flags}
+    for flag in RESERVED:
         if flag in given:
             raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
     for limit in ("max_epochs", "max_steps"):
         if getattr(experiment, limit) is not None and f"trainer.{limit}" in given:
             raise UserError(f"trainer.{limit}: the experiment sets {limit} for all variants: give only --{limit}")
-    for flag in typed:
+    for flag in flags:
         if flag in varied:
             raise UserError(f"--{flag} is what the variants differ in: leave it out, or change the experiment")
     named = {**experiment.variants, **_product(experiment)}
@@ -235,7 +135,7 @@ def expand(experiment: Experiment, typed: Mapping[str, Any] = MappingProxyType({
         raise UserError("the experiment has neither variants nor a grid: give one of them")
     if experiment.baseline is not None and experiment.baseline not in named:
         raise UserError(f"--baseline {experiment.baseline}: no such variant{nearest(experiment.baseline, named)}")
-    variants = [_variant(experiment, name, {**experiment.flags, **flags, **typed}) for name, flags in named.items()]
+    variants = [_variant(experiment, name, {**experiment.flags, **own, **flags}) for name, own in named.items()]
     slugs = [variant.slug for variant in variants]
     for variant in variants:
         if slugs.count(variant.slug) > 1:
@@ -261,13 +161,8 @@ def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
         if experiment.grid and not any(excluded.items() <= flags.items() for excluded in experiment.exclude)
     ]
     return {
-        " ".join(f"{key.rsplit('.', 1)[-1]}={text(value)}" for key, value in flags.items()): flags for flags in kept
+        " ".join(f"{key.rsplit('.', 1)[-1]}={typed(value)}" for key, value in flags.items()): flags for flags in kept
     }
-
-
-def text(value: Any) -> str:
-    """Write a value as it is typed."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Variant:
@@ -275,42 +170,16 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
         flags["trainer.max_epochs"] = experiment.max_epochs
     if experiment.max_steps is not None:
         flags["trainer.max_steps"] = experiment.max_steps
-    try:
-        arguments = _arguments(experiment.configs, flags)
-        variant = Variant(name, arguments, resolve(arguments))
-        if experiment.scale_batch:
-            arguments = _arguments(experiment.configs, flags | _scaled(variant))
-            variant = Variant(name, arguments, resolve(arguments))
-    except UserError as error:
-        raise UserError(f"variant {name!r}: {error}") from error
+    variant = Variant.of_flags(name, flags, experiment.configs)
+    if experiment.scale_batch:
+        variant = Variant.of_flags(name, flags | _scaled(variant), experiment.configs)
     limit, warmup = variant.settings.trainer.max_epochs, experiment.warmup_epochs
     if limit is not None and 0 <= limit <= warmup:
         raise UserError(
             f"variant {name!r}: --trainer.max_epochs {limit} leaves nothing to measure after --warmup_epochs {warmup}: "
             "give more epochs or less warm-up"
         )
-    variant.lacking = _lacking(variant)
     return variant
-
-
-def _arguments(configs: list[str], flags: dict[str, Any]) -> list[str]:
-    given = [(key, value) for key, value in flags.items() if value is not None]
-    given.sort(key=lambda item: item[0] not in ("model", "data", "trainer.strategy"))  # before their settings
-    stacked = (("--config", config) for config in configs)
-    typed = ((f"--{key}", text(value)) for key, value in given)
-    return ["fit", *itertools.chain.from_iterable((*stacked, *typed))]
-
-
-def _lacking(variant: Variant) -> str | None:
-    """Say what this machine has too few of: every replica needs a GPU, or a core, of its own."""
-    trainer, needed = variant.settings.trainer, variant.replicas
-    if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        return "there is no GPU"
-    gpus = accelerator_name(trainer) == "cuda"
-    what, there = ("GPUs", torch.cuda.device_count()) if gpus else ("CPU cores", usable_cores())
-    if trainer.accelerator in ("auto", "cpu", "gpu", "cuda") and needed > there:
-        return f"needs {needed} {what}, of which there {'is' if there == 1 else 'are'} {there}"
-    return None
 
 
 def _scaled(variant: Variant) -> dict[str, Any]:
@@ -320,6 +189,7 @@ def _scaled(variant: Variant) -> dict[str, Any]:
     rate = settings.get("model.init_args.optimizer.init_args.lr")
     if not isinstance(batch, int) or rate is None:
         raise UserError(
-            f"--scale_batch needs a --data.batch_size in images and a --model.optimizer.lr: they are {batch} and {rate}"
+            f"variant {variant.name!r}: --scale_batch needs a --data.batch_size in images and a --model.optimizer.lr: "
+            f"they are {batch} and {rate}"
         )
     return {"data.batch_size": batch * count, "model.optimizer.lr": rate * count}

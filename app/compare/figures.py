@@ -15,7 +15,7 @@ from app.compare.advice import ranked
 from app.compare.results import rate
 from app.compare.runner import Outcome
 from app.monitor.report import PARTS
-from app.monitor.step_profiler import PHASES
+from app.record import PHASES
 from app.system.page import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, label_lines, superscript
 
 WIDE, NARROW = 6.4, 4.6  # inches
@@ -113,9 +113,7 @@ def curves(outcomes: Sequence[Outcome]) -> dict[str, pd.DataFrame]:
     """Training loss of each variant by epoch: its median over the runs, their range, and the seconds until then."""
     found = {}
     for outcome in outcomes:
-        runs = [
-            pd.DataFrame([e for e in record["epochs"] if e.get("whole", True)]) for record in outcome.records.values()
-        ]
+        runs = [pd.DataFrame([vars(row) for row in record.epochs if row.whole]) for record in outcome.records.values()]
         runs = [run.assign(until=run["seconds"].cumsum()) for run in runs if len(run)]
         if runs:
             by_epoch = pd.concat(runs).astype({"train_loss": float}).dropna(subset=["train_loss"]).groupby("epoch")

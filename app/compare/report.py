@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 
 from app.compare.advice import Verdict, advice, busy, diverged, load_explains, ranks, verdict
-from app.compare.experiment import Experiment, command
+from app.compare.experiment import Experiment
 from app.compare.figures import Picture, pictures
 from app.compare.results import COLUMNS, rate, tabulate
 from app.compare.runner import Outcome
 from app.monitor.report import read_metrics
-from app.monitor.step_profiler import PHASES
+from app.record import PHASES, Record
 from app.system.files import write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
@@ -97,7 +97,7 @@ def _write_results(
             "command": commands[outcome.variant.name],
             "reason": outcome.reason,
             "tail": outcome.tail,
-            "runs": [record["run_dir"] for record in outcome.records.values()],
+            "runs": [record.run_dir for record in outcome.records.values()],
         }
         for row, outcome in zip(rows, outcomes, strict=True)
     ]
@@ -105,14 +105,10 @@ def _write_results(
 
 
 def _command(outcome: Outcome) -> str:
-    """What a person would type to do the same, with the threads that were measured where they are the CPU's."""
-    processes = outcome.variant.processes()
-    threads = {record["threads"] for record in outcome.records.values() if not record["hardware"]["gpus"]}
-    if len(threads) == 1:
-        processes = [
-            each._replace(environment={"OMP_NUM_THREADS": str(*threads)} | each.environment) for each in processes
-        ]
-    return command(processes)
+    """Write what a person types to repeat the runs; on a CPU, with their threads."""
+    records = outcome.records.values()
+    threads = {record.threads for record in records if record.hardware and not record.hardware.gpus}
+    return outcome.variant.commands(threads.pop() if len(threads) == 1 else None)
 
 
 def _images(drawn: dict[str, Picture], *names: str) -> str:
@@ -153,8 +149,8 @@ def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
     ).replace("e-0", "e-", 1)
 
 
-def _step_losses(record: dict[str, Any]) -> pd.Series:
-    rows = [row for row in read_metrics(Path(record["run_dir"], "metrics.csv")) if "train_loss_step" in row]
+def _step_losses(record: Record) -> pd.Series:
+    rows = [row for row in read_metrics(Path(str(record.run_dir), "metrics.csv")) if "train_loss_step" in row]
     return pd.Series({int(row["step"]) + 1: row["train_loss_step"] for row in rows}, dtype=float)
 
 

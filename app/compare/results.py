@@ -3,13 +3,14 @@
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pandas as pd
 
 from app.compare.runner import Outcome
 from app.monitor.rank_times import slow_ranks
-from app.monitor.step_profiler import PHASES
+from app.record import PHASES
 from app.system.machine import usable_cores
 
 # name in results.csv: how it is headed in the report, with its unit
@@ -93,12 +94,12 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     add up to the step time of samples_per_s, in the proportions of the timed steps.
     """
     records = [
-        {**record, "variant": outcome.variant.name, "repeat": repeat}
+        {**asdict(record), "variant": outcome.variant.name, "repeat": repeat}
         for outcome in outcomes
         for repeat, record in outcome.records.items()
     ]
     variants = pd.DataFrame([{"variant": o.variant.name, "status": o.status} for o in outcomes]).set_index("variant")
-    table = variants.join([_figures(records), _accuracy(records), _memory(records), _slow_rank(records)])
+    table = variants.join([_figures(records), _accuracy(records), _memory(records), _slow_rank(outcomes)])
     base = table.loc[[baseline]].iloc[0]
     table.loc[table["status"] == "slow", list(OF_THE_WHOLE)] = math.nan
     table["replica_batch"] = table["global_batch"] / table["replicas"]
@@ -154,12 +155,11 @@ def _memory(records: list[dict[str, Any]]) -> pd.DataFrame:
     return pd.concat([*largest, accelerator], axis=1)
 
 
-def _slow_rank(records: list[dict[str, Any]]) -> pd.Series:
-    """Take what is said of a rank that was slower than the others in every run of a variant."""
-    found: dict[str, list[dict[int, str]]] = {}
-    for record in records:
-        found.setdefault(record["variant"], []).append(slow_ranks(record.get("ranks") or []))
-    always = {
-        name: [said for rank, said in runs[-1].items() if all(rank in r for r in runs)] for name, runs in found.items()
-    }
-    return pd.Series({name: "; ".join(said) or None for name, said in always.items()}, name="slow_rank", dtype=object)
+def _slow_rank(outcomes: Sequence[Outcome]) -> pd.Series:
+    """Describe the ranks that were slower than the others in every run of a variant."""
+    lines = {}
+    for outcome in outcomes:
+        runs = [slow_ranks(record.ranks) for record in outcome.records.values()]
+        always = [line for rank, line in (runs[-1] if runs else {}).items() if all(rank in run for run in runs)]
+        lines[outcome.variant.name] = "; ".join(always) or None
+    return pd.Series(lines, name="slow_rank", dtype=object)

@@ -16,7 +16,7 @@ from app.errors import UserError
 from app.execution import IMPLEMENTATION
 from app.fit.checkpoint_file import PREVIOUS, read
 from app.modules import ImageClassifier
-from app.monitor.record_file import load_record
+from app.record import Record
 from app.system.files import remove_parts
 from app.system.lightning_patches import (
     may_stop_early,
@@ -124,7 +124,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
 
 def _of_run(name: str, record: Path) -> Path:
     """The checkpoint that a run calls its last or best one; where its record does not know, by the file's name."""
-    kept = (read_earlier(record).get("checkpoint") or {}).get(name)
+    kept = getattr(read_earlier(record).checkpoint, name)
     if kept is not None and Path(kept).is_file():
         return Path(kept)
     folder = record.with_name("checkpoints")  # the run may have been moved, or killed in its first epoch
@@ -175,7 +175,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         folders = [
             folder
             for folder, content in records.items()
-            if content.get("command") == of[0] and set(of[1]) & set(content.get("launchers") or ())
+            if content.command == of[0] and set(of[1]) & set(content.launchers)
         ]
     unusable: list[tuple[Path, str]] = []
     for path in _newest_first(folders):
@@ -201,15 +201,15 @@ def is_newest(path: Path) -> bool:
     return path.samefile(next(each for each in _newest_first([path.parent]) if each == path or each.stem != "best"))
 
 
-def read_earlier(record: Path) -> dict[str, Any]:
-    """Return the record of an earlier run, empty where there is none; print why it cannot be read."""
-    if not record.exists():
-        return {}
+def read_earlier(path: Path) -> Record:
+    """Return the record of an earlier run, an empty one where there is none; print why it cannot be read."""
+    if not path.exists():
+        return Record()
     try:
-        return load_record(record)
+        return Record.load(path)
     except ValueError as error:
-        rank_zero_info(f"{error}: going on without it")
-        return {}
+        rank_zero_info(f"{error}: continuing without it")
+        return Record()
 
 
 def check_checkpoint(

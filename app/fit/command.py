@@ -52,13 +52,12 @@ from app.monitor.loggers import Tracker, make_loggers, tracking_mode
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.rank_times import RankTimes
-from app.monitor.record_file import load_record, mark_failed
 from app.monitor.run_record import RunRecord
 from app.monitor.step_profiler import StepProfile
 from app.monitor.step_trace import StepTrace, profile_lines, profile_table
 from app.monitor.summary import report
+from app.record import Record, mark_failed
 from app.system import lightning_patches
-from app.system.files import finite
 from app.system.machine import busy, free_cores, usable_cores
 from app.system.tracebacks import MADE_BY, blamed, users_part
 
@@ -279,16 +278,16 @@ class CLI(Flags):
         run, earlier = self._run_options, decided["earlier"]
         mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
         folder = Path(run.root, decided["folder"])
-        loggers = make_loggers(folder, mode, run.project, run.group, run.tags, earlier.get("tracker"))
+        loggers = make_loggers(folder, mode, run.project, run.group, run.tags, earlier and earlier.tracker)
         self.trainer.loggers = loggers + self.trainer.loggers
         self.record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
-        self.record.record.update(resumed_from=self.checkpoint, launchers=decided["launchers"])
+        self.record.record.resumed_from, self.record.record.launchers = self.checkpoint, decided["launchers"]
         if self.trainer.is_global_zero:
             if self.subcommand == "fit" and (said := busy()):
                 rank_zero_info(f"warning: {said}")
             note(RUN_DIR, str(loggers[0].log_dir))
             if earlier:
-                self.record.go_on(folder, earlier)
+                self.record.continue_record(folder, earlier)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""
@@ -368,7 +367,7 @@ class CLI(Flags):
         """Test the best checkpoint, where model and data define a test."""
         if not self._run_options.test or not self._is_recorded or not self._can("test") or self.stopped_by is not None:
             return
-        best = gather_objects((self._outcome().get("checkpoint") or {}).get("best"))[0]
+        best = gather_objects(self._outcome().checkpoint.best)[0]
         if best is not None and not all(gather_objects(Path(best).is_file())):
             rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
             best = None
@@ -386,21 +385,20 @@ class CLI(Flags):
     @property
     def stopped_by(self) -> str | None:
         """`Ctrl-C`, `SIGTERM` or `SIGUSR1`, where it has ended the run."""
-        spawned = self._outcome() if isinstance(self.trainer.strategy.launcher, SpawnLauncher) else {}
-        interrupted = spawned.get("status") == "interrupted"
-        return cause(self.trainer) or (spawned["error"].removeprefix("by ") if interrupted else None)
+        spawned = self._outcome() if isinstance(self.trainer.strategy.launcher, SpawnLauncher) else Record()
+        interrupted = spawned.status == "interrupted"
+        return cause(self.trainer) or (str(spawned.error).removeprefix("by ") if interrupted else None)
 
-    def _outcome(self) -> dict[str, Any]:
-        """The run's record; spawned processes leave theirs in its file alone."""
+    def _outcome(self) -> Record:
+        """Return the run's record; spawned processes leave theirs in its file alone."""
         if self.record is None:
-            return {}
+            return Record()
         if not isinstance(self.trainer.strategy.launcher, SpawnLauncher):
-            return finite(self.record.record)
-        path = Path(self.record.record["run_dir"] or str(self.trainer.loggers[0].log_dir), "run.json")
+            return self.record.record
         try:
-            return load_record(path)
-        except ValueError:  # none has been written
-            return {}
+            return Record.load(Path(self.record.record.run_dir or str(self.trainer.loggers[0].log_dir), "run.json"))
+        except ValueError:  # no record has been written
+            return Record()
 
     def run_subcommand(self, subcommand: str) -> None:
         """Run the Trainer's method under the watchdog; an agent's ranks have run it already."""
@@ -437,18 +435,18 @@ class CLI(Flags):
         """Write the report of a training, end the tracker's run, and say where the files are and what to try next."""
         if sys.exc_info()[0] is not None:
             end_undisturbed()
-        if self.subcommand == "fit" and (directory := self._outcome().get("run_dir")):
+        if self.subcommand == "fit" and (directory := self._outcome().run_dir):
             _report(directory)
         for logger in self.trainer.loggers:
             if isinstance(logger, Tracker):
                 logger.finish()
         outcome = self._outcome()
-        if outcome.get("run_dir") and (outcome["status"] == "completed" or outcome["train_s"] is not None):
-            is_tested = outcome["tested"] or outcome["test"]
+        if outcome.run_dir and (outcome.status == "completed" or outcome.train_s is not None):
+            is_tested = outcome.tested or outcome.test
             stages = ("predict", "test", "validate") if is_tested else ("test", "validate", "predict")
             use = next(filter(self._can, stages), None)
             said = report(outcome, self.trainer.loggers, self.subcommand == "fit", use)
             print("\n".join(["", *said]))
-            if outcome.get("profile"):
-                get_console().print(profile_table(outcome["profile"]["ranks"]))
-                print(*profile_lines(outcome["profile"]), sep="\n")
+            if outcome.profile:
+                get_console().print(profile_table(outcome.profile.ranks))
+                print(*profile_lines(outcome.profile), sep="\n")

@@ -13,15 +13,16 @@ from torch import distributed
 
 from app.data.module import ImageData
 from app.errors import UserError
-from app.fit.short_run import LIMIT, short_run
 from app.launch.agree import gather_objects, host_group
 from app.launch.rendezvous import NodeRendezvous
 from app.launch.spawn import SpawnLauncher
+from app.runs import run_fit
 from app.system.machine import GIB, free_memory
 
 SPARE = 0.9  # of what is free now: what else takes memory may take more
 CAREFUL = 0.97  # of the way that is left, as it is not quite linear
 TRIES = 5
+LIMIT = 300.0  # seconds of a try
 LONGEST = (TRIES + 2) * LIMIT  # seconds
 BYTES = 9  # of a value of an image while it is prepared: as uint8, as float32, and as a copy of that
 
@@ -105,21 +106,26 @@ def settle_micro_batch(config: str, share: int, pixels: int, device: torch.devic
     def takes(count: int) -> float:
         """GiB; infinite where there is no memory for it."""
         batch = min(2 * count, share)
-        changes = {
+        flags = {
             "trainer.devices": f"[{device.index}]" if cuda else 1,
+            "trainer.num_nodes": 1,
+            "trainer.strategy": "auto",
+            "trainer.max_epochs": -1,
             "trainer.max_steps": 2,
+            "trainer.limit_val_batches": 0,
             "trainer.callbacks": "null",
+            "trainer.enable_checkpointing": "false",
             "data.batch_size": batch,
             "data.micro_batch": count,
             "data.memory_limit": "null",
+            "run.wandb": "false",
         }
-        try:
-            record = short_run(["fit", "--config", str(file)], changes)
-        except UserError as error:
-            if count > 1 and any(word in str(error) for word in ("out of memory", "exit code -9")):
+        record = run_fit(["--config", str(file), *(f"--{flag}={value}" for flag, value in flags.items())], LIMIT)
+        if record.status != "completed":
+            if count > 1 and any(word in str(record.error) for word in ("out of memory", "exit code -9")):
                 return math.inf
-            raise UserError(f"--data.micro_batch auto: {error}, or give a count") from error
-        used = max(row["reserved_gib" if cuda else "host_rss_gib"] for row in record["peak_memory"])
+            raise UserError(f"--data.micro_batch auto: {record.error}, or give a count")
+        used = max((row.reserved_gib if cuda else row.host_rss_gib) or 0.0 for row in record.peak_memory)
         tried[count] = used + (share - batch) * pixels * BYTES / GIB
         return tried[count]
 

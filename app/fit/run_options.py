@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
 from app.modules import CIFARCNN, NETWORKS
 from app.monitor.loggers import claim_version
+from app.record import Record
 from app.system.files import remove_parts
 
 
@@ -120,15 +121,16 @@ def decide(
         checkpoint = None
     elif checkpoint is not None:
         checkpoint = find_checkpoint(checkpoint, configs, run.root, name)
-    record = read_earlier(Path(checkpoint).parent.parent / "run.json") if checkpoint else {}
+    path = Path(checkpoint).parent.parent / "run.json" if checkpoint else None
+    record = read_earlier(path) if path and path.exists() else None
     folder: Path | None = None
-    earlier: dict[str, Any] = {}
+    earlier: Record | None = None
     if is_recorded:
         folder, earlier = _folder(run, name, subcommand, checkpoint, record, config)
         folder = folder.relative_to(run.root) if folder.is_relative_to(run.root) else folder
     return {
         "checkpoint": checkpoint,
-        "micro_batch": record.get("micro_batch"),
+        "micro_batch": record and record.micro_batch,
         "may_be_finished": anew,  # started again after the end of its training, it has still to be tested
         "folder": folder,  # below the root of each node, where it is below rank zero's
         "earlier": earlier,
@@ -137,8 +139,8 @@ def decide(
 
 
 def _folder(
-    run: Run, name: str, subcommand: str, checkpoint: str | None, record: dict[str, Any], config: Callable[[], str]
-) -> tuple[Path, dict[str, Any]]:
+    run: Run, name: str, subcommand: str, checkpoint: str | None, record: Record | None, config: Callable[[], str]
+) -> tuple[Path, Record | None]:
     """Where a run is kept, and the record of the training that it goes on with, if any.
 
     A training goes on in its own folder from its newest checkpoint; what is done with one is kept below it.
@@ -146,19 +148,19 @@ def _folder(
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
     named = Path(run.root, name)
     asked = run.name is not None or run.root != Run.root
-    if used is None or not record or (asked and used.parent.resolve() != named.resolve()):
-        return _held(claim_version(named)), {}
+    if used is None or record is None or (asked and used.parent.resolve() != named.resolve()):
+        return _held(claim_version(named)), None
     if subcommand != "fit":
-        return _held(claim_version(used, subcommand)), {}
+        return _held(claim_version(used, subcommand)), None
     flags, before = (_settings(text) for text in (config(), _text(used / "config.yaml")))
     changed = next((f"--{name} is another" for name in flags if before.get(name, flags[name]) != flags[name]), None)
     if changed is None and not is_newest(Path(str(checkpoint))):
         changed = "it has newer checkpoints"
     try:
-        return (_held(used), record) if changed is None else (_held(claim_version(named)), {})
+        return (_held(used), record) if changed is None else (_held(claim_version(named)), None)
     except BlockingIOError:
         changed = "it is still running"
-        return _held(claim_version(named)), {}
+        return _held(claim_version(named)), None
     finally:
         if changed is not None:
             rank_zero_info(f"this is another run than {used}: {changed}")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +171,3 @@ def environment_of_a_run() -> dict[str, str]:
     theirs = (*RANKS, *ADDRESSES, AGENT, BEGAN)
     own = {key: value for key, value in os.environ.items() if key not in theirs and key[:6] != "SLURM_"}
     return own | {STARTER: str(os.getpid())}
-
-
-def run_app(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run `python -m app …` in a process of its own, to the end, or to a `TimeoutExpired`."""
-    return subprocess.run(
-        [sys.executable, "-m", "app", *argv],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-        env=environment_of_a_run(),
-    )

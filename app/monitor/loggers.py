@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from threading import Thread
@@ -26,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 
 from app.errors import UserError, one_line
+from app.record import Record
 from app.system.files import open_file, whole
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.wandb_patches import forget_run, skip_launch_inputs
@@ -242,9 +244,9 @@ class Tracker(WandbLogger):
         super().log_hyperparams(params)
 
     @_never_fatal
-    def log_record(self, record: dict[str, Any]) -> None:
+    def log_record(self, record: Record) -> None:
         """Put the figures of the run record into the run's summary."""
-        self.experiment.summary.update({"run": record})
+        self.experiment.summary.update({"run": asdict(record)})
 
     @_never_fatal
     def log_test_figures(

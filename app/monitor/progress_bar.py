@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from app.monitor.run_record import RunRecord
-from app.monitor.summary import duration
+from app.record.words import duration
 
 PER_SECOND = 4
 

@@ -23,6 +23,7 @@ from app.launch.agree import gather_objects, host_group
 from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
 from app.modules import log_window
 from app.monitor.course import Course
+from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds, usable_cores
 
 SLOWER = 0.1  # than the median of the other ranks
@@ -192,18 +193,13 @@ class RankTimes(Callback):
         self._share(trainer, [])
 
     @property
-    def ranks(self) -> list[dict[str, Any]]:
+    def ranks(self) -> list[RankTime]:
         """Medians of each rank in milliseconds, of the windows that it has heard of, for the run record."""
         columns = torch.tensor(list(self._windows)).permute(1, 2, 0).tolist() if self._windows else []
+        medians = [[round(1000 * statistics.median(times), 4) for times in parts[:3]] for parts in columns]
         return [
-            {
-                "rank": rank,
-                "node": node,
-                **{name: round(1000 * statistics.median(times), 4) for name, times in zip(NAMES, parts, strict=False)},
-                "unit": "ms",
-                "slow": self._is_slow(rank),
-            }
-            for rank, ((node, _), parts) in enumerate(zip(self.places, columns, strict=False))
+            RankTime(rank, node, data, compute, wait, self._is_slow(rank))
+            for rank, ((node, _), (data, compute, wait)) in enumerate(zip(self.places, medians, strict=False))
         ]
 
     def _unhook(self) -> None:
@@ -314,11 +310,7 @@ def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, s
     return found
 
 
-def slow_ranks(ranks: Sequence[dict[str, Any]]) -> dict[int, str]:
-    """The ranks of a run that were slower than the others, each with a line that says so.
-
-    Args:
-        ranks: `ranks` of the run record.
-    """
-    found = slower([[row[name] for name in NAMES] for row in ranks], [row["node"] for row in ranks])
-    return {rank: line for rank, line in found.items() if ranks[rank].get("slow")}
+def slow_ranks(ranks: Sequence[RankTime]) -> dict[int, str]:
+    """Describe each rank that was slower than the others, by its number."""
+    lines = slower([[row.data, row.compute, row.wait] for row in ranks], [row.node for row in ranks])
+    return {rank: line for rank, line in lines.items() if ranks[rank].slow}

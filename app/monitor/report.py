@@ -1,4 +1,4 @@
-"""Writes `report.html` of a training: what came out, how it was learnt, what is confused, and where the time went."""
+"""Page `report.html` of a training: its result, curves, confusions, and bottleneck."""
 
 import csv
 import io
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from app.errors import one_line
 from app.monitor.rank_times import NAMES, slow_ranks
-from app.monitor.record_file import load_record
-from app.monitor.step_profiler import PHASES
-from app.monitor.summary import finished
+from app.record import PHASES, Epoch, Record
+from app.record.words import batch, percent, threads, way_of_running
 from app.system.files import open_file, whole, write_text
 from app.system.page import (
     BLUE,
@@ -80,14 +79,14 @@ def make_report(folder: Path) -> str:
         ValueError: When its record cannot be read.
         OSError: When another file cannot be read.
     """
-    record = load_record(folder / "run.json")
+    record = Record.load(folder / "run.json")
     metrics, (names, counts) = read_metrics(folder / "metrics.csv"), _confusion(folder / "confusion_matrix.csv")
     figures: dict[str, Figure | bytes] = {}
     learning = _learning(record, metrics, figures)
     mistakes = _mistakes(folder, names, counts, figures)
     speed = _speed(record, figures)
     written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-    lead = [f"> {plain(record['error'])}"] if record.get("error") else []
+    lead = [f"> {plain(record.error)}"] if record.error else []
     lead += [
         f"{plain(folder.parent.name)}/{plain(folder.name)}, {written}",
         table(["", ""], _facts(record), words=(0, 1)),
@@ -96,7 +95,7 @@ def make_report(folder: Path) -> str:
         Section("Learning", learning),
         Section("What is confused", mistakes),
         Section("What limited the run", speed),
-        Section("The command", code(record["command"])),
+        Section("The command", code(str(record.command))),
     ]
     return page(headline(record, int(counts.sum())), "\n\n".join(lead), sections, figures)
 
@@ -104,87 +103,59 @@ def make_report(folder: Path) -> str:
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def percent(share: float) -> str:
-    """Write a share: 93.9 %."""
-    return f"{100 * share:.1f} %"
-
-
-def way(record: dict[str, Any]) -> str:
-    """Name the way of running: `ddp, 2 × CPU`."""
-    devices = {row["device"].partition(":")[0] for row in record.get("peak_memory") or [] if row.get("device")}
-    gpu = "cuda" in devices or (not devices and bool((record.get("hardware") or {}).get("gpus")))
-    count, nodes = record.get("replicas") or 1, record.get("num_nodes") or 1
-    over = f" on {nodes} nodes" if nodes > 1 else ""
-    strategy = record.get("strategy") or ""
-    named = "" if strategy.startswith("single") else f"{strategy}, "
-    return f"{named}{count} × {'GPU' if gpu else 'CPU'}{over}"
-
-
-def headline(record: dict[str, Any], tested: int) -> str:
-    """Say what came out of a training, in a line.
+def headline(record: Record, tested: int) -> str:
+    """Summarise a training in one line.
 
     Args:
         record: The run record.
-        tested: Number of test images, 0 where it is not known.
+        tested: Number of test images, 0 if unknown.
     """
-    epochs = record.get("epochs") or []
-    if record["status"] == "failed":
-        where = f"in epoch {len(epochs) + 1}" if record.get("steps") or epochs else "before the first step"
-        return f"Failed {where}: {_short(record['error'])}"
-    steps, count = record.get("steps") or 0, sum(bool(row.get("whole", True)) for row in epochs)
-    limited = 0 <= (record.get("max_steps") or -1) <= steps
-    after = f"{steps:,} steps" if limited or not count else f"{count} epoch{'s' * (count != 1)}"
-    if record["status"] == "interrupted" and not finished(record):
-        after += f", interrupted {record['error']}"
-    test, validated = record.get("test") or {}, [row for row in epochs if row.get("val_acc") is not None]
-    images = (record.get("data") or {}).get("images") or {}
-    if test.get("acc") is not None:
-        said = f"{percent(test['acc'])} on {f'{tested:,} ' * bool(tested)}test images"
+    epochs = record.epochs
+    if record.status == "failed":
+        where = f"in epoch {len(epochs) + 1}" if record.steps or epochs else "before the first step"
+        return f"Failed {where}: {one_line(str(record.error))[:120]}"
+    count = sum(row.whole for row in epochs)
+    by_steps = not count or 0 <= (record.max_steps or -1) <= record.steps
+    after = f"{record.steps:,} steps" if by_steps else f"{count} epoch{'s' * (count != 1)}"
+    if record.status == "interrupted" and not record.finished:
+        after += f", interrupted {record.error}"
+    validated = [row.val_acc for row in epochs if row.val_acc is not None]
+    if record.test and record.test.acc is not None:
+        result = f"{percent(record.test.acc)} on {f'{tested:,} ' * bool(tested)}test images"
     elif validated:
-        held = f"{images['val']:,} " if images.get("val") else ""
-        said = f"{percent(validated[-1]['val_acc'])} on {held}validation images"
-    elif epochs and epochs[-1].get("train_loss") is not None:
-        said = f"Training loss {epochs[-1]['train_loss']:.4g}"
+        images = record.data and record.data.images.get("val")
+        result = f"{percent(validated[-1])} on {f'{images:,} ' if images else ''}validation images"
+    elif epochs and epochs[-1].train_loss is not None:
+        result = f"Training loss {epochs[-1].train_loss:.4g}"
     else:
-        said = "Trained"
-    return f"{said} after {after} ({way(record)})"
+        result = "Trained"
+    return f"{result} after {after} ({way_of_running(record)})"
 
 
-def _short(text: object) -> str:
-    line = one_line(str(text))
-    return line if len(line) <= 120 else f"{line[:119]}…"
-
-
-def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What it was, and on what; what an early end has left unknown is left out."""
-    model, data = record.get("model") or {}, record.get("data") or {}
-    if model:
-        yield "network", f"{model['name']}, {model['parameters']:,} parameters"
-    if data:
+def _facts(record: Record) -> Iterator[tuple[str, str]]:
+    """Yield the settings and the hardware that the record has."""
+    if record.model:
+        yield "network", f"{record.model.name}, {record.model.parameters:,} parameters"
+    if record.data:
         kinds = {"train": "training", "val": "validation", "test": "test"}
-        images = [f"{data['images'][name]:,} {kind}" for name, kind in kinds.items() if data["images"].get(name)]
-        yield "images", f"{data['name']}: {', '.join(images)}; {data['classes']} classes"
-    if record.get("strategy"):
-        threads = record["threads"]
-        yield (
-            "way of running",
-            f"{way(record)}, {threads} thread{'s' * (threads != 1)}{' each' * (record['world_size'] > 1)}",
-        )
-    if batch := record.get("global_batch_size"):
-        parts = f" = {record['replicas']} × {batch / record['replicas']:g}" if record["replicas"] > 1 else ""
-        micro = f", at most {record['micro_batch']} at once" if record.get("micro_batch") else ""
-        yield "batch", f"{batch}{parts}{micro}"
-    if record.get("precision"):
-        yield "precision", record["precision"]
-    if record.get("train_s") is not None:
-        yield "time", f"{record['train_s']:,.1f} s of training, {record['setup_s']:,.1f} s of set-up"
-    if record.get("resumed_from"):
-        yield "resumed from", record["resumed_from"]
-    if hardware := record.get("hardware"):
-        gpus = f"; {', '.join(hardware['gpus'])}" if hardware["gpus"] else ""
-        yield "hardware", f"{hardware['cpu']}, {hardware['cores']} cores{gpus}"
-    if versions := record.get("versions"):
-        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        counts = {kind: record.data.images.get(name) for name, kind in kinds.items()}
+        images = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+        yield "images", f"{record.data.name}: {images}; {record.data.classes} classes"
+    if record.strategy:
+        yield "way of running", f"{way_of_running(record)}, {threads(record)}"
+    if record.global_batch_size:
+        yield "batch", batch(record)
+    if record.precision:
+        yield "precision", record.precision
+    if record.train_s is not None and record.setup_s is not None:
+        yield "time", f"{record.train_s:,.1f} s of training, {record.setup_s:,.1f} s of set-up"
+    if record.resumed_from:
+        yield "resumed from", record.resumed_from
+    if record.hardware:
+        gpus = "".join(f"; {name}" for name in record.hardware.gpus)
+        yield "hardware", f"{record.hardware.cpu}, {record.hardware.cores} cores{gpus}"
+    if record.versions:
+        yield "versions", ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------
@@ -198,13 +169,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if name and value} for row in csv.DictReader(file)]
 
 
-def _learning(record: dict[str, Any], metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
-    epochs = record.get("epochs") or []
+def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
+    epochs = record.epochs
     lines = {name: _line(epochs, name) for name in ("train_loss", "val_loss", "val_acc", "lr")}
     lines["train_acc"] = np.array([(row["epoch"] + 1, row["train_acc"]) for row in metrics if "train_acc" in row]).T
     # an epoch's figures are logged at its last step, of which there may be fewer than batches
     ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
-    length = ends[-1] if ends else record.get("steps_per_epoch") or 1
+    length = ends[-1] if ends else record.steps_per_epoch or 1
 
     def by_step(name: str) -> np.ndarray:
         return np.array([((row["step"] + 1) / length, row[name]) for row in metrics if name in row]).reshape(-1, 2).T
@@ -247,9 +218,9 @@ def _learning(record: dict[str, Any], metrics: Sequence[dict[str, float]], figur
     return "\n".join(said) + ROUNDING * ("loss" in figures)
 
 
-def _line(epochs: Sequence[dict[str, Any]], name: str) -> np.ndarray:
-    """Epochs, and a figure of each that has one, (2, epochs)."""
-    return np.array([(row["epoch"] + 1, row[name]) for row in epochs if row.get(name) is not None]).T
+def _line(epochs: Sequence[Epoch], name: str) -> np.ndarray:
+    """Return the epochs that have a figure, and the figure (2, epochs)."""
+    return np.array([(row.epoch + 1, getattr(row, name)) for row in epochs if getattr(row, name) is not None]).T
 
 
 def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
@@ -358,15 +329,14 @@ def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: d
 # -- what limited the run ---------------------------------------------------------------------------------------------
 
 
-def _speed(record: dict[str, Any], figures: dict[str, Figure | bytes]) -> str:
-    course, throughput = record.get("course") or {}, record.get("throughput") or {}
-    times, ranks = record.get("time_per_step") or {}, record.get("ranks") or []
+def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
+    times, ranks = record.time_per_step, record.ranks
     said = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
-    if record.get("profile"):
-        said.append(f"By its profile: {plain(record['profile']['limit'])}.")
+    if record.profile:
+        said.append(f"By its profile: {plain(record.profile.limit)}.")
     shown = []
-    if rates := course.get("samples_per_s"):
-        median = throughput.get("median")
+    if rates := record.course.samples_per_s:
+        median = record.throughput.median
 
         def speed(axes: Axes) -> None:
             axes.plot(*np.array(rates).T, color=BLUE)
@@ -378,18 +348,17 @@ def _speed(record: dict[str, Any], figures: dict[str, Figure | bytes]) -> str:
 
         figures["speed"] = draw_plot(speed)
         shown.append('![Samples/s of each logging window, over time](speed "Samples/s")')
-    if memory := course.get("memory_gib"):
+    if memory := record.course.memory_gib:
         figures["memory"] = draw_plot(lambda axes: _memory(axes, np.array(memory)))
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
-    whole_step = sum(times.get(name) or 0.0 for name in PHASES)
-    if whole_step:
-        share = {name.replace("_", " + "): times[name] / whole_step for name in PHASES}
-        first = max(share, key=lambda name: share[name])
-        said.append(f"A step takes {whole_step:.3g} ms, {share[first]:.0%} of it for {first}.")
+    if times and times.step:
+        first = max(PHASES, key=lambda name: getattr(times, name))
+        share = getattr(times, first) / times.step
+        said.append(f"A step takes {times.step:.3g} ms, {share:.0%} of it for {first.replace('_', ' + ')}.")
         figures["step"] = draw(lambda axes: _stacked(axes, [""], PHASES, [times]), height=1.6)
         shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
     if 1 < len(ranks) <= CELLS:
-        labels, height = [f"rank {row['rank']}" for row in ranks], 1.1 + 0.28 * len(ranks)
+        labels, height = [f"rank {row.rank}" for row in ranks], 1.1 + 0.28 * len(ranks)
         figures["ranks"] = draw(lambda axes: _stacked(axes, labels, NAMES, ranks), height=height)
         shown.append('![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")')
     said.append("\n".join(shown))
@@ -415,12 +384,12 @@ def _memory(axes: Axes, points: np.ndarray) -> None:
         label_lines(axes, [(last[rank], f"rank {rank}: {last[rank]:.2f}", BLUE) for rank in named])
 
 
-def _stacked(axes: Axes, labels: Sequence[str], parts: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+def _stacked(axes: Axes, labels: Sequence[str], parts: Sequence[str], rows: Sequence[Any]) -> None:
     """Draw a bar for each row, of its parts in milliseconds."""
     left = np.zeros(len(rows))
-    whole_steps = sum(np.array([row[part] for row in rows]) for part in parts)
+    whole_steps = sum(np.array([getattr(row, part) for row in rows]) for part in parts)
     for part in parts:
-        widths = np.array([row[part] for row in rows])
+        widths = np.array([getattr(row, part) for row in rows])
         name = part.replace("_", " + ")
         bars = axes.barh(labels, widths, left=left, color=PARTS[part], edgecolor=PAPER, height=0.65, label=name)
         written = [f"{share:.0%}" if share >= 0.08 else "" for share in widths / np.maximum(whole_steps, 1e-9)]

@@ -1,4 +1,4 @@
-"""Writes the run record, `run.json`: what a run was, how it went and on what."""
+"""Callback that fills the run record and writes it to `run.json`."""
 
 import math
 import os
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,28 @@ from app.monitor.course import Course
 from app.monitor.loggers import MetricsFile, Tracker
 from app.monitor.nonfinite import NonFinite
 from app.monitor.rank_times import RankTimes
-from app.monitor.record_file import load_record
 from app.monitor.step_profiler import StepProfile, phases_of_windows
 from app.monitor.step_trace import StepTrace, limit
-from app.monitor.summary import epoch_line, finished
+from app.monitor.summary import epoch_line
 from app.parallel import SplitForward
-from app.system.files import write_json
+from app.record import (
+    Checkpoints,
+    DataSet,
+    DeviceMemory,
+    Epoch,
+    FirstToLast,
+    Hardware,
+    Metrics,
+    Model,
+    Part,
+    Profile,
+    Record,
+    Throughput,
+)
+from app.record import Course as Courses
 from app.system.lightning_patches import strategy_name
 from app.system.lightning_step_patches import EpochLoop
 from app.system.machine import hardware, peak_memory, versions
-
-# of a fit with a model of ours
-EXECUTED = ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
-
-
-PART = (  # of the earlier parts of a training that was resumed
-    *("status", "error", "command", "resumed_from", "launchers", "strategy", "devices", "world_size", "steps"),
-    *("setup_s", "train_s"),
-)
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:
@@ -54,7 +59,7 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 
 
 def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
-    """Collect strategy, devices, sizes, precision and placement as they were resolved, by their names in the record."""
+    """Return strategy, devices, sizes, precision and placement as the trainer resolved them, by the record's names."""
     data = getattr(trainer, "datamodule", None)
     own = data if isinstance(data, ImageData) else None
     return {
@@ -66,31 +71,32 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "precision": trainer.precision,
         "placement": own and own.placement,
         "images_left_out": own and own.left_out,
-        "data": own and {"name": type(own).__name__, "classes": own.num_classes, "images": own.counts},
+        "data": own and DataSet(type(own).__name__, own.num_classes, {**own.counts}),
         "threads": torch.get_num_threads(),
         "global_batch_size": own and own.global_batch_size,
         "micro_batch": own.micro_batch if own and trainer.state.fn == "fit" else None,
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
         "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
+        "hardware": Hardware(**hardware()),
+        "versions": versions(),
     }
 
 
 class RunRecord(Callback):
-    """Writes `run.json` into the run's directory, also when the run fails or is interrupted.
+    """Fills the run record and writes `run.json`, also when the run fails or is interrupted.
 
-    Throughput is measured over windows of `log_every_n_steps` steps (of an epoch, where that is shorter):
-    global samples over seconds, from the end of one window to the end of the next, with the device
-    synchronised; the first window of the run is left out, and all those of the first `warmup_epochs`.
-    Nothing else on a step waits for it. Validation does not count, nor do windows in which the phases of a step were
-    timed, where there are others.
+    Throughput is global samples per second over windows of `log_every_n_steps` steps (or an epoch, if shorter). The
+    device is synchronised at the end of a window and at no other time. The run's first window, windows of the first
+    `warmup_epochs` epochs, validation, and windows with profiled steps do not count.
 
     Args:
-        command: What was typed.
-        warmup_epochs: Epochs left out of the throughput.
-        checkpoints: What keeps the best and the last checkpoint; by default the trainer's checkpoint callbacks.
+        command: The command line.
+        warmup_epochs: Epochs without a throughput.
+        checkpoints: The callbacks of the best and the last checkpoint; by default the trainer's.
 
     Attributes:
+        record: The record.
         rate: Samples/s of the last window, or None before it.
     """
 
@@ -100,29 +106,7 @@ class RunRecord(Callback):
         self._checkpoints = checkpoints
         self._started = float(os.environ.get(BEGAN, time.time()))
         self.path: Path | None = None
-        self.record: dict[str, Any] = {
-            "status": "running",
-            "error": None,
-            "command": command,
-            "resumed_from": None,
-            "launchers": [],
-            "tracker": None,
-            "epochs": [],
-            "peak_memory": [],
-            "ranks": [],
-            "course": None,
-            "model": None,
-            "steps": 0,
-            **dict.fromkeys(("run_dir", "config", "checkpoint", "test", "tested", "setup_s", "train_s", "throughput")),
-            "time_per_step": None,
-            "not_finite_since": None,
-            "skipped_steps": 0,
-            "profile": None,
-            **dict.fromkeys(EXECUTED),
-            "loop": None,
-            "loop_reason": None,
-            "parts": [],
-        }
+        self.record = Record(command=command)
         self._unwritten = False
         self._profile: StepProfile | None = None
         self._trace: StepTrace | None = None
@@ -131,10 +115,10 @@ class RunRecord(Callback):
         self._first_batch = 0
         self._last_step = 0.0
         self._epoch_start = 0.0
-        self._open_epoch: dict[str, Any] | None = None
-        self._validated = False
+        self._open_epoch: Epoch | None = None
+        self._validated = self._epoch_validated = False
         self._course = Course()
-        self._before: dict[str, list[list[float]]] = {}  # courses of earlier parts
+        self._before = Courses()  # of earlier parts
         self._rates: list[tuple[float, float]] = []  # per window: samples/s, and samples per step
         self._profiled_rates: list[tuple[float, float]] = []
         self._epoch_rates: list[float] = []
@@ -145,23 +129,23 @@ class RunRecord(Callback):
 
     # -- the run as a whole ---------------------------------------------------------------------------------
 
-    def go_on(self, folder: Path, earlier: dict[str, Any]) -> None:
-        """Continue the record of a training that was interrupted, or ended, and goes on in its folder.
+    def continue_record(self, folder: Path, earlier: Record) -> None:
+        """Continue the record of a training that resumes in its own folder.
 
         Args:
             folder: Directory of the run.
             earlier: Its record.
         """
-        part = {key: earlier.get(key) for key in PART}
-        if part["status"] == "running":
-            part |= {"status": "failed", "error": "it ended without a word: killed, or the machine went down"}
-        part["train_s"] = (part["train_s"] or 0.0) - sum(each["train_s"] for each in earlier.get("parts", []))
-        parts = [*earlier.get("parts", []), part]
-        own = {key: self.record[key] for key in ("command", "resumed_from", "launchers")}
-        anew = {"status": "running", "error": None, "test": None, "tested": None, "run_dir": str(folder)}
-        self.record |= earlier | own | anew | {"parts": parts}
-        with suppress(OSError):  # which is said when it is written next
-            write_json(folder / "run.json", self.record)  # which spawned ranks go on with
+        part = Part(**{each.name: getattr(earlier, each.name) for each in fields(Part)})
+        if part.status == "running":
+            part.status, part.error = "failed", "the run was killed, or the machine went down"
+        part.train_s = (earlier.train_s or 0.0) - sum(each.train_s for each in earlier.parts)
+        now, self.record = self.record, earlier
+        for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
+            setattr(earlier, name, getattr(now, name))
+        earlier.run_dir, earlier.parts = str(folder), [*earlier.parts, part]
+        with suppress(OSError):  # reported at the next write
+            earlier.save(folder / "run.json")  # spawned ranks continue it
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin the record, or continue it: the test after fit belongs to the same run."""
@@ -169,31 +153,32 @@ class RunRecord(Callback):
         if not trainer.is_global_zero or directory is None:
             return
         path = Path(directory, "run.json")
-        if self.path is None and path.exists():  # spawned ranks go on with what those before them have written
+        if self.path is None and path.exists():  # spawned ranks continue the parent's record
             with suppress(ValueError):
-                self.record = load_record(path)
-            self._before = (self.record["parts"] and self.record["course"]) or {}
+                self.record = Record.load(path)
+            if self.record.parts:
+                self._before = self.record.course
         self.path = path
-        self.record["status"] = "running"
-        self.record.update(resolved_configuration(trainer), versions=versions(), hardware=hardware())
-        self.record["run_dir"] = directory
-        self.record["tracker"] = next((logger.id for logger in trainer.loggers if isinstance(logger, Tracker)), None)
+        for name, value in resolved_configuration(trainer).items():
+            setattr(self.record, name, value)
+        self.record.status, self.record.run_dir = "running", directory
+        self.record.tracker = next((logger.id for logger in trainer.loggers if isinstance(logger, Tracker)), None)
         self._write()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Complete the record and give its figures to the tracker."""
         if self.path is None:
             return
-        stopped = None if finished(self.record) else cause(trainer)
-        self.record["status"] = "interrupted" if stopped else "completed"
-        self.record["error"] = f"by {stopped}" if stopped else None
+        signal = None if self.record.finished else cause(trainer)
+        self.record.status = "interrupted" if signal else "completed"
+        self.record.error = f"by {signal}" if signal else None
         self._write()
         for logger in trainer.loggers:
             if isinstance(logger, Tracker):
                 logger.log_record(self.record)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say why the run ended. No collective call: the other ranks may be gone."""
+        """Record why the run ended. No collective call: the other ranks may be gone."""
         data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
         if trainer.state.fn == "fit" and isinstance(data, ImageData) and out_of_memory(exception):
             share = math.ceil(data.global_batch_size / trainer.world_size)
@@ -202,38 +187,36 @@ class RunRecord(Callback):
                 exception.add_note(f"{PARTS} {at_once // 2}")
         if directory is None or not trainer.is_global_zero:
             return
-        if self.path is None:  # spawned processes had it, or nothing had begun yet
+        if self.path is None:  # the run failed before it began, or in a spawned process
             self.path = Path(directory, "run.json")
-            self.record["run_dir"] = directory
             with suppress(ValueError):
-                self.record = load_record(self.path)
+                self.record = Record.load(self.path)
+            self.record.run_dir = directory
         end = ExitStatus.of(explained(exception))
         better = end.status == "interrupted" or isinstance(exception, RankError)
-        if self.record["status"] == "interrupted" or (self.record["status"] == "failed" and not better):
-            return  # a spawned process has said why
-        self.record["status"], self.record["error"] = end.status, end.reason
+        if self.record.status == "interrupted" or (self.record.status == "failed" and not better):
+            return  # a spawned process has recorded the reason
+        self.record.status, self.record.error = end.status, end.reason
         if self._first_step is not None and trainer.state.fn == "fit" and not isinstance(exception, RankError):
             self._close_epoch(trainer)
-            self._measured(trainer)
+            self._measure(trainer)
         self._write()
 
     def _write(self) -> None:
         assert self.path is not None
         config = self.path.with_name("config.yaml")  # a notebook has none
-        self.record["config"] = str(config) if config.exists() else None
+        self.record.config = str(config) if config.exists() else None
         try:
-            write_json(self.path, self.record)
+            self.record.save(self.path)
         except OSError as error:
             if not self._unwritten:
-                print(
-                    f"{self.path} cannot be written ({error.strerror}): training goes on", file=sys.stderr, flush=True
-                )
+                print(f"{self.path} cannot be written ({error.strerror}): training continues", file=sys.stderr)
             self._unwritten = True
 
     # -- training -------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note how the model is executed, and count the accelerator's peak memory from here."""
+        """Record how the model is executed, and count the accelerator's peak memory from here."""
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
             found = gather_objects((trainer.node_rank, data.content))
@@ -246,12 +229,13 @@ class RunRecord(Callback):
         profiles = (callback for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
         self._profile = next(profiles, None)
         self._trace = next((c for c in trainer.callbacks if isinstance(c, StepTrace)), None)  # type: ignore[attr-defined]
-        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-        self.record["model"] = {"name": type(pl_module).__name__, "parameters": parameters}
+        model = Model(type(pl_module).__name__, sum(parameter.numel() for parameter in pl_module.parameters()))
         if isinstance(pl_module, ImageClassifier):
-            self.record.update(pl_module.executed)
-            self.record["model"]["name"] += f", {type(pl_module.network).__name__}"
-        self.record["fused"] = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
+            for name, value in pl_module.executed.items():
+                setattr(self.record, name, value)
+            model.name += f", {type(pl_module.network).__name__}"
+        self.record.model = model
+        self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
             if device.type == "cuda":  # not where a GPU is there, and the run is on the CPU
                 torch.cuda.reset_peak_memory_stats(device)
@@ -264,10 +248,10 @@ class RunRecord(Callback):
         self._epoch_rates, self._learning_rate = [], learning_rate(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note when the first step begins."""
+        """Start the clocks at the first step."""
         if self._first_step is None:
             self._first_step, self._first_batch = time.perf_counter(), _batches(trainer)
-            self.record["setup_s"] = round(time.time() - self._started, 3)
+            self.record.setup_s = round(time.time() - self._started, 3)
             if self.path is not None:
                 self._write()
                 self._first_step = time.perf_counter()
@@ -278,7 +262,7 @@ class RunRecord(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Close the window if it is full."""
+        """Count samples, and close the window if it is full."""
         loader = trainer.train_dataloader
         if isinstance(loader, GlobalBatches):
             self._window_samples += loader.global_count(batch_idx)
@@ -305,58 +289,48 @@ class RunRecord(Callback):
         self._window_samples = self._window_steps = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep validation out of the window that it interrupts."""
+        """Restart the window that validation interrupted."""
         self._validated = not trainer.sanity_checking
         self._window_start = _time_when_done(trainer)
         self._window_samples = self._window_steps = 0
-
         if trainer.state.fn == "validate":
-            names = {"loss": "val_loss", "acc": "val_acc"}
-            metrics = trainer.callback_metrics
-            self.record["validation"] = {key: metrics[name].item() for key, name in names.items() if name in metrics}
+            self.record.validation = _metrics(trainer, "val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row: its metrics are logged after this."""
         self._last_step = _time_when_done(trainer)
-        self._open_epoch = {
-            "epoch": trainer.current_epoch,
-            "seconds": round(self._last_step - self._epoch_start, 3),
-            "whole": trainer.is_last_batch,
-            "samples_per_s": round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None,
-            "lr": self._learning_rate,
-            "validated": self._validated,
-        }
-        self._validated = False
+        self._open_epoch = Epoch(
+            trainer.current_epoch,
+            trainer.is_last_batch,
+            round(self._last_step - self._epoch_start, 3),
+            round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None,
+            self._learning_rate,
+        )
+        self._epoch_validated, self._validated = self._validated, False
 
     def _close_epoch(self, trainer: Trainer) -> None:
-        if self._open_epoch is None:
+        row, self._open_epoch = self._open_epoch, None
+        if row is None:
             return
-        metrics, row = trainer.callback_metrics, self._open_epoch
-        self._open_epoch = None
-
-        def value(name: str) -> float | None:
-            return metrics[name].item() if name in metrics else None
-
-        validated = row.pop("validated")
-        row["train_loss"] = value("train_loss")
-        row["val_loss"], row["val_acc"] = (value("val_loss"), value("val_acc")) if validated else (None, None)
-        self.record["epochs"].append(row)
+        metrics, validated = trainer.callback_metrics, self._epoch_validated
+        row.train_loss = _metrics(trainer, "train").loss
+        if validated:
+            figures = _metrics(trainer, "val")
+            row.val_loss, row.val_acc = figures.loss, figures.acc
+        self.record.epochs.append(row)
         if self.path is not None:
-            if trainer.progress_bar_callback is not None:  # a line that stays, also where there is no terminal
-                best = max((each["val_acc"] or 0.0 for each in self.record["epochs"][:-1]), default=0.0)
-                is_best = validated and row["val_acc"] is not None and row["val_acc"] > best
-                memory = max(device["allocated_gib"] or device["host_rss_gib"] for device in self._memory(trainer))
+            if trainer.progress_bar_callback is not None:  # a line that stays, also without a terminal
+                best = max((earlier.val_acc or 0.0 for earlier in self.record.epochs[:-1]), default=0.0)
+                is_best = row.val_acc is not None and row.val_acc > best
+                memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
                 left = self.time_left(trainer)
                 width = get_console().width if sys.stdout.isatty() else 100
                 print(epoch_line(row, trainer.max_epochs, metrics, validated, is_best, memory, left, width), flush=True)
-            self._measured(trainer)
+            self._measure(trainer)
             self._write()
 
-    def _memory(self, trainer: Trainer) -> list[dict[str, Any]]:
-        return peak_memory(trainer.global_rank, devices_of(trainer))
-
     def time_left(self, trainer: Trainer) -> float | None:
-        """Seconds to the end of the training, validations included, if it goes on as it did; None if that is open."""
+        """Estimate the seconds to the end of training, validations included; None if the end is open."""
         done, epochs, steps = _batches(trainer), trainer.max_epochs, trainer.max_steps
         ends = [epochs * trainer.num_training_batches] if epochs is not None and epochs > 0 else []
         ends += [steps * trainer.accumulate_grad_batches] if steps > 0 else []
@@ -364,107 +338,112 @@ class RunRecord(Callback):
             return None
         return (min(ends) - done) * (time.perf_counter() - self._first_step) / (done - self._first_batch)
 
-    def _measured(self, trainer: Trainer) -> None:
-        """Bring loop, times, throughput, losses and checkpoints up to date."""
-        loop = trainer.fit_loop.epoch_loop
-        self.record["loop_reason"] = loop.reason if isinstance(loop, EpochLoop) else "not asked for"
-        self.record["loop"] = "straight" if self.record["loop_reason"] is None else "lightning"
+    def _measure(self, trainer: Trainer) -> None:
+        """Update loop, times, throughput, losses and checkpoints."""
+        record, loop = self.record, trainer.fit_loop.epoch_loop
+        record.loop_reason = loop.reason if isinstance(loop, EpochLoop) else "not requested"
+        record.loop = "straight" if record.loop_reason is None else "lightning"
         memory: list[list[float]] = []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):
-                self.record["not_finite_since"], self.record["skipped_steps"] = callback.since, callback.skipped
+                record.not_finite_since, record.skipped_steps = callback.since, callback.skipped
             if isinstance(callback, RankTimes):
-                self.record["ranks"], self.record["others_cores"] = callback.ranks, callback.others_cores
+                record.ranks, record.others_cores = callback.ranks, callback.others_cores
                 memory = callback.memory.points
-        self.record["course"] = self._whole_course({"samples_per_s": self._course.points, "memory_gib": memory})
-        self.record["steps"], self.record["threads"] = trainer.global_step, torch.get_num_threads()
-        self.record["steps_per_epoch"] = trainer.num_training_batches
+        earlier = sum(part.train_s for part in record.parts)
+        record.course = Courses(
+            _continued(self._before.samples_per_s, self._course.points, earlier),
+            _continued(self._before.memory_gib, memory, earlier),
+        )
+        record.steps, record.threads = trainer.global_step, torch.get_num_threads()
+        record.steps_per_epoch = trainer.num_training_batches
         if self._first_step is not None:
-            earlier = sum(part["train_s"] for part in self.record["parts"])
-            self.record["train_s"] = round(earlier + max(self._last_step - self._first_step, 0.0), 3)
+            record.train_s = round(earlier + max(self._last_step - self._first_step, 0.0), 3)
         windows = self._rates or self._profiled_rates
         rates = [rate for rate, _ in windows]
-        if rates or self.record["throughput"] is None:
-            self.record["throughput"] = {
-                "median": round(statistics.median(rates), 1) if rates else None,
-                "min": round(min(rates), 1) if rates else None,
-                "max": round(max(rates), 1) if rates else None,
-                "n": len(rates),
-                "unit": "samples/s",
-            }
-        self.record["time_per_step"] = profiled = self._profile and self._profile.time_per_step
+        if rates:
+            median, least, most = (round(rate, 1) for rate in (statistics.median(rates), min(rates), max(rates)))
+            record.throughput = Throughput(median, least, most, len(rates))
+        record.time_per_step = profiled = self._profile.time_per_step if self._profile else None
         if windows and profiled:
             step = 1000 * statistics.median(batch for _, batch in windows) / statistics.median(rates)
-            rank = next(iter(self.record["ranks"]), None) if trainer.world_size > 1 else None
-            self.record["time_per_step"] = phases_of_windows(profiled, step, rank)
-        losses = [row["train_loss"] for row in self.record.get("epochs", [])]
-        if losses:
-            first, middle, last = losses[0], losses[(len(losses) - 1) // 2], losses[-1]
-            self.record["train_loss"] = {"first": first, "middle": middle, "last": last}
+            rank = next(iter(record.ranks), None) if trainer.world_size > 1 else None
+            record.time_per_step = phases_of_windows(profiled, step, rank)
+        if losses := [row.train_loss for row in record.epochs]:
+            record.train_loss = FirstToLast(losses[0], losses[(len(losses) - 1) // 2], losses[-1])
         kept = self._checkpoints or [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-        paths = [callback.best_model_path or None for callback in kept]
-        self.record["checkpoint"] = dict(zip(("best", "last"), [*paths, None, None], strict=False))
-
-    def _whole_course(self, points: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-        """What was measured in this part of the training behind what was measured in those before it."""
-        earlier = sum(part["train_s"] for part in self.record["parts"])
-        whole = {}
-        for name, own in points.items():
-            before = self._before.get(name, [])
-            same = not before or not own or len(before[0]) == len(own[0])  # as many ranks
-            later = [[round(seconds + earlier, 4), *figures] for seconds, *figures in own]
-            whole[name] = [*before, *later] if same else later
-        return whole
+        record.checkpoint = Checkpoints(*(callback.best_model_path or None for callback in kept[:2]))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch and collect every rank's memory."""
-        memory = [row for rows in gather_objects(self._memory(trainer)) for row in rows]
+        memory = [row for rows in gather_objects(_memory(trainer)) for row in rows]
         self._close_epoch(trainer)
-        self.record["peak_memory"] = memory
+        self.record.peak_memory = memory
         if self._trace is not None:
             cuda = trainer.strategy.root_device.type == "cuda"
-            self.record["profile"] = {"limit": limit(self._trace.rows, cuda), "ranks": self._trace.rows}
-        self._measured(trainer)
+            self.record.profile = Profile(limit(self._trace.rows, cuda), self._trace.rows)
+        self._measure(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the checkpoints of a run that was resumed at its end, and had no step to take."""
+        """Record the checkpoints of a run that resumed at its end and took no step."""
         if self._first_step is None:
-            self._measured(trainer)
+            self._measure(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the epochs so far, so that a resumed run's record holds them all."""
+        """Save the epochs so far, so that a resumed run's record has them all."""
         if "train_loss" in trainer.callback_metrics:
             self._close_epoch(trainer)
-        checkpoint["epochs"] = self.record.get("epochs", [])
+        checkpoint["epochs"] = [vars(row) for row in self.record.epochs]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Continue the epochs of the run that is resumed."""
+        """Continue the epochs of the resumed run."""
         if trainer.state.fn == "fit":
-            self.record["epochs"] = list(checkpoint.get("epochs", []))
-            for logger in trainer.loggers if trainer.is_global_zero and self.record["parts"] else []:
+            self.record.epochs = [Epoch(**row) for row in checkpoint.get("epochs", [])]
+            for logger in trainer.loggers if trainer.is_global_zero and self.record.parts else []:
                 if isinstance(logger, MetricsFile):
                     logger.go_back(checkpoint["global_step"])
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the test figures, and the checkpoint that has them, unless it is the last weights."""
-        metrics = trainer.callback_metrics
-        names = {"loss": "test_loss", "acc": "test_acc"}
-        self.record["test"] = {key: metrics[name].item() for key, name in names.items() if name in metrics} or None
-        self.record["tested"] = trainer.ckpt_path and str(trainer.ckpt_path)
+        """Record the test figures and their checkpoint, unless they are of the last weights."""
+        figures = _metrics(trainer, "test")
+        self.record.test = None if figures == Metrics() else figures
+        self.record.tested = str(trainer.ckpt_path) if trainer.ckpt_path else None
+
+
+def _metrics(trainer: Trainer, split: str) -> Metrics:
+    metrics = trainer.callback_metrics
+    loss, acc = (metrics[name].item() if name in metrics else None for name in (f"{split}_loss", f"{split}_acc"))
+    return Metrics(loss, acc)
+
+
+def _memory(trainer: Trainer) -> list[DeviceMemory]:
+    return [DeviceMemory(**row) for row in peak_memory(trainer.global_rank, devices_of(trainer))]
+
+
+def _continued(before: list[list[float]], points: list[list[float]], earlier: float) -> list[list[float]]:
+    """Append this part's points to those of earlier parts, if they are of as many ranks.
+
+    Args:
+        before: Rows of seconds and figures.
+        points: The same of this part.
+        earlier: Seconds of training before this part.
+    """
+    later = [[round(seconds + earlier, 4), *figures] for seconds, *figures in points]
+    return [*before, *later] if not before or not later or len(before[0]) == len(later[0]) else later
 
 
 def learning_rate(trainer: Trainer) -> float | None:
-    """The learning rate of the first group of parameters."""
+    """Return the learning rate of the first parameter group."""
     return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
 
 
 def _batches(trainer: Trainer) -> int:
-    """Number of batches that have been trained on, in all epochs."""
+    """Count the training batches of all epochs so far."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
 
 
 def _time_when_done(trainer: Trainer) -> float:
-    """The time when the device has done what it was given so far."""
+    """Synchronise the device and return the time."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize(trainer.strategy.root_device)
     return time.perf_counter()

@@ -10,8 +10,8 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.optim import Optimizer
 
 from app.parallel import SplitForward
+from app.record import PHASES, Phases, RankTime
 
-PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "launch")
 
 
@@ -48,13 +48,14 @@ class StepProfile(Callback):
         return self._watch is not None and self._watch.cuda and (self._watch.attached or self._ended_now)
 
     @property
-    def time_per_step(self) -> dict[str, Any] | None:
-        """Median milliseconds of each phase and their number; None where training was too short."""
+    def time_per_step(self) -> Phases | None:
+        """Median milliseconds of each phase; None when training was too short."""
         if not self._steps:
             return None
-        names = (*PHASES, "forward", "backward", "launch")
-        phases = {name: round(1000 * statistics.median(step[name] for step in self._steps), 4) for name in names}
-        return {**phases, "n": len(self._steps), "unit": "ms"}
+        phases: dict[str, Any] = {
+            name: round(1000 * statistics.median(step[name] for step in self._steps), 4) for name in NAMES
+        }
+        return Phases(n=len(self._steps), **phases)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out what is between epochs."""
@@ -99,7 +100,10 @@ class StepProfile(Callback):
             self._watch = None
 
 
-def phases_of_windows(profiled: dict[str, Any], step: float, rank: dict[str, Any] | None) -> dict[str, Any]:
+NAMES = (*PHASES, "forward", "backward", "launch")
+
+
+def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> Phases:
     """Divide the step time of the throughput's windows among its phases, in milliseconds.
 
     Args:
@@ -108,13 +112,10 @@ def phases_of_windows(profiled: dict[str, Any], step: float, rank: dict[str, Any
         rank: Rank zero's median times over all windows, or None without other ranks. They replace the profiled data and
             communication, because a few steps say little about waiting for other ranks.
     """
-    known = {"data": rank["data"], "communication": rank["wait"]} if rank else {}
-    if sum(known.values()) >= step:
-        known = {}
-    others = [phase for phase in PHASES if phase not in known]
-    scale = (step - sum(known.values())) / sum(profiled[phase] for phase in others)
-    scaled = {name: value * scale for name, value in profiled.items() if name not in ("n", "unit")}
-    return {**profiled, **{name: round(value, 4) for name, value in (scaled | known).items()}}
+    known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
+    scale = (step - sum(known.values())) / sum(getattr(profiled, phase) for phase in PHASES if phase not in known)
+    scaled = {name: getattr(profiled, name) * scale for name in NAMES} | known
+    return Phases(n=profiled.n, **{name: round(value, 4) for name, value in scaled.items()})
 
 
 class _Stopwatch(PassThroughProfiler):

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from app.launch.agree import gather_objects
 from app.monitor.step_profiler import StepProfile
+from app.record import Profile, ProfiledRank
 from app.system.torch_patches import all_threads
 
 OPERATIONS = ("aten::", "autograd::", "c10d::", "gloo:", "record_param_comms")  # on a CPU; all else is Python
@@ -45,7 +46,7 @@ class StepTrace(Callback):
     steps = 8
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[ProfiledRank] = []
         self._seen = 0
         self._profile: profile | None = None
         self._idle: float | None = None
@@ -81,8 +82,8 @@ class StepTrace(Callback):
         """Collect what was found. Collective."""
         self._end(trainer)
         timed = next((c.time_per_step for c in trainer.callbacks if isinstance(c, StepProfile)), None)  # type: ignore[attr-defined]
-        own = {"rank": trainer.global_rank, **(timed or {}), "host": self._idle, "trace": self._file}
-        self.rows = gather_objects(own)
+        phases = vars(timed) if timed else {}
+        self.rows = gather_objects(ProfiledRank(**phases, rank=trainer.global_rank, host=self._idle, trace=self._file))
 
     def _end(self, trainer: Trainer) -> None:
         if self._profile is None:
@@ -135,50 +136,45 @@ def _covered(intervals: Iterable[tuple[float, float]], begins: float, ends: floa
     return total
 
 
-def profile_table(rows: Sequence[dict[str, Any]]) -> Table:
+def profile_table(rows: Sequence[ProfiledRank]) -> Table:
     """One line for each rank: milliseconds of each part of a step, and the share of it that the host took alone."""
     names = [*("comm." if name == "communication" else name for name in SHARES), "host"]
     title = "milliseconds of a step; host: share without any operation"
     table = Table("rank", *(Column(name, justify="right") for name in names), title=title)
     for row in rows:
-        idle = "" if row["host"] is None else f"{row['host']:.0%}"
-        table.add_row(str(row["rank"]), *(f"{row[name]:.2f}" if name in row else "" for name in SHARES), idle)
+        idle = "" if row.host is None else f"{row.host:.0%}"
+        table.add_row(str(row.rank), *(f"{getattr(row, name):.2f}" if row.n else "" for name in SHARES), idle)
     return table
 
 
-def limit(rows: Sequence[dict[str, Any]], cuda: bool) -> str:
+def limit(rows: Sequence[ProfiledRank], cuda: bool) -> str:
     """Say in one sentence what limits a run, and what to try.
 
     Args:
         rows: Of each rank, as `StepTrace.rows`.
         cuda: Whether it was on a GPU.
     """
-    known = [row for row in rows if "data" in row]
+    known = [row for row in rows if row.n]
     if not known:
         return "training was too short for --profile: it looks at the steps 6 to 34"
-    slowest = max(known, key=lambda row: sum(row[name] for name in SHARES) - row["communication"])
-    whole = sum(slowest[name] for name in SHARES)
-    shares = {name: slowest[name] / whole for name in ("data", "communication")}
-    shares["host"] = slowest["host"] or 0.0
+    slowest = max(known, key=lambda row: row.step - row.communication)
+    shares = {"data": slowest.data / slowest.step, "communication": slowest.communication / slowest.step}
+    shares["host"] = slowest.host or 0.0
     name = max(shares, key=lambda key: shares[key])
     said = {
         "host": "Python: no operation runs meanwhile",
         "data": "the data: reading, moving and augmenting a batch",
         "communication": "waiting for the other ranks",
     }
-    of = f" of rank {slowest['rank']}" if len(rows) > 1 else ""
+    of = f" of rank {slowest.rank}" if len(rows) > 1 else ""
     if shares[name] < 1 / 3:
         return f"the device limits the run: it computes for most of a step{of}; try {REMEDIES['device'][not cuda]}"
     return f"{shares[name]:.0%} of a step{of} is {said[name]}; try {REMEDIES[name][not cuda]}"
 
 
-def profile_lines(profiled: dict[str, Any]) -> Iterator[str]:
-    """What is said of a profiled run, line by line, below its table.
-
-    Args:
-        profiled: `profile` of the run record.
-    """
-    yield f"limited by      {profiled['limit']}"
-    files = [row["trace"] for row in profiled["ranks"] if row["trace"]]
+def profile_lines(profiled: Profile) -> Iterator[str]:
+    """Write the lines below the table of a profiled run."""
+    yield f"limited by      {profiled.limit}"
+    files = [row.trace for row in profiled.ranks if row.trace]
     if files:
         yield f"traces          {', '.join(files)}: open them at https://ui.perfetto.dev"

@@ -1,5 +1,6 @@
-"""What is said of a run while it goes on: a line for each epoch, and what there is at the end."""
+"""Lines about a run: one for each epoch, and a summary at the end."""
 
+import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,12 +13,14 @@ from app.launch.cluster_environment import OWN_AGENT
 from app.launch.process import trust_flags
 from app.monitor.loggers import Tracker
 from app.monitor.rank_times import slow_ranks
+from app.record import Epoch, Metrics, Record
+from app.record.words import duration, percent
 
 OTHERS = 0.25  # cores taken by other programs, from which the report mentions them
 
 
-def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
-    """Tell how a run went, where its files are and what to try next, line by line.
+def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
+    """Summarise a run line by line: how it went, where its files are, and what to try next.
 
     Args:
         record: The run record.
@@ -25,70 +28,61 @@ def report(record: dict[str, Any], loggers: Iterable[Logger], fitted: bool, use:
         fitted: Whether it was a training.
         use: Command to suggest for the best checkpoint, or None.
     """
-    directory, parts = record["run_dir"], record.get("parts") or []
-    losses, speed, test = record.get("train_loss"), record["throughput"], record["test"]
-    epochs, checkpoints = record["epochs"], record["checkpoint"] or {}
-    accuracies = [row["val_acc"] for row in epochs if row["val_acc"] is not None]
-    if record["status"] != "completed":
-        yield f"{record['status']:<15} {record['error']}"
-    if losses and None not in losses.values():
-        steps = " -> ".join(f"{loss:.4f}" for loss in losses.values())
+    directory, losses, speed, epochs = str(record.run_dir), record.train_loss, record.throughput, record.epochs
+    validated = [row for row in epochs if row.val_acc is not None]
+    if record.status != "completed":
+        yield f"{record.status:<15} {record.error}"
+    if losses and all(loss is not None and math.isfinite(loss) for loss in vars(losses).values()):
+        steps = " -> ".join(f"{loss:.4f}" for loss in vars(losses).values())
         yield f"training loss   {steps}  (first, middle, last of {len(epochs)} epochs)"
-    elif record.get("not_finite_since") is not None:
-        yield f"training loss   not finite since epoch {record['not_finite_since'] + 1}: the run has diverged"
-    if accuracies:
-        best = accuracies.index(max(accuracies))
-        yield f"validation      best accuracy {percent(accuracies[best])}, in epoch {epochs[best]['epoch'] + 1}"
-    if test:
-        tested = Path(record["tested"]).name if record["tested"] else "last weights"
-        yield f"test            {_figures(test)}  ({tested})"
-    elif fitted and not record["tested"] and use != "test":
+    elif record.not_finite_since is not None:
+        yield f"training loss   not finite since epoch {record.not_finite_since + 1}: the run has diverged"
+    if validated:
+        best = max(validated, key=lambda row: row.val_acc or 0.0)
+        yield f"validation      best accuracy {percent(best.val_acc or 0.0)}, in epoch {best.epoch + 1}"
+    if record.test:
+        tested = Path(record.tested).name if record.tested else "last weights"
+        yield f"test            {_figures(record.test)}  ({tested})"
+    elif fitted and not record.tested and use != "test":
         yield "test            none: there are no test images, or the model has no test_step"
-    if record.get("validation"):
-        yield f"validation      {_figures(record['validation'])}"
-    if fitted and record["train_s"] is not None:
-        windows = f"{speed['n']} window{'s' * (speed['n'] != 1)}"
-        rate = f", {speed['median']:,.0f} samples/s (median of {windows})" if speed["median"] else ""
-        whole = f" in {len(parts) + 1} parts" if parts else ""
-        trained, before = duration(record["train_s"]), duration(record["setup_s"])
-        taken, cores = record.get("others_cores") or 0.0, record["hardware"]["cores"]
-        others = f"; other programs took {taken:.1f} of {cores} cores" if taken >= OTHERS else ""
+    if record.validation:
+        yield f"validation      {_figures(record.validation)}"
+    if fitted and record.train_s is not None and record.setup_s is not None:
+        windows = f"{speed.n} window{'s' * (speed.n != 1)}"
+        rate = f", {speed.median:,.0f} samples/s (median of {windows})" if speed.median else ""
+        whole = f" in {len(record.parts) + 1} parts" if record.parts else ""
+        trained, before = duration(record.train_s), duration(record.setup_s)
+        busy, cores = record.others_cores or 0.0, record.hardware and record.hardware.cores
+        others = f"; other programs took {busy:.1f} of {cores} cores" if busy >= OTHERS else ""
         yield f"time            {trained} training{whole}, {before} set-up{rate}{others}"
-        for slow in slow_ranks(record["ranks"]).values():
+        for slow in slow_ranks(record.ranks).values():
             yield f"slow            {slow}: the others wait for it in every step"
     kept = sorted(path.name for path in Path(directory).iterdir() if path.name != "wandb")
     yield f"files           {directory}: {', '.join(kept)}"
     for logger in loggers:
         if isinstance(logger, Tracker):
             yield f"tracked         {logger.where()}"
-    if fitted and checkpoints.get("last"):
+    if fitted and record.checkpoint.last:
         again = shlex.join([*trust_flags(), "--config", f"{directory}/config.yaml"])
-        alone = record["num_nodes"] == 1 and all(launcher.startswith(OWN_AGENT) for launcher in record["launchers"])
+        alone = record.num_nodes == 1 and all(launcher.startswith(OWN_AGENT) for launcher in record.launchers)
         resume = f"python -m app fit {again}" if alone else "the same command, with"
-        resume += f" --ckpt_path {shlex.quote(checkpoints['last'])}"
-        if not finished(record):
+        resume += f" --ckpt_path {shlex.quote(record.checkpoint.last)}"
+        if not record.finished:
             yield f"go on           {resume}"
             return
-        if checkpoints["best"] and use:
+        if record.checkpoint.best and use:
             here = "" if alone else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"
-            checkpoint = shlex.quote(checkpoints["best"])
+            checkpoint = shlex.quote(record.checkpoint.best)
             yield f"use it          python -m app {use} {again}{here} --ckpt_path {checkpoint}"
-        by_steps = 0 <= record["max_steps"] <= record["steps"]
-        more = f"--trainer.max_steps {2 * record['steps']}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
+        by_steps = 0 <= (record.max_steps or -1) <= record.steps
+        more = f"--trainer.max_steps {2 * record.steps}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
         yield f"train longer    {resume} {more}"
         if alone:
             yield "other ways      python -m app compare"
 
 
-def finished(record: dict[str, Any]) -> bool:
-    """Decide whether a training has reached the epochs or steps that were asked for."""
-    epochs = max((row["epoch"] + 1 for row in record["epochs"] if row["whole"]), default=0)
-    limits = ((epochs, record["max_epochs"]), (record["steps"], record["max_steps"]))
-    return any(limit is not None and 0 <= limit <= reached for reached, limit in limits)
-
-
 def epoch_line(
-    row: dict[str, Any],
+    row: Epoch,
     of: int | None,
     metrics: Mapping[str, Any],
     validated: bool,
@@ -97,7 +91,7 @@ def epoch_line(
     left: float | None,
     width: int,
 ) -> str:
-    """Write a line on an epoch; what is said of one stands below what is said of another.
+    """Write an epoch's line; its columns line up with other epochs'.
 
     Args:
         row: The epoch's row of the run record.
@@ -109,7 +103,7 @@ def epoch_line(
         left: Seconds to the end of the training, where they are known.
         width: Columns of the terminal; memory is left out where there are too few.
     """
-    number = f"{row['epoch'] + 1}/{of}" if of and of > 0 else str(row["epoch"] + 1)
+    number = f"{row.epoch + 1}/{of}" if of and of > 0 else str(row.epoch + 1)
     parts = [f"epoch {number:>{2 * len(str(of or 0)) + 1}}"]
     for name, (short, form) in LOGGED.items():
         if name in metrics and (validated or not name.startswith("val")):
@@ -120,10 +114,10 @@ def epoch_line(
     left_out = re.compile(r".*_step|lr-.*|train_acc" + ("" if validated else "|val.*"))
     others = [name for name in metrics if name not in LOGGED and not left_out.fullmatch(name)]
     parts += [f"{name} {float(metrics[name]):.4g}" for name in others]
-    parts += [f"lr {row['lr']:.3g}"] if row["lr"] is not None else []
-    parts += [f"{row['samples_per_s']:,.0f}/s"] if row["samples_per_s"] else []
+    parts += [f"lr {row.lr:.3g}"] if row.lr is not None else []
+    parts += [f"{row.samples_per_s:,.0f}/s"] if row.samples_per_s else []
     last = [f"{duration(left)} left"] if left else []
-    last += ["(in part)"] * (not row["whole"])
+    last += ["(in part)"] * (not row.whole)
     line = "  ".join([*parts, f"{memory:.1f} GiB", *last])
     return line if len(line) <= width else "  ".join([*parts, *last])
 
@@ -131,25 +125,8 @@ def epoch_line(
 LOGGED = {"train_loss": ("train", ".3f"), "val_loss": ("val", ".3f"), "val_acc": ("acc", "5.1f")}
 
 
-def duration(seconds: float) -> str:
-    """Write a time: `0.8 s`, `4:10`, `1:02:03`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def percent(share: float) -> str:
-    """Write a share: `63.73 %`."""
-    return f"{100 * share:.2f} %"
-
-
-def _figures(measured: Mapping[str, float | None]) -> str:
-    """Write accuracy and loss where they were logged; the record has null where a loss was not finite."""
-    accuracy = measured.get("acc")
-    said = [f"accuracy {percent(accuracy)}"] if accuracy is not None else []
-    if "loss" in measured:
-        loss = measured["loss"]
-        said.append("loss not finite" if loss is None else f"loss {loss:.4f}")
-    return ", ".join(said)
+def _figures(metrics: Metrics) -> str:
+    texts = [f"accuracy {percent(metrics.acc)}"] if metrics.acc is not None else []
+    if metrics.loss is not None:
+        texts.append(f"loss {metrics.loss:.4f}" if math.isfinite(metrics.loss) else "loss not finite")
+    return ", ".join(texts)

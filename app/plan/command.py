@@ -25,6 +25,7 @@ from app.plan.compared import add_measured
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
 from app.plan.measure import measure_steps, profile_gradients, read_record, timed
 from app.plan.report import PICTURES, advice, draw_pictures, heading, markdown, notes, origin, screen
+from app.record import Hardware
 from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
@@ -217,15 +218,15 @@ def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Ba
     cautions: list[str] = []
     if options.run:
         records = [read_record(path) for path in options.run]
-        configs = [read_yaml(record["config"]) for record in records]
-        models = [(c.get("model"), r["precision"], r["threads"]) for c, r in zip(configs, records, strict=True)]
+        configs = [read_yaml(str(record.config)) for record in records]
+        models = [(c.get("model"), r.precision, r.threads) for c, r in zip(configs, records, strict=True)]
         if any(model != models[0] for model in models):
             raise UserError("the runs of --run are of different models, precisions or threads: give runs of one")
         measured = [timed(record) for record in records]
-        batch = max(record["global_batch_size"] for record in records)
-        fit, config = ["fit", "--config", records[0]["config"], *fit[1:]], configs[0]
-        cuda = records[0]["peak_memory"][0]["device"].startswith("cuda")
-        found = records[0]["hardware"]
+        batch = max(record.global_batch_size or 1 for record in records)
+        fit, config = ["fit", "--config", str(records[0].config), *fit[1:]], configs[0]
+        cuda = records[0].accelerator == "cuda"
+        found = asdict(records[0].hardware or Hardware("", 1))
         gpus = len(found["gpus"])
         source = f"the steps of {', '.join(options.run)}"
         if len({each.images for each in measured}) == 1:

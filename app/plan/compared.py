@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pandas as pd
 
 from app.errors import UserError
 from app.fit.parser import read_yaml
-from app.monitor.record_file import RESULTS, load_record
+from app.record import Record, load_json
+from app.record.record import Count, Positive
 
 # settings that leave the time of a step as it is, or nearly so
 BESIDE = {
@@ -18,6 +20,30 @@ BESIDE = {
 }
 KEY = ["strategy", "devices", "global_batch", "threads"]
 FIGURES = ["measured_samples_per_s", "measured_low", "measured_high"]
+
+
+@dataclass
+class MeasuredVariant:
+    """A row of a comparison's results.json."""
+
+    runs: list[str]
+    replicas: Count | None = None
+    nodes: Count | None = None
+    threads: Count | None = None
+    global_batch: Count | None = None
+    accelerator: str | None = None
+    samples_per_s: Positive | None = None
+    samples_per_s_min: Positive | None = None
+    samples_per_s_max: Positive | None = None
+
+
+@dataclass
+class Results:
+    """The part of a comparison's results.json that a plan needs."""
+
+    hardware: dict[str, Any] = field(default_factory=dict)
+    verdict: dict[str, Any] = field(default_factory=dict)
+    variants: list[MeasuredVariant] = field(default_factory=list)
 
 
 def add_measured(
@@ -70,21 +96,19 @@ def _measured(file: Path, wanted: dict[str, Any], hardware: dict[str, Any], acce
     """Read the variants of a comparison that train the same on one node of the machine, a row for each."""
     rows = []
     try:
-        results = load_record(file, RESULTS)
-        variants = results["variants"] if results["hardware"] == hardware and results["verdict"]["taken"] else []
-        for variant in variants:
-            if not variant["samples_per_s"] or variant["nodes"] != 1 or variant["accelerator"] != accelerator:
+        results = load_json(file, Results)
+        conclusive = results.hardware == hardware and results.verdict.get("taken")
+        for variant in results.variants if conclusive else []:
+            if not variant.samples_per_s or variant.nodes != 1 or variant.accelerator != accelerator:
                 continue
-            run = file.parent.joinpath("runs", *Path(variant["runs"][0]).parts[-3:])
+            run = file.parent.joinpath("runs", *Path(variant.runs[0]).parts[-3:])
             if _what_matters(read_yaml(str(run / "config.yaml"))) != wanted:
                 continue
-            rates = dict(zip(FIGURES, (variant[f"samples_per_s{end}"] for end in ("", "_min", "_max")), strict=True))
-            strategy = "one device" if variant["replicas"] == 1 else load_record(run / "run.json")["strategy"]
-            rows.append(
-                {"strategy": strategy, "devices": variant["replicas"], **{k: variant[k] for k in KEY[2:]}} | rates
-            )
+            strategy = "one device" if variant.replicas == 1 else Record.load(run / "run.json").strategy
+            key = [strategy, variant.replicas, variant.global_batch, variant.threads]
+            rows.append([*key, variant.samples_per_s, variant.samples_per_s_min, variant.samples_per_s_max])
     except ValueError as error:
         print(f"{error}: it is left out", file=sys.stderr)
-    except (LookupError, TypeError, UserError):  # of another version
+    except (LookupError, UserError):  # of another version
         pass
     return pd.DataFrame(rows, columns=KEY + FIGURES)

@@ -162,7 +162,7 @@ class Timed:
     """
 
     images: float
-    phases: dict[str, float]
+    phases: dict[str, Any]
     windows: tuple[float, float] = (1.0, 1.0)
     threads: int = 1
 

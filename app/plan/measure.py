@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,26 @@ from torch import Tensor, nn
 from app.data.module import ImageData
 from app.errors import UserError
 from app.fit.configuration import build, resolve
-from app.fit.short_run import short_run
 from app.modules import ImageClassifier
-from app.monitor.record_file import load_record
 from app.plan.cost_model import Timed
+from app.record import Record
+from app.runs import run_fit
 
-WINDOW = 5  # steps
+ONE_DEVICE = {  # flags of a short, quiet run of 30 steps
+    "trainer.devices": "1",
+    "trainer.num_nodes": "1",
+    "trainer.strategy": "auto",
+    "trainer.max_epochs": "-1",
+    "trainer.max_steps": "30",
+    "trainer.log_every_n_steps": "5",
+    "trainer.limit_val_batches": "0",
+    "trainer.enable_checkpointing": "false",
+    "trainer.fast_dev_run": "false",
+    "trainer.barebones": "false",
+    "run.warmup_epochs": "0",
+    "run.wandb": "false",
+}
+LIMIT = 300.0  # seconds
 
 
 def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda what: None) -> list[Timed]:
@@ -39,7 +52,7 @@ def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda what
         of = "" if size is None else f" with batches of {size}"
         say(f"measuring steps on one device{of}")
         record = timed_run(arguments if size is None else [*arguments, "--data.batch_size", str(size)])
-        batch = record["global_batch_size"]
+        batch = record.global_batch_size
         if batch is None:
             raise UserError("the data module is not one of this application: its batch is not known: give --data")
         if size is None:
@@ -48,41 +61,51 @@ def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda what
     return measured
 
 
-def timed_run(arguments: list[str]) -> dict[str, Any]:
-    """Make a run of 30 steps on one device, and return its record.
+def timed_run(arguments: list[str]) -> Record:
+    """Train for 30 steps on one device, and return the record.
+
+    Args:
+        arguments: The arguments of `python -m app`, beginning with `fit`.
 
     Raises:
-        UserError: When it fails, or its steps could not be timed.
+        UserError: When the run fails, or its steps could not be timed.
     """
-    record = short_run(arguments, {"trainer.log_every_n_steps": WINDOW, "run.warmup_epochs": 0})
-    if record["time_per_step"] is None:
+    record = run_fit([*arguments[1:], *(f"--{flag}={value}" for flag, value in ONE_DEVICE.items())], LIMIT)
+    if record.time_limit is not None:
+        raise UserError(f"30 steps on one device took more than {LIMIT:g} s: use a smaller model")
+    if record.status != "completed":
+        raise UserError(str(record.error))
+    if record.time_per_step is None:
         raise UserError("the steps could not be timed: leave --trainer.profiler out")
     return record
 
 
-def timed(record: dict[str, Any]) -> Timed:
-    """What a run record says of the steps of one device."""
-    rates = record["throughput"]
-    windows = (rates["median"] / rates["max"], rates["median"] / rates["min"]) if rates["median"] else (1.0, 1.0)
-    images = record["global_batch_size"] / record["replicas"]
-    return Timed(images, record["time_per_step"], windows, record["threads"])
+def timed(record: Record) -> Timed:
+    """Return the times of a step on one device."""
+    rates = record.throughput
+    windows = (rates.median / rates.max, rates.median / rates.min) if rates.median and rates.max and rates.min else None
+    assert record.global_batch_size
+    assert record.time_per_step
+    assert record.threads
+    images = record.global_batch_size / record.replicas
+    return Timed(images, vars(record.time_per_step), windows or (1.0, 1.0), record.threads)
 
 
-def read_record(path: str) -> dict[str, Any]:
-    """Read a run's record, of which a step on one device is known.
+def read_record(path: str) -> Record:
+    """Read the record of a run whose steps were timed on each device.
 
     Raises:
         UserError: When there is no record, or it has not what is needed.
     """
     file = Path(path) if path.endswith(".json") else Path(path, "run.json")
     try:
-        record = load_record(file)
+        record = Record.load(file)
     except ValueError as error:
         raise UserError(f"--run {path}: {error}: give a run's directory") from error
-    for name in ("time_per_step", "global_batch_size", "config", "replicas", "throughput", "threads", "peak_memory"):
-        if not record.get(name):
+    for name in ("time_per_step", "global_batch_size", "config", "threads", "peak_memory"):
+        if not getattr(record, name):
             raise UserError(f"--run {path}: its record has no {name}: give a run of fit of 6 or more steps")
-    if record["world_size"] < record["replicas"]:
+    if record.world_size < record.replicas:
         raise UserError(f"--run {path} was under dp, whose step is not that of one device: give another run")
     return record
 

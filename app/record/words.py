@@ -17,14 +17,26 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def way_of_running(record: Record) -> str:
-    """Name strategy, devices and nodes: `ddp, 4 × GPU on 2 nodes`; `1 × CPU`."""
-    devices = f"{record.replicas} × {'CPU' if record.accelerator == 'cpu' else 'GPU'}"
-    strategy = f"{record.strategy}, " if record.strategy and record.replicas > 1 else ""
-    return strategy + devices + (f" on {record.num_nodes} nodes" if record.num_nodes > 1 else "")
+def way_of_running(record: Record, device: str = "") -> str:
+    """Name strategy, devices and nodes: `ddp, 4 × GPU on 2 nodes`; `one CPU`.
+
+    Args:
+        record: The run record.
+        device: Name of a device; by default `CPU` or `GPU`.
+    """
+    device = device or ("CPU" if record.accelerator == "cpu" else "GPU")
+    nodes = f" on {record.num_nodes} nodes" if record.num_nodes > 1 else ""
+    return f"{record.strategy}, {record.replicas} × {device}{nodes}" if record.replicas > 1 else f"one {device}"
 
 
 def threads(record: Record) -> str:
     """Count the CPU threads: `1 thread`, `2 threads each`."""
     plural = "s" * (record.threads != 1)
     return f"{record.threads} thread{plural}{' each' * (record.world_size > 1)}"
+
+
+def batch(record: Record) -> str:
+    """Describe the global batch: `64 = 2 × 32, at most 16 at once`."""
+    size = record.global_batch_size or 0
+    share = f" = {record.replicas} × {size / record.replicas:g}" if record.replicas > 1 else ""
+    return f"{size:,}{share}" + (f", at most {record.micro_batch:,} at once" if record.micro_batch else "")

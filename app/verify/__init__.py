@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # every rank that is recorded imports this package
-    from app.verify.proof import Verdict
+    from app.verify.verdict import Verdict
 
 
 def same_training(

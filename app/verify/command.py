@@ -15,7 +15,7 @@ from app.fit.parser import PlainParser, read_yaml
 from app.monitor.loggers import claim_version
 from app.system.files import write_json
 from app.verify.proof import Prover, Settings
-from app.verify.report import as_json, show, write
+from app.verify.report import write_report
 
 USAGE = """\
 python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]
@@ -41,11 +41,11 @@ def run(arguments: list[str]) -> int:
     prover.say = lambda line: console.print(line, style="dim", highlight=False)
     prover.folder = claim_version(Path(options.root, "verify"))
     verdict = prover.run()
-    show(verdict, console)
+    verdict.show(console)
     command = shlex.join(["python", "-m", "app", "verify", *arguments])
-    console.print(f"report  {write(verdict, command, prover.folder)}", soft_wrap=True, highlight=False)
+    console.print(f"report  {write_report(verdict, command, prover.folder)}", soft_wrap=True, highlight=False)
     if options.json is not None:
-        write_json(Path(options.json), as_json(verdict))
+        write_json(Path(options.json), verdict.as_json())
     return int(not verdict)
 
 

@@ -35,6 +35,7 @@ class Recorded:
         files = sorted((run_dir / FOLDER).glob("rank_*.json"), key=lambda file: int(file.stem.partition("_")[2]))
         if not files:
             raise UserError(f"{run_dir}: no steps were recorded")
+        self.run_dir = run_dir
         self.ranks: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
         self.weights: dict[str, torch.Tensor] = torch.load(run_dir / FOLDER / "weights.pt", weights_only=True)
         self.facts: dict[str, Any] = self.ranks[0]["facts"]

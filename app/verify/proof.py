@@ -1,6 +1,5 @@
-"""Runs one training in several ways, and finds whether they are the same."""
+"""Runs a training as several variants, and compares them with one device."""
 
-import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from app.compare.experiment import OWN, Experiment, Variant, expand
-from app.compare.runner import Outcome, Runner
 from app.errors import UserError
-from app.verify.causes import Case, Cause, causes, unused
-from app.verify.differences import EXACT, Parting, Recorded, differences, largest
+from app.runs import run_fit
+from app.runs.run_fit import last_lines
+from app.variant import RESERVED, Variant
+from app.verify.causes import Case, causes, unused
+from app.verify.differences import EXACT, Recorded, differences, largest
+from app.verify.verdict import Result, Verdict
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
 MAY_BE_ROUNDING = 1e-2  # a first difference that is larger than this is none, in 16 bits either
+NUMBERS = ("loss", "gradients", "weights")
 UNUSED = re.compile("find_unused_parameters|finished reduction")
 
 
@@ -40,64 +41,8 @@ class Settings:
     time_limit: float = 600.0
 
 
-@dataclass
-class Way:
-    """A way of running, beside the reference.
-
-    Attributes:
-        name: Its name.
-        command: What a person would type for it.
-        recorded: What its run has recorded; None where it has failed or was left out.
-        found: Where it parts from the reference, by column.
-        causes: Why, as far as that can be told.
-        rounding: What parts by rounding alone, by column.
-        in_float64: The largest difference of the numbers of a step in float64, where that was tried.
-        failed: Why it has not run to the end.
-        left_out: Why it was not tried.
-    """
-
-    name: str
-    command: list[str]
-    recorded: Recorded | None = None
-    found: dict[str, Parting] = field(default_factory=dict)
-    causes: list[Cause] = field(default_factory=list)
-    rounding: dict[str, Parting] = field(default_factory=dict)
-    in_float64: float | None = None
-    failed: str | None = None
-    left_out: str | None = None
-
-    @property
-    def same(self) -> bool:
-        """Whether it is the same training, or was not tried."""
-        return self.failed is None and not self.found
-
-
-@dataclass(repr=False)
-class Verdict:
-    """What was found; true where every way is the same training.
-
-    Attributes:
-        reference: What the run on one device has recorded.
-        ways: The others.
-    """
-
-    reference: Recorded
-    ways: list[Way]
-
-    def __bool__(self) -> bool:
-        return all(way.same for way in self.ways)
-
-    def __repr__(self) -> str:
-        """The table and the causes, as pytest shows them."""
-        from app.verify.report import show
-
-        console = Console(width=110, file=io.StringIO(), record=True)
-        show(self, console)
-        return f"\n{console.export_text()}"
-
-
 class Prover:
-    """Runs the ways, and compares what they record.
+    """Runs the variants, and compares their recordings.
 
     Args:
         settings: What to run.
@@ -121,7 +66,7 @@ class Prover:
         if settings.steps < 4:
             raise UserError(f"--steps {settings.steps}: give 4 or more")
         for flag in typed:
-            if flag in OWN:
+            if flag in RESERVED:
                 raise UserError(f"--{flag} is set by verify itself: leave it out")
             if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
                 raise UserError(
@@ -135,7 +80,7 @@ class Prover:
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.config = self.expand({REFERENCE: ALONE})[1][0].settings
+        self.config = self._variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
 
@@ -166,132 +111,117 @@ class Prover:
         """Run everything.
 
         Raises:
-            UserError: When the reference cannot be run.
+            UserError: When the reference cannot be run, or `fit` rejects a variant's flags.
         """
-        flags, left_out = self.ways()
-        self.expand(dict.fromkeys((REFERENCE, STOPPED, RESUMED), ALONE) | flags)  # before anything is run
-        (reference,) = self._run({REFERENCE: ALONE})
-        if not reference.records:
-            raise UserError(f"the run on one device cannot be made: {reference.reason}")
-        recorded = Recorded(self._run_dir(reference))
-        outcomes = self._run(flags)
-        ways = [self._way(outcome, recorded) for outcome in outcomes]
-        ways += [Way(name, [], left_out=reason) for name, reason in left_out.items()]
-        ways.append(self._resume(recorded))
-        replicas = {outcome.variant.name: outcome.variant.replicas for outcome in outcomes}
-        for way in ways:
-            if way.found:
-                self._prove(way, flags.get(way.name), replicas.get(way.name, 1))
-        return Verdict(recorded, ways)
+        flags, skipped = self.ways()
+        for name, more in flags.items():  # before anything runs
+            self._variant(name, more)
+        reference = self._run(REFERENCE, ALONE)
+        if reference.recorded is None:
+            raise UserError(f"the run on one device failed: {reference.failed}")
+        results = [self._run(name, more, reference.recorded) for name, more in flags.items()]
+        results += [Result(name, [], skipped=reason) for name, reason in skipped.items()]
+        results.append(self._resume(reference.recorded))
+        for result in results:
+            if result.differences:
+                self._repeat_in_float64(result, flags.get(result.name))
+        return Verdict(reference.recorded, results)
 
-    def expand(self, flags: Mapping[str, Mapping[str, Any]]) -> tuple[Experiment, list[Variant]]:
-        """Check the flags of some ways.
+    def _variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
+        variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
+        if variant.settings.trainer.accelerator == "cpu":
+            variant.lacking = None  # replicas that share cores are slow, but the same
+        return variant
 
-        Raises:
-            UserError: When one of them cannot be read by `fit`.
+    def _run(
+        self,
+        name: str,
+        flags: Mapping[str, Any],
+        reference: Recorded | None = None,
+        earlier: Recorded | None = None,
+        steps: int | None = None,
+        more: str = "",
+    ) -> Result:
+        """Run a variant, and compare its recording with the reference.
+
+        Args:
+            name: Name of the variant.
+            flags: Its flags of `fit`.
+            reference: The recording to compare with, if any.
+            earlier: The recording of the part before a resume.
+            steps: Optimizer steps; by default those of the settings.
+            more: Name of a series of runs, such as `in float64`.
         """
-        experiment = Experiment(
-            name="verify",
-            configs=self.configs,
-            flags={**self.device, **self.typed},
-            variants={name: dict(each) for name, each in flags.items()},
-            repeats=1,
-            warmup_epochs=0,
-            time_limit=self.settings.time_limit,
-        )
-        variants = expand(experiment)
-        for variant in variants:
-            if variant.settings.trainer.accelerator == "cpu":
-                variant.lacking = None  # threads and processes share cores: slow, but the same
-        return experiment, variants
-
-    def _run(self, flags: Mapping[str, Mapping[str, Any]], steps: int | None = None, more: str = "") -> list[Outcome]:
-        recording = "app.verify.recording.Recording"
-        own = {
-            "trainer.callbacks+": recording,
+        variant = self._variant(name, flags)
+        result = Result(name, variant.arguments, skipped=variant.lacking)
+        if variant.lacking:
+            return result
+        self.say(name + (f", {more}" if more else ""))
+        recording = {
+            "trainer.callbacks+": "app.verify.recording.Recording",
             "trainer.callbacks.steps": steps or self.settings.steps,
             "trainer.callbacks.epoch_steps": self.epoch_steps,
             "run.wandb": "false",
+            "run.warmup_epochs": 0,
+            "run.on_nonfinite": "warn",
         }
-        experiment, variants = self.expand(flags)
-        arguments = [f"--{key}={value}" for key, value in own.items()]
-        runner = Runner(experiment, variants, self.folder / more, arguments)
-        told: set[str] = set()
+        folder = self.folder / "runs" / more / variant.slug
+        arguments = [*variant.arguments[1:], *(f"--{flag}={value}" for flag, value in recording.items())]
+        record = run_fit(arguments, self.settings.time_limit, folder, variant.nodes())
+        if record.status != "completed":
+            result.failed = record.error
+            if record.time_limit is not None:
+                result.failed = f"not done after {record.time_limit:g} s: see --time_limit"
+            if reference and UNUSED.search("\n".join([str(record.error), *last_lines(folder)])):
+                result.causes = [unused(reference)]
+            return result
+        try:
+            result.recorded = Recorded(Path(str(record.run_dir)), earlier)
+        except UserError as error:
+            result.failed = str(error)
+        if reference and result.recorded:
+            result.differences = differences(reference, result.recorded)
+            result.causes = causes(Case(reference, result.recorded, result.differences, variant.replicas))
+        return result
 
-        def show(now: Runner) -> None:
-            if now.running is not None and (name := now.running[0].variant.name) not in told:
-                told.add(name)
-                self.say(name + (f", {more}" if more else ""))
-
-        runner.show = show
-        runner.run()
-        for outcome in runner.outcomes:
-            if outcome.status == "slow":  # a part of its steps proves nothing
-                outcome.records.clear()
-        return runner.outcomes
-
-    def _run_dir(self, outcome: Outcome) -> Path:
-        return Path(outcome.records[1]["run_dir"])
-
-    def _way(self, outcome: Outcome, reference: Recorded, earlier: Recorded | None = None) -> Way:
-        variant: Variant = outcome.variant
-        way = Way(variant.name, variant.arguments)
-        if outcome.status == "skipped":
-            way.left_out = outcome.reason
-        elif not outcome.records:
-            way.failed = outcome.reason
-            if UNUSED.search(" ".join([outcome.reason or "", *outcome.tail])):
-                way.causes = [unused(reference)]
-        else:
-            try:
-                way.recorded = Recorded(self._run_dir(outcome), earlier)
-            except UserError as error:
-                way.failed = str(error)
-                return way
-            way.found = differences(reference, way.recorded)
-            way.causes = causes(Case(reference, way.recorded, way.found, variant.replicas))
-        return way
-
-    def _resume(self, reference: Recorded, precision: Mapping[str, Any] | None = None, more: str = "") -> Way:
-        """Stop in the middle of the first epoch, and go on from the checkpoint."""
+    def _resume(self, reference: Recorded, precision: Mapping[str, Any] | None = None, more: str = "") -> Result:
+        """Stop in the middle of the first epoch, and resume from the checkpoint."""
         flags, middle = {**ALONE, **(precision or {})}, max(len(reference.epoch(0)) // 2, 1)
-        (stopped,) = self._run({STOPPED: flags}, middle, more)
-        if not stopped.records:
-            return Way(RESUMED, stopped.variant.arguments, failed=stopped.reason)
-        earlier = Recorded(self._run_dir(stopped))
-        checkpoint = self._run_dir(stopped) / "checkpoints" / "last.ckpt"
-        (resumed,) = self._run({RESUMED: {**flags, "ckpt_path": str(checkpoint)}}, more=more)
-        return self._way(resumed, reference, earlier)
+        stopped = self._run(STOPPED, flags, steps=middle, more=more)
+        if stopped.recorded is None:
+            return Result(RESUMED, stopped.command, failed=stopped.failed)
+        checkpoint = {"ckpt_path": str(stopped.recorded.run_dir / "checkpoints" / "last.ckpt")}
+        return self._run(RESUMED, flags | checkpoint, reference, stopped.recorded, more=more)
 
-    def _prove(self, way: Way, flags: Mapping[str, Any] | None, replicas: int) -> None:
-        """Tell rounding from other differences: in float64 it all but vanishes.
+    def _repeat_in_float64(self, result: Result, flags: Mapping[str, Any] | None) -> None:
+        """Repeat a variant in float64, in which rounding nearly vanishes and other differences stay.
 
         Args:
-            way: One that parts from the reference.
-            flags: Its flags; None for the one that was stopped and resumed.
-            replicas: Devices that share a batch.
+            result: The result of a variant that differs.
+            flags: Its flags; None for the variant that was stopped and resumed.
         """
-        numbers = [way.found[name] for name in ("loss", "gradients", "weights") if name in way.found]
+        numbers = [result.differences[name] for name in NUMBERS if name in result.differences]
         exact = str(self.config.trainer.precision).startswith("64")
-        if exact or {"samples", "learning rate"} & way.found.keys() or not numbers or numbers[0].size > MAY_BE_ROUNDING:
+        other = {"samples", "learning rate"} & result.differences.keys()
+        if exact or other or not numbers or numbers[0].size > MAY_BE_ROUNDING:
             return
         double, more = {"trainer.precision": "64-true"}, "in float64"
-        (alone,) = self._run({REFERENCE: {**ALONE, **double}}, more=more)
-        if not alone.records:
+        reference = self._run(REFERENCE, {**ALONE, **double}, more=more).recorded
+        if reference is None:
             return
-        reference = Recorded(self._run_dir(alone))
         if flags is None:
-            here = self._resume(reference, double, more).recorded
+            repeated = self._resume(reference, double, more)
         else:
-            (outcome,) = self._run({way.name: {**flags, **double}}, more=more)
-            here = Recorded(self._run_dir(outcome)) if outcome.records else None
-        if here is None:
+            repeated = self._run(result.name, {**flags, **double}, reference, more=more)
+        if repeated.recorded is None:
             return
-        way.in_float64 = largest(reference, here)
-        if way.in_float64 > EXACT:
-            way.causes = way.causes or causes(Case(reference, here, differences(reference, here, EXACT), replicas))
+        result.in_float64 = largest(reference, repeated.recorded)
+        if result.in_float64 > EXACT:
+            replicas = self._variant(result.name, flags or ALONE).replicas
+            exactly = differences(reference, repeated.recorded, EXACT)
+            result.causes = result.causes or causes(Case(reference, repeated.recorded, exactly, replicas))
             return
-        others = differences(reference, here).keys() - {"loss", "gradients", "weights"}
-        way.rounding = {name: place for name, place in way.found.items() if name not in others}
-        way.found = {name: place for name, place in way.found.items() if name in others}
-        way.causes = [cause for cause in way.causes if others & set(cause.columns)]
+        kept = repeated.differences.keys() - set(NUMBERS)
+        result.rounding = {name: place for name, place in result.differences.items() if name not in kept}
+        result.differences = {name: place for name, place in result.differences.items() if name in kept}
+        result.causes = [cause for cause in result.causes if kept & set(cause.columns)]

@@ -1,0 +1,117 @@
+"""A variant: flags of `fit` by name, what they resolve to, and the processes that run it on this machine."""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from jsonargparse import Namespace
+
+from app.errors import UserError
+from app.fit.configuration import resolve
+from app.fit.devices import accelerator_name, devices_per_node, replicas
+from app.runs.run_fit import CommandLine
+from app.system.machine import usable_cores
+
+# flags that the command that starts a variant sets
+RESERVED = (
+    *("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group", "run.on_nonfinite"),
+    *("cluster.init_method", "cluster.node_rank"),
+)
+INHERITED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables that change a run
+
+
+@dataclass
+class Variant:
+    """A configuration to run.
+
+    Attributes:
+        name: Its name in reports.
+        arguments: Arguments of `python -m app`, from `fit` on.
+        settings: The resolved configuration, defaults included.
+        lacking: A device that this machine lacks for it, in words, or None.
+    """
+
+    name: str
+    arguments: list[str]
+    settings: Namespace
+    lacking: str | None = None
+
+    @classmethod
+    def of_flags(cls, name: str, flags: Mapping[str, Any], configs: Sequence[str] = ()) -> "Variant":
+        """Make a variant of flags without dashes; a null drops a flag.
+
+        Raises:
+            UserError: When `fit` rejects them.
+        """
+        given = [(flag, value) for flag, value in flags.items() if value is not None]
+        given.sort(key=lambda item: item[0] not in ("model", "data", "trainer.strategy"))  # before their settings
+        pairs = [*(("--config", config) for config in configs), *((f"--{flag}", typed(value)) for flag, value in given)]
+        arguments = ["fit", *itertools.chain.from_iterable(pairs)]
+        try:
+            variant = cls(name, arguments, resolve(arguments))
+        except UserError as error:
+            raise UserError(f"variant {name!r}: {error}") from error
+        variant.lacking = _lacking(variant)
+        return variant
+
+    @property
+    def slug(self) -> str:
+        """Name of the variant's folder."""
+        return re.sub(r"[^\w.=-]+", "_", self.name).strip("_") or "variant"
+
+    @property
+    def replicas(self) -> int:
+        """Devices that share a global batch, on all nodes."""
+        return replicas(self.settings.trainer)
+
+    def nodes(self) -> list[dict[str, str]]:
+        """Return the environment variables of each node; several nodes divide this machine's GPUs or cores."""
+        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        trainer = self.settings.trainer
+        if trainer.num_nodes == 1:
+            return [inherited]
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in psutil.net_if_addrs() else {}
+        if accelerator_name(trainer) != "cuda":
+            threads = os.environ.get("OMP_NUM_THREADS", str(max(usable_cores() // self.replicas, 1)))
+            return [inherited | loopback | {"OMP_NUM_THREADS": threads}] * trainer.num_nodes
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.replicas)))).split(",")
+        count = devices_per_node(trainer)
+        starts = range(0, count * trainer.num_nodes, count)
+        return [inherited | loopback | {"CUDA_VISIBLE_DEVICES": ",".join(visible[i : i + count])} for i in starts]
+
+    def commands(self, threads: int | None = None) -> str:
+        """Write what a person types to run it, a line for each node.
+
+        Args:
+            threads: CPU threads to set, unless the environment sets them.
+        """
+        nodes = [{"OMP_NUM_THREADS": str(threads)} | node if threads else node for node in self.nodes()]
+        meet = ["--cluster.init_method", "tcp://127.0.0.1:29500", "--cluster.node_rank"] if len(nodes) > 1 else []
+        lines = [
+            str(CommandLine([*self.arguments, *meet, *[str(rank)] * bool(meet)], node))
+            for rank, node in enumerate(nodes)
+        ]
+        return " &\n".join(lines)
+
+
+def typed(value: Any) -> str:
+    """Write a value as on a command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _lacking(variant: Variant) -> str | None:
+    """Name the devices that this machine has too few of: every replica needs a GPU, or a core, of its own."""
+    trainer, needed = variant.settings.trainer, variant.replicas
+    if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        return "there is no GPU"
+    gpus = accelerator_name(trainer) == "cuda"
+    kind, count = ("GPUs", torch.cuda.device_count()) if gpus else ("CPU cores", usable_cores())
+    if trainer.accelerator in ("auto", "cpu", "gpu", "cuda") and needed > count:
+        return f"needs {needed} {kind}; this machine has {count}"
+    return None

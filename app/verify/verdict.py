@@ -1,0 +1,157 @@
+"""Verdict of a verification: each variant's differences from one device, as a table and in sentences."""
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from app.verify.causes import Cause
+from app.verify.differences import COLUMNS, Parting, Recorded
+
+
+@dataclass
+class Result:
+    """Result of a variant.
+
+    Attributes:
+        name: Name of the variant.
+        command: Arguments of `python -m app`, from `fit` on.
+        recorded: The recording of its run; None where it failed or was skipped.
+        differences: First difference from one device, by column.
+        causes: Their causes, as far as they are known.
+        rounding: Differences that are only rounding, by column.
+        in_float64: Largest difference of a step's numbers in float64, if the variant was repeated in float64.
+        failed: Why it did not run to the end.
+        skipped: Why it was not tried.
+    """
+
+    name: str
+    command: list[str]
+    recorded: Recorded | None = None
+    differences: dict[str, Parting] = field(default_factory=dict)
+    causes: list[Cause] = field(default_factory=list)
+    rounding: dict[str, Parting] = field(default_factory=dict)
+    in_float64: float | None = None
+    failed: str | None = None
+    skipped: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether the variant is the same training, or was skipped."""
+        return self.failed is None and not self.differences
+
+    def cell(self, column: str) -> str:
+        """Return the table's cell for a column."""
+        if self.recorded is None:
+            return "—"
+        difference = self.differences.get(column)
+        if difference is None:
+            return "✓ ≈" if column in self.rounding else "✓"
+        return f"✗ {difference.where}" if difference.step is not None else "✗"
+
+    def explained(self) -> list[str]:
+        """Explain the variant's row."""
+        if self.skipped:
+            return [f"{self.name}: skipped: {self.skipped}"]
+        lines = [f"{self.name}: does not run: {self.failed}"] if self.failed else []
+        if self.rounding:
+            sizes = ", ".join(f"{name} by {difference.size:.1g}" for name, difference in self.rounding.items())
+            lines.append(f"{self.name}: rounding ({sizes}): in float64 they agree to {self.in_float64:.1g}")
+        lines += [f"{self.name}: {column}, {difference}" for column, difference in self.differences.items()]
+        if self.in_float64 is not None and not self.rounding:
+            lines.append(f"  in float64 the difference is {self.in_float64:.1g}; rounding would nearly vanish")
+        for cause in self.causes:
+            lines += [f"  because {cause.said}", f"  do      {cause.remedy}"]
+        if self.differences and not self.causes:
+            lines.append("  the cause is not known")
+        return lines
+
+
+@dataclass(repr=False)
+class Verdict:
+    """Verdict of a verification; true when every variant is the same training.
+
+    Attributes:
+        reference: The recording of the run on one device.
+        results: The other variants.
+    """
+
+    reference: Recorded
+    results: list[Result]
+
+    def __bool__(self) -> bool:
+        return all(result.same for result in self.results)
+
+    def __repr__(self) -> str:
+        """Return the table and the causes, as pytest shows them."""
+        console = Console(width=110, file=io.StringIO(), record=True)
+        self.show(console)
+        return f"\n{console.export_text()}"
+
+    def table(self) -> list[list[str]]:
+        """Return the rows of the table, the header first."""
+        rows = [[result.name, *(result.cell(column) for column in COLUMNS)] for result in self.results]
+        return [["", *COLUMNS], *rows]
+
+    def explained(self) -> Iterator[str]:
+        """Explain the table line by line; variants with the same fault are listed once."""
+        faults: dict[str, list[Result]] = {}
+        for result in self.results:
+            causes = [cause.said for cause in result.causes] or [*result.differences]
+            fault = result.name if result.same else re.sub(r"\d", "", "; ".join([result.failed or "", *causes]))
+            faults.setdefault(fault, []).append(result)
+        for first, *others in faults.values():
+            yield from first.explained()
+            if others:
+                yield f"  also    {'; '.join(result.name for result in others)}"
+
+    @property
+    def conclusion(self) -> str:
+        """The result in one sentence."""
+        tried = [result for result in self.results if result.skipped is None]
+        different = [result.name for result in tried if not result.same]
+        if not tried:
+            return "Nothing was proven: no other variant can run here."
+        trained, batches = sum(step.micro_batches for step in self.reference.epoch(0)), self.reference.facts["batches"]
+        cut = f", in the first {trained} of {batches} batches of an epoch" if trained < batches else ""
+        if not different:
+            return f"The same training in all {len(tried) + 1} ways of running{cut}."
+        return f"Not the same training as on one device: {', '.join(different)}{cut}."
+
+    def show(self, console: Console) -> None:
+        """Print the table and the causes."""
+        header, *rows = self.table()
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*(f"[red]{escape(text)}[/red]" if text[0] == "✗" else escape(text) for text in row))
+        console.print(table)
+        for line in self.explained():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(self.conclusion, highlight=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict for other programs."""
+        return {
+            "same": bool(self),
+            "said": self.conclusion,
+            "steps": len(self.reference.steps),
+            "ways": [
+                {
+                    "name": result.name,
+                    "command": result.command,
+                    "same": result.same,
+                    "left_out": result.skipped,
+                    "failed": result.failed,
+                    "rounding": {name: difference._asdict() for name, difference in result.rounding.items()},
+                    "in_float64": result.in_float64,
+                    "differences": {name: difference._asdict() for name, difference in result.differences.items()},
+                    "causes": [cause._asdict() for cause in result.causes],
+                }
+                for result in self.results
+            ],
+        }
