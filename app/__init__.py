@@ -14,8 +14,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     variant             flags of fit, what they resolve to, and their processes on this machine
     fit                 fit, validate, test, predict: configuration (flags, and what they mean), help, parser
                         (arguments to settings), devices (how many, in how many processes), asked, rules, flag_rules,
-                        machine_rules (whether it can work), command (builds and runs it), straight_step (a training
-                        step at little cost), run_options (where a run is kept), checkpoints (which one),
+                        machine_rules (whether it can work), command (builds and runs it), run_options (where a run is kept), checkpoints (which one),
                         checkpoint_file, memory (how much of a batch fits)
     runs                one training run as a function: run_fit
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
@@ -25,6 +24,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks; importing it registers their names
+    loop                straight_step (a training step at little cost), lightning_step_patches
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (where images come from), image_files (the user's own), synthetic (drawn), cache
                         (decoded once, mapped), batches (a rank's share), transforms (pixels), module (--data)
@@ -33,7 +33,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     networks            torch only: the CNNs and the MLP
     record              the run record (run.json), and words for it
     system              machine, interconnect, files, page (the style of all reports), terminal, tracebacks
-                        (origin of an exception); and patches: lightning_patches, lightning_step_patches, torch_patches,
+                        (origin of an exception); and patches: lightning_patches, torch_patches,
                         wandb_patches and deferred_imports. Code elsewhere that uses a private name of a library
                         declares it with patches.expects
     errors              what a user did wrong, and how a run ends

@@ -16,6 +16,7 @@ LEVELS = (
     {"data", "execution", "step_graph"},
     {"modules"},
     {"parallel"},
+    {"loop"},
     {"launch"},
     {"monitor", "runs"},
     {"callbacks"},

@@ -37,7 +37,6 @@ from app.fit.flag_rules import leaves
 from app.fit.memory import agree_micro_batch
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide, default_name, release_folders
-from app.fit.straight_step import StraightLoop
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
 from app.launch.elastic import RUN_DIR, STOPPED, launch, note
@@ -47,6 +46,7 @@ from app.launch.rendezvous import NodeRendezvous
 from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
+from app.loop.straight_step import StraightLoop
 from app.monitor.header import Header
 from app.monitor.loggers import Tracker, make_loggers, tracking_mode
 from app.monitor.nonfinite import NonFinite
@@ -342,7 +342,8 @@ class CLI(Flags):
         lightning_patches.replace_signal_connector(trainer, Signals(trainer))
         lightning_patches.count_epochs(trainer)
         lightning_patches.Restoring.put_into(trainer)
-        StraightLoop.put_into(trainer)
+        if run.loop == "straight":
+            StraightLoop.put_into(trainer)
         return trainer
 
     @property

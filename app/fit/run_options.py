@@ -38,6 +38,7 @@ class Run:
         profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the cores that other
             programs leave free, measured when the run starts and after its first windows.
+        loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is Lightning's own.
     """
 
     name: str | None = None
@@ -52,6 +53,7 @@ class Run:
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     profile: bool = False
     threads: int | Literal["auto"] = "auto"
+    loop: Literal["straight", "lightning"] = "straight"
 
 
 def default_name(config: Namespace) -> str:

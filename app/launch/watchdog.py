@@ -214,7 +214,7 @@ OWN = str(Path(__file__).parents[1])  # this application
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<")
 Frame = tuple[str, str, str]  # file, line, function
 LOOP = re.compile(
-    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/fit/straight_step)\.py (run|advance|__call__|_run\w*)$"
+    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/loop/straight_step)\.py (run|advance|__call__|_run\w*)$"
 )
 
 

@@ -23,6 +23,7 @@ from app.launch.agree import gather_objects
 from app.launch.failures import explained
 from app.launch.process import BEGAN
 from app.launch.signals import cause
+from app.loop.lightning_step_patches import EpochLoop
 from app.modules import ImageClassifier, log_window
 from app.monitor.course import Course
 from app.monitor.loggers import MetricsFile, Tracker
@@ -48,7 +49,6 @@ from app.record import (
 )
 from app.record import Course as Courses
 from app.system.lightning_patches import strategy_name
-from app.system.lightning_step_patches import EpochLoop
 from app.system.machine import hardware, peak_memory, versions
 
 
@@ -341,7 +341,7 @@ class RunRecord(Callback):
     def _measure(self, trainer: Trainer) -> None:
         """Update loop, times, throughput, losses and checkpoints."""
         record, loop = self.record, trainer.fit_loop.epoch_loop
-        record.loop_reason = loop.reason if isinstance(loop, EpochLoop) else "not requested"
+        record.loop_reason = loop.reason if isinstance(loop, EpochLoop) else "--run.loop lightning"
         record.loop = "straight" if record.loop_reason is None else "lightning"
         memory: list[list[float]] = []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -15,7 +15,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from app.parallel.ddp import DDP
 
 
-class FP16(DDP):
+class FixedHook(DDP):
+    """`ddp` with a communication hook of its own.
+
+    Args:
+        kwargs: Arguments of `DDP`, except hook and state.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)
+
+
+class FP16(FixedHook):
     """`ddp` that sends gradients as float16: half the bytes, and gradients above 65,504 overflow.
 
     Sums are rounded, too, so that losses differ from those of `ddp`; torch's `fp16_compress_hook`.
@@ -24,11 +35,8 @@ class FP16(DDP):
     strategy_name = "ddp_fp16"
     fixed_hook = staticmethod(default_hooks.fp16_compress_hook)
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, ddp_comm_wrapper=None, **kwargs)
 
-
-class BF16(DDP):
+class BF16(FixedHook):
     """`ddp` that sends gradients as bfloat16: half the bytes, no overflow, but only 8 bits of precision.
 
     Sums are rounded, too, so that losses differ from those of `ddp`; torch's `bf16_compress_hook`.
@@ -37,11 +45,8 @@ class BF16(DDP):
     strategy_name = "ddp_bf16"
     fixed_hook = staticmethod(default_hooks.bf16_compress_hook)
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, ddp_comm_wrapper=None, **kwargs)
 
-
-class PowerSGD(DDP):
+class PowerSGD(FixedHook):
     """`ddp` that sends the gradient of each matrix as a product of two thin ones.
 
     Losses differ from those of `ddp`. Each rank adds to its next gradient what the last approximation left out: this
@@ -74,7 +79,7 @@ class PowerSGD(DDP):
         batch_tensors_with_same_shape: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)
+        super().__init__(**kwargs)
         self.options: dict[str, Any] = {
             "matrix_approximation_rank": matrix_approximation_rank,
             "start_powerSGD_iter": start_powersgd_iter,
@@ -114,7 +119,7 @@ class PowerSGD(DDP):
             )
 
 
-class LocalSGD(DDP):
+class LocalSGD(FixedHook):
     """`ddp` whose nodes train by themselves after a while, and average their weights every few steps.
 
     Gradients are averaged within each node on every step. Losses differ from those of `ddp`; validation scores the
@@ -134,7 +139,7 @@ class LocalSGD(DDP):
     not_in_checkpoint = "the weights of every node: all go on from those of rank zero, and average gradients at first"
 
     def __init__(self, start_localsgd_iter: int = 100, period: int = 4, **kwargs: Any) -> None:
-        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)
+        super().__init__(**kwargs)
         self.start_localsgd_iter = start_localsgd_iter
         self.average_weights_every(period)
 
@@ -219,15 +224,12 @@ def ring_hook(state: Traffic, bucket: dist.GradBucket) -> torch.futures.Future[T
     return future
 
 
-class Ring(DDP):
+class Ring(FixedHook):
     """`ddp` whose all-reduce is written out, to learn from and to measure against: `app.parallel.comm_hooks`."""
 
     strategy_name = "ddp_ring"
     fixed_hook = staticmethod(ring_hook)
     sends_between_devices = True
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)
 
     def comm_state(self) -> Traffic:
         """Count from nothing."""

@@ -1,4 +1,4 @@
-"""What a training step of our own uses of Lightning's private names; see `lightning_patches` for all others."""
+"""Private names of Lightning that the straight step needs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,21 +34,21 @@ _LOGGER_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logge
     "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
 )
 class EpochLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, for one that takes steps of its own.
+    """Lightning's loop over the batches of an epoch, opened for another step.
 
-    At an upgrade: compare `app.fit.straight_step` with `advance` and `on_advance_end` in loops/training_epoch_loop.py,
+    At an upgrade: compare `app.loop.straight_step` with `advance` and `on_advance_end` in loops/training_epoch_loop.py,
     with `run` in loops/optimization/automatic.py, and the methods here with those of the same names, or
     `update_train_step_metrics`, in logger_connector.py.
 
     Attributes:
-        reason: Why the steps are Lightning's after all; None where they are not.
+        reason: Why the steps are Lightning's; None if they are not.
     """
 
     reason: str | None = None
 
     @classmethod
     def put_into(cls, trainer: Trainer) -> None:
-        """Have a Trainer train with this loop in the place of Lightning's."""
+        """Replace a Trainer's loop by this one."""
         before = trainer.fit_loop.epoch_loop
         trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
 
@@ -67,16 +67,16 @@ class EpochLoop(_TrainingEpochLoop):
         self._batches_that_stepped += 1
 
     def on_batch_start(self, batch: Any) -> None:
-        """Let `self.log` know the batch, and whether it is the first one of the epoch."""
+        """Tell `self.log` the batch, and whether it is the first of the epoch."""
         connector, results = self.trainer._logger_connector, self._results
         connector._first_loop_iter = connector._first_loop_iter is None
         connector._current_fx = None  # until something is logged
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def on_batch_end(self, accumulating: bool) -> None:
-        """Hand on what was logged in this step, and give it to the loggers where a window ends.
+        """Store the metrics of this step, and pass them to the loggers at the end of a window.
 
-        Lightning reads again what was logged for the progress bar, on every later step of the epoch.
+        Lightning reads metrics for the progress bar on every later step of the epoch.
         """
         trainer: Any = self.trainer
         connector, every = trainer._logger_connector, trainer.log_every_n_steps
@@ -91,7 +91,7 @@ class EpochLoop(_TrainingEpochLoop):
 
 @expects(f"{_MODULE}._current_fx_name")
 def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call, during which `self.log` knows in which hook it is. Source: trainer/call.py."""
+    """Wrap a call so that `self.log` knows its hook. Source: trainer/call.py."""
     attributes = vars(module)  # torch's __setattr__ would look through parameters, buffers and modules
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Cal
     "lightning.pytorch.trainer.connectors.data_connector:_DataHookSelector.get_instance",
 )
 def owner_of_batch_hook(trainer: Trainer, name: str) -> LightningModule | LightningDataModule:
-    """Whose hook on a batch Lightning calls: both module and data module have it."""
+    """Return the object whose batch hook Lightning calls: the module or the data module."""
     selector = trainer._data_connector._datahook_selector
     assert selector is not None
     return selector.get_instance(name)
@@ -122,7 +122,7 @@ def owner_of_batch_hook(trainer: Trainer, name: str) -> LightningModule | Lightn
     "lightning.pytorch.loops.optimization.automatic:ClosureResult.closure_loss",
 )
 def unpack_outputs(loop: EpochLoop, outputs: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
-    """Loss and other outputs of a training step that did not return a tensor.
+    """Return loss and other outputs of a training step that did not return a tensor.
 
     Raises:
         MisconfigurationException: When it returned neither a dictionary with a loss nor None.

@@ -1,12 +1,4 @@
-"""A training step that calls what there is to be called, and nothing else.
-
-For each of ten hooks Lightning asks all callbacks, the module, the strategy and the precision plugin in every step,
-with a profiler, a logger and checks around each call. Here it is settled at the beginning of an epoch who has written
-which hook; a step calls these, in Lightning's order, with its arguments, counters and results. What this leaves out is
-in `StraightLoop.why_not`: where it is asked for, Lightning's own step is taken.
-
-`tests/test_straight_step.py` compares the two, `tests/test_cost.py` counts what a step costs.
-"""
+"""The straight loop and its step; `app.loop` explains why they exist."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,7 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from app.errors import UserError
-from app.system.lightning_step_patches import EpochLoop, averages_weights, in_hook, owner_of_batch_hook, unpack_outputs
+from app.loop.lightning_step_patches import EpochLoop, averages_weights, in_hook, owner_of_batch_hook, unpack_outputs
 
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -33,21 +25,21 @@ def _nothing(*_: Any) -> None:
 
 
 def written(thing: Any, base: type, *names: str) -> bool:
-    """Whether one of the hooks is somebody's own, in a class or set on the object, and not what `base` has."""
+    """Return whether a hook is overridden, in a class or on the object."""
     return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
 
 
 class StraightLoop(EpochLoop):
-    """Lightning's loop over the batches of an epoch, with a step that is settled at its beginning.
+    """Lightning's loop over the batches of an epoch, with the straight step.
 
     Attributes:
-        reason: Why the step is Lightning's own; None for the straight one.
+        reason: Why the step is Lightning's; None for the straight step.
     """
 
     _step: "Step | None" = None
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Settle what the steps of this epoch call."""
+        """Look up the hooks for the steps of this epoch."""
         super().on_run_start(data_fetcher)
         self.reason = self.why_not(data_fetcher)
         self._step = None if self.reason else Step(self)
@@ -55,12 +47,12 @@ class StraightLoop(EpochLoop):
             self.val_loop.restarting = False
 
     def teardown(self) -> None:
-        """Forget what was settled."""
+        """Drop the step."""
         self._step = None
         super().teardown()
 
     def why_not(self, data_fetcher: Any) -> str | None:
-        """What is asked for that the straight step leaves out, if anything."""
+        """Return the requested feature that needs Lightning's step, or None."""
         trainer: Any = self.trainer  # whose attributes Lightning does not declare
         module, strategy = trainer.lightning_module, trainer.strategy
         if not isinstance(trainer.profiler, PassThroughProfiler):
@@ -76,7 +68,7 @@ class StraightLoop(EpochLoop):
         return None
 
     def advance(self, data_fetcher: Any) -> None:
-        """Take a step; the first one after a resume is Lightning's."""
+        """Take a step; the first after a resume is Lightning's."""
         step = self._step
         trainer: Any = self.trainer
         if step is None or self.restarting:
@@ -87,7 +79,7 @@ class StraightLoop(EpochLoop):
         step(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step, and leave to Lightning what comes after some steps only."""
+        """Count the step; Lightning handles the end of an epoch, validation and schedulers."""
         trainer, progress, every = self.trainer, self.batch_progress, self.trainer.val_check_batch
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         if (
@@ -105,7 +97,7 @@ class StraightLoop(EpochLoop):
 
     @property
     def done(self) -> bool:
-        """Whether to leave the epoch."""
+        """Whether the epoch ends."""
         step, progress = self._step, self.batch_progress
         if (
             step is None
@@ -119,16 +111,16 @@ class StraightLoop(EpochLoop):
 
 
 class Step:
-    """What a step calls, settled from callbacks, module, data module, strategy and precision plugin.
+    """The overridden hooks of callbacks, module, data module, strategy and precision plugin.
 
     Args:
-        loop: The loop that it is a step of.
+        loop: The loop.
 
     Attributes:
-        callbacks: For which it was settled.
-        profiler: For which it was settled; a stopwatch is told of each part.
-        batches: Of an epoch.
-        steps: Count of the optimizer's steps.
+        callbacks: The callbacks whose hooks were looked up.
+        profiler: The profiler that times each part.
+        batches: Number of batches of an epoch.
+        steps: Progress of the optimizer.
         schedules: Whether a scheduler advances by steps.
     """
 
@@ -142,7 +134,7 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         self.batch, self.index = None, 0
-        self.outputs: dict[str, Any] | None = None  # of the training step, once it is taken
+        self.outputs: dict[str, Any] | None = None  # of the training step
 
         self.on_train_batch_start = self._hook("on_train_batch_start")
         self.on_before_zero_grad = self._hook("on_before_zero_grad")
@@ -158,10 +150,10 @@ class Step:
         self._settle_training()
         self._settle_optimizer()
 
-    # -- settled ------------------------------------------------------------------------------------------------
+    # -- looked up ------------------------------------------------------------------------------------------------
 
     def _part(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A part of the step, as `self.log` and a profiler know it."""
+        """Wrap a part of the step for `self.log` and the profiler."""
         call = in_hook(self.module, name, call)
         if type(self.profiler) is PassThroughProfiler:
             return call
@@ -173,7 +165,7 @@ class Step:
         return profiled
 
     def _hook(self, name: str) -> Callable[..., Any]:
-        """All that callbacks have written for a hook, then what the module has; its answer counts."""
+        """Combine a hook of callbacks and module; returns the module's result."""
         trainer, module = self.trainer, self.module
         callbacks = [hook for c in self.callbacks if written(c, Callback, name) and callable(hook := getattr(c, name))]
         own = getattr(module, name) if written(module, LightningModule, name) else None
@@ -188,7 +180,7 @@ class Step:
         return self._part(name, call)
 
     def _settle_batch(self) -> None:
-        """What is done to a batch before it is trained on: by data module or module, as Lightning chooses."""
+        """Look up the batch hooks of data module or module."""
         strategy, device = self.strategy, self.strategy.root_device
 
         def hook(name: str) -> Callable[..., Any] | None:
@@ -213,7 +205,7 @@ class Step:
             self.preparation.insert(0, strategy.precision_plugin.convert_input)
 
     def _settle_training(self) -> None:
-        """How loss and gradients are computed: without strategy and precision plugin where they do nothing."""
+        """Look up how to compute loss and gradients; skip strategy and precision plugin if they do nothing."""
         module, strategy, precision = self.module, self.strategy, self.strategy.precision_plugin
         alone = strategy.model is module and not written(strategy, Strategy, "training_step")
         alone = alone and not written(precision, Precision, "train_step_context", "forward_context")
@@ -232,7 +224,7 @@ class Step:
             self.backward = self._part("backward", lambda loss: strategy.backward(loss, self.optimizer))
 
     def _settle_optimizer(self) -> None:
-        """How the optimizer steps."""
+        """Look up how the optimizer steps."""
         trainer, module, strategy = self.trainer, self.module, self.strategy
         self.optimizer = optimizer = strategy.optimizers[0]
         self.zero_grad: Callable[[], Any] = optimizer.zero_grad
@@ -250,16 +242,16 @@ class Step:
             self.update = self._part("optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute))
 
     def _leave(self, *names: str) -> bool:
-        """Whether strategy and precision plugin leave to the module what they may do themselves."""
+        """Return whether neither strategy nor precision plugin overrides these methods."""
         strategy, precision = self.strategy, self.strategy.precision_plugin
-        # what these have of their own does nothing in automatic optimization, and without a scaler
+        # DDPStrategy's and an unscaled MixedPrecision's own versions do nothing in automatic optimization
         ddp = isinstance(strategy, DDPStrategy)
         unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
         return not written(strategy, DDPStrategy if ddp else Strategy, *names) and not written(
             precision, MixedPrecision if unscaled else Precision, *names
         )
 
-    # -- taken --------------------------------------------------------------------------------------------------
+    # -- called --------------------------------------------------------------------------------------------------
 
     def __call__(self, data_fetcher: Any) -> None:
         """Take a step.
@@ -337,7 +329,7 @@ class Step:
         return self.outputs.get("loss")
 
     def compute_and_clip(self) -> Any:
-        """Compute loss and gradients, and clip them; the optimizer's closure where nobody else clips."""
+        """Compute loss and gradients, and clip them; the optimizer's closure."""
         loss = self.compute()
         self.on_before_optimizer_step(self.optimizer)
         trainer = self.trainer
@@ -350,7 +342,7 @@ class Step:
         return loss
 
     def _unpack(self, output: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
-        """Loss, and what `on_train_batch_end` is given, of a training step that returns no tensor."""
+        """Return loss and outputs of a training step that returns no tensor."""
         if output is None:
             if self.trainer.world_size > 1:
                 raise UserError("training_step returned None, to skip a step: several processes cannot skip one")

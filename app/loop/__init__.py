@@ -1,0 +1,12 @@
+"""A training step that calls only overridden hooks: a copy of Lightning's step, kept because it is faster.
+
+Lightning's step calls ten hooks of every callback, the module, the strategy and the precision plugin, each with a
+profiler and checks around it. The copy looks up the overridden hooks once an epoch, and calls them in Lightning's order,
+with its arguments, counters and results.
+
+* Gain: 650 Python calls a step instead of 4,169 (a width-4 MLP with the default callbacks; `tests/test_cost.py`).
+* Mirrors: Lightning 2.6, `loops/training_epoch_loop.py` and `loops/optimization/automatic.py`.
+* Falls back to Lightning's step for features it lacks: `StraightLoop.why_not` lists them.
+* Off switch: `--run.loop lightning`.
+* Comparison: `tests/test_straight_step.py` runs both, and compares calls, losses and checkpoints.
+"""
