@@ -16,7 +16,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         (arguments to settings), devices (how many, in how many processes), asked, rules, flag_rules,
                         machine_rules (whether it can work), command (builds and runs it), run_options (where a run is kept), checkpoints (which one),
                         checkpoint_file, memory (how much of a batch fits)
-    runs                one training run as a function: run_fit
+    runs                starter: one training run as a function, run_fit
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
     monitor             watches one run: run_record (fills the record), rank_times (who is slow), course (of a
                         figure), step_profiler, step_trace (--profile), nonfinite, progress_bar, loggers, header and

@@ -15,7 +15,7 @@ from jsonargparse import Namespace
 from app.errors import UserError
 from app.fit.configuration import resolve
 from app.fit.devices import accelerator_name, devices_per_node, replicas
-from app.runs.run_fit import CommandLine
+from app.runs.starter import CommandLine
 from app.system.machine import usable_cores
 
 # flags that the command that starts a variant sets

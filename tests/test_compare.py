@@ -118,7 +118,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the machine look idle to a comparison in this process."""
-    monkeypatch.setattr("app.runs.run_fit.busy_seconds", own_seconds)
+    monkeypatch.setattr("app.runs.starter.busy_seconds", own_seconds)
 
 
 @pytest.mark.usefixtures("idle")
@@ -181,7 +181,7 @@ def test_no_verdict_on_a_busy_machine(
 ) -> None:
     """When other programs take all cores, the report has figures, the load, and how to measure again."""
     cores = os.cpu_count() or 1
-    monkeypatch.setattr("app.runs.run_fit.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
+    monkeypatch.setattr("app.runs.starter.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
     code, out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
     assert code == 0, out

@@ -243,7 +243,7 @@ def test_what_compare_has_measured_stands_beside(
 ) -> None:
     """Of the same model, data, batch and threads on this machine, and of nothing else; while others keep it busy."""
     variants = {"single": {}, "other": {"data.flip": True}, "ddp x2": {"trainer.strategy": "ddp", "trainer.devices": 2}}
-    monkeypatch.setattr("app.runs.run_fit.busy_seconds", own_seconds)
+    monkeypatch.setattr("app.runs.starter.busy_seconds", own_seconds)
     code, out = app("compare", "--experiment", experiment(variants=variants, max_epochs=3))
     assert code == 0, out
     file = tmp_path / "runs" / "compare" / "tiny" / "version_0" / "results.json"

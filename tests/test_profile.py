@@ -11,6 +11,7 @@ import pytest
 from harness import QUIET, error_of, fork_app
 
 from app.monitor.step_trace import _covered, limit
+from app.record import ProfiledRank
 
 App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "640", "--data.batch_size", "16", "--run.test", "false", *QUIET]
@@ -99,9 +100,10 @@ def test_what_is_covered_counts_once() -> None:
     assert _covered([], 0, 10) == 0
 
 
-def rank(number: int, **parts: float) -> dict[str, Any]:
-    given = {"data": 0.1, "forward": 1.0, "backward": 1.0, "communication": 0.0, "optimizer": 0.1, "rest": 0.1}
-    return {"rank": number, "host": 0.1, "trace": None, **given, **parts}
+def rank(number: int, **phases: float) -> ProfiledRank:
+    return ProfiledRank(
+        rank=number, n=8, **{"data": 0.1, "forward_backward": 2.0, "optimizer": 0.1, "rest": 0.1, "host": 0.1, **phases}
+    )
 
 
 def test_what_limits_a_run() -> None:

@@ -71,7 +71,7 @@ def test_who_is_called_slow(places: str, noise: float, longer: float, delay: flo
             first, second = np.exp(noise * rng.standard_normal(2)).tolist()
             rows = [[0.0, first, 0.0, 1.0, 0.0, 0.0, 0.0], [0.0, second + longer + delay, 0.0, 1.0, 0.0, 0.0, delay]]
             times.hear(float(window), rows)
-        slow = [row["rank"] for row in times.ranks if row["slow"]]
+        slow = [row.rank for row in times.ranks if row.slow]
         assert 0 not in slow
         found += slow == [1]
     assert found == named

@@ -78,8 +78,8 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "x" / "version_0"
     assert "report.html" in out
     found, record = read(run), json.loads((run / "run.json").read_text())
-    accuracy = f"{100 * record['test']['acc']:.1f} %"
-    assert found.title == f"{accuracy} on 80 test images after 2 epochs (1 × CPU)"
+    accuracy = f"{100 * record['test']['acc']:.2f} %"
+    assert found.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"
     assert found.pictures == [
         "Training and validation loss against epochs, the learning rate below",
         "Training and validation accuracy against epochs",
@@ -117,8 +117,8 @@ def test_memory_of_each_rank(tmp_path: Path) -> None:
     ("model", "data", "title", "use"),
     [
         ("LogsNothing", "TheirTestedData", "Trained after 1 epoch", "validate"),
-        ("LogsAccuracy", "TheirData", r"\d+\.\d % on validation images after 1 epoch", "validate"),
-        ("LogsAccuracy", "TheirTestedData", r"\d+\.\d % on test images after 1 epoch", "test"),
+        ("LogsAccuracy", "TheirData", r"\d+\.\d\d % on validation images after 1 epoch", "validate"),
+        ("LogsAccuracy", "TheirTestedData", r"\d+\.\d\d % on test images after 1 epoch", "test"),
         ("LogsAccuracy", "TwoLoaders", "Trained after 1 epoch", "validate"),
         ("LogsOtherNames", "TheirTestedData", "Trained after 1 epoch", "test"),
         ("TwoOptimizers", "TheirData", "Trained after 1 epoch", "validate"),
@@ -164,7 +164,9 @@ def test_a_training_that_was_interrupted(tmp_path: Path) -> None:
         out = run.end()
     assert run.process.returncode == 143, out
     found = read(run.directory)
-    assert re.fullmatch(r"\d+\.\d % on 40 validation images after \d+ epochs?, interrupted by SIGTERM .*", found.title)
+    assert re.fullmatch(
+        r"\d+\.\d\d % on 40 validation images after \d+ epochs?, interrupted by SIGTERM .*", found.title
+    )
 
 
 @pytest.mark.slow

@@ -361,7 +361,6 @@ def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> N
         "null",
         "{",
         "\0\1",
-        "{}",
         '{"checkpoint": 7}',
     ):
         (run / "run.json").write_text(content)

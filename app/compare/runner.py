@@ -12,7 +12,7 @@ from pathlib import Path
 from app.compare.experiment import Experiment
 from app.record import Record, Throughput
 from app.runs import fit_commands, run_fit
-from app.runs.run_fit import last_lines
+from app.runs.starter import last_lines
 from app.variant import Variant
 
 

@@ -11,7 +11,7 @@ import torch
 
 from app.errors import UserError
 from app.runs import run_fit
-from app.runs.run_fit import last_lines
+from app.runs.starter import last_lines
 from app.variant import RESERVED, Variant
 from app.verify.causes import Case, causes, unused
 from app.verify.differences import EXACT, Recorded, differences, largest
