@@ -14,8 +14,8 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     variant             flags of fit, what they resolve to, and their processes on this machine
     fit                 fit, validate, test, predict: configuration (flags, and what they mean), help, parser
                         (arguments to settings), devices (how many, in how many processes), asked, rules, flag_rules,
-                        machine_rules (whether it can work), command (builds and runs it), run_options (where a run is kept), checkpoints (which one),
-                        checkpoint_file, memory (how much of a batch fits)
+                        machine_rules (whether it can work), command (builds and runs it), run_options (where a run is
+                        kept), checkpoints, checkpoint_file, memory (how much of a batch fits)
     runs                starter: one training run as a function, run_fit
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
     monitor             watches one run: run_record (fills the record), rank_times (who is slow), course (of a
@@ -39,20 +39,4 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     errors              what a user did wrong, and how a run ends
 """
 
-import logging
-import warnings
-
-from app.system.deferred_imports import defer_imports
-
 __version__ = "0.1.0"
-
-defer_imports()  # here, because whatever is imported next may import them
-
-# Not for users to act on; set here because spawned processes import this, too.
-warnings.filterwarnings("ignore", ".*LeafSpec")  # Lightning 2.6 with newer torch
-# these metrics are synchronised before they are logged
-warnings.filterwarnings("ignore", r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True")
-warnings.filterwarnings("ignore", "The number of training batches")  # epochs are logged, too, however short
-warnings.filterwarnings("ignore", "Experiment logs directory")  # the tracker's folder is there first
-logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a read-only home
-warnings.filterwarnings("ignore", "The `srun` command is available")  # the rules of fit say where it is needed

@@ -125,7 +125,9 @@ def test_other_errors_are_left_alone() -> None:
 
 
 EAGER = """
-import sys, app, torch
+from app.cli import set_up
+set_up()
+import sys, torch
 def compiler(): return "torch._dynamo.symbolic_convert" in sys.modules
 from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, to_uncompiled
 from torchvision.models import resnet18
@@ -173,9 +175,28 @@ assert torch._dynamo.utils.__spec__.origin
 
 
 def test_a_module_below_the_compiler_is_imported_first() -> None:
-    code = (
-        "import app; import torch._dynamo.config as config; assert config.__spec__.origin and config.verbose is False"
-    )
+    code = """
+from app.cli import set_up
+set_up()
+import torch._dynamo.config
+import torch._dynamo.config as config
+assert torch._dynamo.config is config and config.__spec__.origin and config.verbose is False
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_imports_have_no_side_effects() -> None:
+    code = """
+import os, logging, sys, warnings
+def state(): return dict(os.environ), [*sys.meta_path], [*warnings.filters], logging.getLogger("matplotlib").level
+import torch, torchvision, torchmetrics, lightning.pytorch.cli, wandb
+before = state()
+import app, app.modules, app.data, app.parallel, app.verify
+assert state() == before
+import torch._dynamo.config
+assert torch._dynamo.config.verbose is False
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

@@ -1,21 +1,14 @@
-"""What most runs never need of the libraries, imported when something needs it and not before.
+"""Stand-ins for modules that most runs import and never use. Only the program installs them: `app.cli.main`.
 
-Of the 3.9 s of CPU time that the imports of a process took, torch's compiler took 1.2 (its tracer, inductor, sympy),
-pyplot 0.6 and triton 0.3; a training reaches them everywhere:
-
-* `torch._dynamo`: torchvision for a question that `roi_align` alone asks, Lightning for an `isinstance`, torch.optim
-  for a break of a graph that nobody traces, DistributedDataParallel for its default mode
-* `torchmetrics.utilities.plot`, which imports pyplot: every metric, for its method `plot`
-* `torch.utils.flop_counter`, which imports triton: Lightning, for its summary of a model
-
-They get what they ask for from here; whoever asks for anything else, as torch.compile does, or calls a function, gets
-the module itself. At an upgrade: `python -X importtime` prints who imports what.
+CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's FLOP counter 0.1.
+Importers get the few names that they read. Any other name, and any call, imports the module itself. At an upgrade,
+`python -X importtime -m app fit` shows the importers.
 """
 
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
@@ -24,138 +17,93 @@ from typing import Any
 from app.system.patches import expects
 
 
-class Deferred(MetaPathFinder, Loader):
-    """A module, with those below it, in whose place stand-ins are found until they do not suffice.
+class _Deferred(MetaPathFinder, Loader):
+    """Finder of stand-ins for a module and its submodules, until one is needed in full."""
 
-    Args:
-        name: Of the module.
-        before: Called before the module itself is imported.
-    """
-
-    def __init__(self, name: str, before: Callable[[], None] = lambda: None) -> None:
-        self.name, self.before = name, before
-        self.provided: dict[str, dict[str, Any]] = {}  # name of a stand-in: what it has
+    def __init__(self, name: str, *functions: str, **values: Any) -> None:
+        self.name = name
+        self.stand_ins = {name: {function: self.later(function) for function in functions} | values}
+        self.undo: list[Callable[[], None]] = []
 
     @property
     def pending(self) -> bool:
-        """Whether the stand-ins have sufficed so far."""
         return self in sys.meta_path
 
-    def defer(self) -> None:
-        """Begin to find the stand-ins, unless the module has been imported already."""
-        if self.name not in sys.modules and not self.pending:
-            sys.meta_path.insert(0, self)
-
     def load(self, name: str = "") -> ModuleType:
-        """Import the module, or one below it, in place of the stand-ins."""
         if self.pending:
             sys.meta_path.remove(self)
-            for each in self.provided:
-                sys.modules.pop(each, None)
-            self.before()
+            for stand_in in self.stand_ins:
+                sys.modules.pop(stand_in, None)
+            while self.undo:
+                self.undo.pop()()
         return importlib.import_module(name or self.name)
 
     def later(self, function: str) -> Callable[..., Any]:
-        """A function of the module, which is imported at the first call."""
         return lambda *args, **kwargs: getattr(self.load(), function)(*args, **kwargs)
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        """Answer for the module and all below it."""
-        below = f"{name}.".startswith(f"{self.name}.")
-        return ModuleSpec(name, self, is_package=name == self.name) if below else None
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if f"{name}.".startswith(f"{self.name}.") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Make a stand-in, or import the module where there is none."""
-        return _StandIn(spec.name, self) if spec.name in self.provided else self.load(spec.name)
+        return _StandIn(spec.name, self) if spec.name in self.stand_ins else self.load(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill a stand-in; a module itself is complete, and gets its own spec back."""
         if isinstance(module, _StandIn):
-            vars(module).update(self.provided[module.__name__])
-        elif module.__spec__ is not None and module.__spec__.loader is self:  # torch._dynamo.config kept its own
+            vars(module).update(self.stand_ins[module.__name__])
+        elif module.__spec__ is not None and module.__spec__.loader is self:  # an imported submodule: its own spec
             module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
 
 
 class _StandIn(ModuleType):
-    def __init__(self, name: str, deferred: Deferred) -> None:
+    def __init__(self, name: str, deferred: _Deferred) -> None:
         super().__init__(name)
         self._deferred = deferred
 
     def __getattr__(self, name: str) -> Any:
-        below = f"{self.__name__}.{name}"
+        full_name = f"{self.__name__}.{name}"
         if name.startswith("__"):
-            raise AttributeError(below)
-        if below in self._deferred.provided:
-            return importlib.import_module(below)
-        return getattr(self._deferred.load(self.__name__), name)
+            raise AttributeError(full_name)
+        is_submodule = full_name in self._deferred.stand_ins
+        return importlib.import_module(full_name) if is_submodule else getattr(self._deferred.load(self.__name__), name)
 
 
-def defer_imports() -> None:
-    """From here on, import these modules when something needs more of them than the stand-ins have."""
-    for deferred in (COMPILER, PLOTS, FLOPS):
-        deferred.defer()
-
-
-# -- the compiler ---------------------------------------------------------------------------------------------------
-
-_disabled: list[Any] = []  # functions that tracing has to leave alone
+class _NothingCompiled(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return not DYNAMO.pending and isinstance(instance, DYNAMO.load().OptimizedModule)
 
 
 @expects("torch.optim:Optimizer.zero_grad.__wrapped__")
-def _ask_again() -> None:
-    while _disabled:  # torch._disable_dynamo keeps the answer
-        del _disabled.pop().__dynamo_disable
-
-
-COMPILER = Deferred("torch._dynamo", before=_ask_again)
-
-
 def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
-    """Keep a function out of what is traced, once something is.
+    """Exclude a function from tracing, once something is traced.
 
-    torch._disable_dynamo asks without wrapping, and keeps the answer in `__dynamo_disable`; others, as decorators.
+    torch._disable_dynamo asks without wrapping, and caches the answer in `__dynamo_disable`.
     """
     if not isinstance(function, FunctionType):
-        return COMPILER.load().disable(function, recursive, wrapping=wrapping, **settings)
+        return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)
     if not wrapping:
-        _disabled.append(function)
+        DYNAMO.undo.append(lambda: delattr(function, "__dynamo_disable"))
         return function
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if COMPILER.pending else disabled())(*args, **kwargs)
-
-    @functools.cache
-    def disabled() -> Any:
-        return COMPILER.load().disable(function, recursive, **settings)
-
-    return call
+    disabled = functools.cache(lambda: DYNAMO.load().disable(function, recursive, **settings))
+    return functools.wraps(function)(
+        lambda *args, **kwargs: (function if DYNAMO.pending else disabled())(*args, **kwargs)
+    )
 
 
-class _Compiled(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return not COMPILER.pending and isinstance(instance, COMPILER.load().OptimizedModule)
-
-
-class OptimizedModule(metaclass=_Compiled):
-    """In a type check, what torch.compile makes of a module; nothing is one as long as nothing is compiled."""
-
-
-COMPILER.provided = {
-    COMPILER.name: {"OptimizedModule": OptimizedModule, "disable": _disable, "graph_break": lambda msg="": None},
-    f"{COMPILER.name}.utils": {
-        "is_compile_supported": lambda device: COMPILER.load("torch._dynamo.utils").is_compile_supported(device),
-        "get_optimize_ddp_mode": lambda: "ddp_optimizer",  # its default
-    },
-    f"{COMPILER.name}.trace_rules": {"clear_lru_cache": lambda: None},
+OptimizedModule = _NothingCompiled("OptimizedModule", (), {})
+DYNAMO = _Deferred("torch._dynamo", OptimizedModule=OptimizedModule, disable=_disable, graph_break=lambda msg="": None)
+DYNAMO.stand_ins["torch._dynamo.utils"] = {
+    "is_compile_supported": lambda device: DYNAMO.load("torch._dynamo.utils").is_compile_supported(device),
+    "get_optimize_ddp_mode": lambda: "ddp_optimizer",  # torch's default
 }
+DYNAMO.stand_ins["torch._dynamo.trace_rules"] = {"clear_lru_cache": lambda: None}
+PLOTS = _Deferred(
+    "torchmetrics.utilities.plot",
+    *("plot_single_or_multi_val", "plot_confusion_matrix", "plot_curve"),
+    **dict.fromkeys(("_AX_TYPE", "_CMAP_TYPE", "_PLOT_OUT_TYPE"), object),
+)
+FLOPS = _Deferred("torch.utils.flop_counter", "FlopCounterMode")
 
-# -- plots of metrics, and counts of operations ---------------------------------------------------------------------
 
-PLOTS = Deferred("torchmetrics.utilities.plot")
-_plots = ("plot_single_or_multi_val", "plot_confusion_matrix", "plot_curve")
-_types = {"_AX_TYPE": object, "_CMAP_TYPE": object, "_PLOT_OUT_TYPE": object}  # in annotations alone
-PLOTS.provided = {PLOTS.name: _types | {name: PLOTS.later(name) for name in _plots}}
-
-FLOPS = Deferred("torch.utils.flop_counter")
-FLOPS.provided = {FLOPS.name: {"FlopCounterMode": FLOPS.later("FlopCounterMode")}}  # an instance of it, to be exact
+def defer_imports() -> None:
+    """Install the stand-ins of modules that are not imported yet. Safe to call again."""
+    sys.meta_path[:0] = [each for each in (DYNAMO, PLOTS, FLOPS) if each.name not in sys.modules and not each.pending]
