@@ -1,10 +1,9 @@
 """What a user did wrong, reported in one line with exit code 2; and how a run ends."""
 
 import difflib
-import importlib.util
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 EXIT_CODES = {"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}
@@ -146,112 +145,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f": did you mean {' or '.join(found[:3])}?" if found else ""
 
 
-def one_line(
-    message: str, known_flags: Iterable[str] = (), known_classes: Mapping[str, Iterable[str]] | None = None
-) -> str:
-    """Say in one line what jsonargparse or Lightning says in many.
-
-    Args:
-        message: Their message.
-        known_flags: Flags as typed, with `--`, among which to look for the one that was meant.
-        known_classes: Names of the classes that a flag takes, by the last part of the flag.
-
-    Returns:
-        The flag, its value, what is wrong with it and the nearest right one; a message of a form that is not
-        known here comes back with its white space folded.
-    """
-    text = " ".join(message.split())
-    flags = list(known_flags)
-    if match := re.match(r"No supported (\w+) backend found|`(\w+)Accelerator` can not run", text):
-        name = (match[1] or match[2]).lower()
-        return f"--trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
-    if match := re.match(r"`Trainer\(devices=(.+?)\)` value is not a valid input using (\w+)", text):
-        return f"--trainer.devices {match[1]}: the {match[2]} accelerator cannot give that: give a count from 1 on"
-    if match := re.match(r"unrecognized arguments: (\S+)", text):
-        flag = match[1].split("=")[0]
-        if flag.endswith((".yaml", ".yml")):
-            config = "--experiment" if "--experiment" in flags else "--config"
-            return f"{flag}: a value without a flag: did you mean {config} {flag}?"
-        return f"{flag}: there is no such flag{nearest(flag, flags)}"
-    if match := re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text):
-        return f"{match[2]} in the config: {match[1]} has no such setting{nearest('--' + match[2], flags)}"
-    if match := re.search(r"invalid choice: '([^']*)' \(choose from (.+)\)", text):
-        choices = re.findall(r"[\w-]+", match[2])
-        return f"{match[1]}: there is no such command{nearest(match[1], choices)} ({', '.join(choices)})"
-    if match := re.search(r'Parser key "(?:config|cfg)": (.+)', text):
-        return f"--config: {match[1]}"
-    key = re.search(r'Parser key "([^"]+)"', text)
-    nested = re.search(r"NestedArg\(key='([^']+)'(?:, val='([^']*)'\))?", text)
-    through_here = r"- --([\w.+]+)(.*?) (?:- Expected a <class 'NoneType'>|- Option|Given value type)"
-    if match := re.search(through_here, text):
-        inner = match[1]
-        spec = rf"'(\w+)': {{'class_path': '[^']*', 'init_args': {{[^{{}}]*'{re.escape(inner)}': "
-        if owner := re.search(spec, text):
-            inner = f"{owner[1]}.{inner}"
-        if key and not inner.startswith(key[1]):
-            within = nested[1] if nested else inner
-            inner = f"{key[1]}.{within}" if f".{within}".endswith(f".{inner}") else f"{key[1]}.{within}.{inner}"
-        return f"--{inner}{match[2]}"
-    if key is None:
-        return text
-    inner = re.findall(r'Parser key "([^"]+)"', text)[-1]
-    within = nested[1] if nested else inner if inner != key[1] else ""
-    flag = f"--{key[1]}.{within}" if within else f"--{key[1]}"
-    if match := re.search(r"the following arguments are required: (\w+)", text):
-        return f"{flag}: its {match[1]} is required"
-    if match := re.search(r"Option '([^']+)' is not accepted", text):
-        flag = flag if nested else f"--{key[1]}.{match[1]}"
-        elsewhere = ", though another class has" if flag in flags else nearest(flag, flags) or ": see --help"
-        return f"{flag}: the chosen class has no such setting{elsewhere}"
-    if match := re.search(r"Unable to load config ['\"](.*?)['\"]", text):
-        return f"{flag} {match[1]}: neither a file nor settings: give {flag}.NAME VALUE"
-    got = re.search(r"Got value: (.+?)(?: - |$)", text) or re.search(r"Given value: (.+)$", text)
-    value = nested[2] if nested and nested[2] is not None else got[1] if got else ""
-    if match := re.search(r"Importing '([^']+)' is not allowed", text):
-        if importlib.util.find_spec(match[1].partition(".")[0]) is None:
-            return f"{flag} {match[1]}: No module named '{match[1].partition('.')[0]}'"
-        return (
-            f"{flag} {match[1]}: only classes of app, torch, torchvision, lightning, torchmetrics and of the current "
-            f"folder are made unasked: give --trust {match[1].partition('.')[0]} if you know what it does"
-        )
-    kinds = r"Expected '([^']+)' to be a (?:subclass of|function that returns) (?:<class '|Union\[)(?:\w+\.)*(\w+)"
-    if match := re.search(kinds, text):
-        return f"{flag} {match[1]}: expected a subclass of {match[2]}"
-    if match := re.search(r"(No module named '[^']+'|module '[^']+' has no attribute '[^']+')", text):
-        return f"{flag} {value}: {match[1]}"
-    if "Multiple subclasses with name" in text:
-        return f"{flag} {value}: several classes have this name: give its import path, lightning.pytorch.cli.{value}"
-    expected, choices = _expected(text)
-    match = re.search(r"Expected a dot import path string: (\S+)", text)
-    if match and "a number" not in expected:
-        near = nearest(match[1], (known_classes or {}).get(flag.rpartition(".")[2].lstrip("-"), ()))
-        return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"
-    if expected:
-        near = f": give [{value}]" if "," in value and "list" in expected else nearest(value, choices)
-        return f"{flag} {value}: expected {' or '.join(expected)}{near}"
-    known = "Expected a path", "Expected a <class 'None", "Expected <class 'None"
-    reasons = re.split(r"Errors:| - ", text.partition("Errors:")[2].partition("Given value type:")[0])
-    why = next(
-        (part for each in reasons if (part := each.strip(" -")) and not part.startswith(known)), "not what it takes"
-    )
-    why = re.sub(r"Expected <class '(\w+)'>", r"expected \1", why)[:200]
-    return f"{flag} {value}: {why}" if "Does not validate" in text else text
-
-
-def _expected(text: str) -> tuple[list[str], list[str]]:
-    """Types and choices that a message says it wanted."""
-    names: list[str] = []
-    choices: list[str] = []
-    for wanted in re.findall(r"Expected an? (<class '[^']+'>|typing\.Literal\[[^\]]*\])", text):
-        if wanted.startswith("<class"):
-            name = wanted.split("'")[1].rsplit(".", 1)[-1]
-            name = {"NoneType": "null", "float": "a number", "tuple": "list", "Sequence": "list"}.get(name, name)
-            if name not in ("null", "LightningModule", "LightningDataModule"):
-                names.append(name)
-        else:
-            choices += [choice.strip("' ") for choice in wanted[len("typing.Literal[") : -1].split(",")]
-    if "a number" in names:
-        names = [name for name in names if name != "int"]
-    if choices:
-        names.append(f"one of {', '.join(dict.fromkeys(choices))}")
-    return list(dict.fromkeys(names)), choices
+def one_line(text: str) -> str:
+    """Fold all white space into single spaces."""
+    return " ".join(text.split())

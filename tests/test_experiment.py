@@ -103,7 +103,7 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
         ({"variants": {"a": {}}, "time_limit": float("nan")}, "--time_limit nan: give 1 or more"),
         ({"variants": {"a": {}}, "repeats": 10**9}, "--repeats 1000000000: give 1,000 at most"),
         ({"grid": {f"data.x{key}": list(range(10)) for key in range(10)}}, "a grid of 10,000,000,000 combinations"),
-        ({"variants": {"a": {"model": "os.system"}}}, "'a': --model os.system: only classes of app, torch"),
+        ({"variants": {"a": {"model": "os.system"}}}, "'a': --model os.system: its code is not trusted"),
         ({"variants": {"a b": {}, "a_b": {}}}, "two variants have the folder a_b"),
         ({"grid": {"trainer.devices": [1]}, "exclude": [{"trainer.device": 1}]}, "trainer.device is not in the grid"),
         ({"variants": {"a": {}}, "published": {"hardware": "x"}}, "rows"),

@@ -14,7 +14,7 @@ import pytest
 from harness import QUIET, error_of
 
 import app
-from app.system.lightning_patches import COMPLAINTS, Complaint, complaint
+from app.system.lightning_patches import complaint
 from app.system.patches import EXPECTED, expects, missing
 
 App = Callable[..., tuple[int, str]]
@@ -84,26 +84,21 @@ def test_a_name_that_is_gone_is_said(name: str) -> None:
     assert said.endswith("does not have: see what took its place")
 
 
-@pytest.mark.parametrize("known", COMPLAINTS, ids=lambda known: known.module.rpartition(".")[2])
-def test_lightning_still_complains_in_these_words(known: Complaint) -> None:
-    assert known.text in inspect.getsource(importlib.import_module(known.module))
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (
             "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_los",
-            "EarlyStopping's monitor val_los is not logged: give one of ",
+            "--trainer.callbacks EarlyStopping: Early stopping conditioned on metric `val_los`",
         ),
         (
             "--trainer.val_check_interval 100",
-            "--trainer.val_check_interval 100: an epoch has 4 batches: give 4 at most, or ",
+            "--trainer.val_check_interval: `val_check_interval` (100) must be less than or equal to the number",
         ),
         (
             "--trainer.accumulate_grad_batches 2 --trainer.callbacks+=GradientAccumulationScheduler "
             "--trainer.callbacks.scheduling='{4: 2}'",
-            "--trainer.callbacks GradientAccumulationScheduler: You have set `accumulate_grad_batches` and",
+            "--trainer.accumulate_grad_batches: You have set `accumulate_grad_batches` and",
         ),
         (
             "--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1 --model.scheduler.total_steps 2 "

@@ -177,27 +177,27 @@ class CLI(Flags):
         except Exception as error:  # Lightning's refusals are of many types, and say no flag
             if users_part(traceback.format_exc()):
                 raise
-            raise UserError(self._naming_flag(error)) from error
+            raise UserError(self._explained(error)) from error
         check_trainer(self.trainer)
         if isinstance(self.datamodule, app.data.ImageData) and isinstance(self.model, app.modules.ImageClassifier):
             self.model.check_image_shape(self.datamodule.image_shape)
         self._agree(config.cluster.timeout)
 
-    def _naming_flag(self, error: Exception) -> str:
-        """Return an error's message with its flag: the one that made the object, or one that the message mentions."""
-        raised: BaseException | None = error
-        while raised and "jsonargparse" in traceback.extract_tb(raised.__traceback__)[-1].filename:
-            raised = raised.__cause__ or raised.__context__  # the exception of the class itself
-        error = raised if isinstance(raised, Exception) else error
-        if wrong := error if isinstance(error, UserError) else blamed(error):
-            return str(wrong)
+    def _explained(self, error: Exception) -> str:
+        """Return an error's message with the flag that made the object, or a flag that the message mentions."""
+        while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename and (
+            cause := error.__cause__ or error.__context__  # the exception of the class itself
+        ):
+            error = cause  # type: ignore[assignment]
+        if known := error if isinstance(error, UserError) else blamed(error):
+            return str(known)
         expected = isinstance(error, MisconfigurationException | ValueError | TypeError | ImportError)
-        said = one_line(str(error) if expected else f"{type(error).__name__}: {error} (--verbose shows where)")
-        mentioned = re.findall(r"\w+", said)
-        found = ((flag, str(value)) for flag, value in leaves(self.config[self.subcommand]) if value is not None)
-        values = {flag: value for flag, value in found if value in mentioned}
-        known = next((flag for word in mentioned for flag in values if flag.rpartition(".")[2] == word), None)
-        return said if said.startswith("--") or known is None else f"--{known} {values[known]}: {said}"
+        text = one_line(str(error)) if expected else f"{type(error).__name__}: {error} (--verbose shows where)"
+        words = re.findall(r"\w+", text)
+        for flag, value in leaves(self.config[self.subcommand]):
+            if value is not None and {flag.rpartition(".")[2], str(value)} <= {*words}:
+                return f"--{flag} {value}: {text}"
+        return text
 
     def _agree(self, timeout: float) -> None:
         """Have rank zero settle what only one can, and give the run its directory, record and loggers."""

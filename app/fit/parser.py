@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 import app
 from app.errors import ExitStatus, UserError, nearest, one_line
 from app.fit.help import page
+from app.fit.messages import rejection
 from app.launch.process import TRUST
 from app.parallel import DDP
 from app.system.files import open_file
@@ -65,7 +66,7 @@ class PlainParser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message, without usage."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        raise UserError(one_line(message, flags)) from ex
+        raise UserError(rejection(message, flags)) from ex
 
 
 @expects("argparse:ArgumentParser._actions")
@@ -100,7 +101,7 @@ class Parser(LightningArgumentParser):
         bases = {"optimizer": torch.optim.Optimizer, "scheduler": torch.optim.lr_scheduler.LRScheduler}
         classes |= {name: _subclasses(base) for name, base in {**bases, "callbacks": Callback}.items()}
         names = {flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()}
-        raise UserError(one_line(message, flags, names)) from ex
+        raise UserError(rejection(message, flags, names)) from ex
 
 
 def _commands(action: argparse.Action) -> list[argparse.ArgumentParser]:

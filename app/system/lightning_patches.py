@@ -3,13 +3,15 @@
 At an upgrade, `tests/test_patches.py` says which names are gone; each docstring says what else to look at.
 """
 
+import inspect
 import logging
 import os
 import re
+import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -190,52 +192,14 @@ def may_stop_early(trainer: Trainer) -> bool:
 # -- what Lightning complains of -----------------------------------------------------------------------------
 
 
-class Complaint(NamedTuple):
-    """What Lightning raises as a plain RuntimeError or ValueError when a flag is wrong, and only a training shows it.
-
-    Attributes:
-        module: Where it is raised; `tests/test_patches.py` looks for the text in its source.
-        text: How its message begins.
-        pattern: The whole of it, white space folded.
-        said: What to say instead, with the groups of the pattern.
-    """
-
-    module: str
-    text: str
-    pattern: str
-    said: str
-
-
-COMPLAINTS = (
-    Complaint(
-        "lightning.pytorch.callbacks.early_stopping",
-        "Early stopping conditioned on metric `",
-        r"Early stopping conditioned on metric `(?P<name>[^`]*)` .*: `(?P<known>.*)`",
-        "EarlyStopping's monitor {name} is not logged: give one of {known}",
-    ),
-    Complaint(
-        "lightning.pytorch.loops.fit_loop",
-        " `val_check_interval` (",
-        r"`val_check_interval` \((?P<given>.*?)\) must be .* training batches \((?P<batches>.*?)\)",
-        "--trainer.val_check_interval {given}: an epoch has {batches} batches: give {batches} at most, or "
-        "--trainer.check_val_every_n_epoch null, too",
-    ),
-    Complaint(
-        "lightning.pytorch.callbacks.model_checkpoint",
-        "`ModelCheckpoint(save_last='link')` is only",
-        r"`ModelCheckpoint\(save_last='link'\)` is only .* got `dirpath=(?P<path>.*)`",
-        "save_last link works for local files only, not in {path}: leave it out",
-    ),
-)
-
-
 def complaint(error: Exception) -> str | None:
-    """What a user has done wrong, where this is one of Lightning's complaints about flags; else None."""
+    """Return the message of an error that Lightning itself raises, which is about its settings; None for others."""
     if isinstance(error, MisconfigurationException):
         return one_line(str(error))
-    text = " ".join(str(error).replace("`, `", ", ").split())
-    found = ((known, re.match(known.pattern, text)) for known in COMPLAINTS)
-    return next((known.said.format(**match.groupdict()) for known, match in found if match), None)
+    file = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
+    names = re.findall(r"`(\w+)`", str(error)) if "/lightning/pytorch/" in file else []
+    name = next((name for name in names if name in inspect.signature(Trainer).parameters), None)
+    return f"--trainer.{name}: {one_line(str(error))}" if name else None
 
 
 # -- modules and callbacks -----------------------------------------------------------------------------------

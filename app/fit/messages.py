@@ -1,0 +1,70 @@
+"""One line for a flag that jsonargparse rejects in many lines."""
+
+import importlib.util
+import re
+from collections.abc import Collection, Mapping
+
+from app.errors import nearest, one_line
+
+NAMES = {"float": "a number", "tuple": "list", "Sequence": "list", "Iterable": "list"}
+EXPECTED = re.compile(r"Expected (?:an? )?(?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[([^\]]*)\])")
+NESTED = re.compile(
+    r"- --([\w.]+)(.*?)(?: - Expected a <class 'NoneType'>| - Option| - Not a valid| Given value type|$)"
+)
+
+
+def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collection[str]] | None = None) -> str:
+    """Return the rejected flag, its value, the first reason, and the nearest right spelling.
+
+    Args:
+        message: jsonargparse's message.
+        flags: Known flags, with dashes.
+        classes: Names of the classes that a flag takes, by the last part of the flag.
+    """
+    text = one_line(message)
+    if match := re.match(r"unrecognized arguments: ([^\s=]+)", text):
+        if match[1].endswith((".yaml", ".yml")):
+            return f"{match[1]}: a value without a flag: did you mean --config {match[1]}?"
+        return f"{match[1]}: there is no such flag{nearest(match[1], flags)}"
+    if match := re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text):
+        return f"{match[2]} in the config: {match[1]} has no such setting{nearest('--' + match[2], flags)}"
+    key = re.search(r'Parser key "([^"]+)"', text)
+    if key is None:
+        return text.removeprefix("argument ")
+    nested = re.search(r"NestedArg\(key='([^']+)', val=(?:'([^']*)'|(.*?))\)", text)
+    flag = f"--{key[1]}.{nested[1]}" if nested else f"--{key[1]}"
+    if inner := NESTED.search(text):  # the message of a parser within
+        within = [known for known in flags if known.startswith(f"{flag}.") and known.endswith(f".{inner[1]}")]
+        is_typed = nested is not None and f".{nested[1]}".endswith(f".{inner[1]}")
+        return (flag if is_typed else min(within, key=len, default=f"{flag}.{inner[1]}")) + inner[2]
+    got = re.search(r"(?:Got|Given) value: (.+?)(?: - |$)", text)
+    value = (nested[2] or nested[3]) if nested else got[1] if got else ""
+    if match := re.search(r"following arguments are required: (\w+)", text):
+        return f"{flag}: its {match[1]} is required"
+    if match := re.search(r"Option '([^']+)' is not accepted", text):
+        flag = flag if nested else f"{flag}.{match[1]}"
+        return f"{flag}: the chosen class has no such setting{'' if flag in flags else nearest(flag, flags)}"
+    if match := re.search(r"Importing '((\w+)[^']*)' is not allowed", text):
+        known = importlib.util.find_spec(match[2]) is not None
+        remedy = (
+            f"its code is not trusted: give --trust {match[2]} to run it" if known else f"No module named '{match[2]}'"
+        )
+        return f"{flag} {match[1]}: {remedy}"
+    if match := re.search(r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)", text):
+        return f"{flag} {match[1]}: expected a subclass of {match[2]}"
+    if match := re.search(r"Unable to load config ['\"](.*?)['\"]", text):
+        return f"{flag} {match[1]}: neither a file nor settings"
+    names = [NAMES.get(name, name) for name, _ in EXPECTED.findall(text) if name not in ("", "NoneType", "int")]
+    names = names or ["int"] * ("<class 'int'>" in text)
+    choices = [choice.strip("' ") for _, found in EXPECTED.findall(text) for choice in found.split(",") if found]
+    if (match := re.search(r"dot import path string: (\S+)", text)) and "a number" not in names:
+        near = nearest(match[1], (classes or {}).get(flag.rpartition(".")[2].lstrip("-"), ()))
+        return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"
+    names += [f"one of {', '.join(dict.fromkeys(choices))}"] * bool(choices)
+    if names and "a path" not in text.partition("Errors:")[2]:
+        near = f": give [{value}]" if "list" in names and "," in value else nearest(value, choices)
+        return f"{flag} {value}: expected {' or '.join(dict.fromkeys(names))}{near}"
+    reasons = re.split(r"Errors:| - ", text.partition("Errors:")[2].partition("Given value type")[0] or text)
+    reason = next((part.strip(" -") for part in reasons if part.strip(" -") and "NoneType" not in part), "")
+    reason = re.sub("Problem with given class_path '[^']+': ", "", reason)
+    return f"{flag} {value}: {reason[:200]}"
