@@ -12,8 +12,8 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         measured), report, command
     doctor              says what this machine can run, and tests it
     variant             flags of fit, what they resolve to, and their processes on this machine
-    fit                 fit, validate, test, predict: configuration (flags, and what they mean), help, parser
-                        (arguments to settings), devices (how many, in how many processes), asked, rules, flag_rules,
+    fit                 fit, validate, test, predict: configuration (flags, and what they mean), help, arguments
+                        (tokens and configs), parser, messages (of a rejected flag), devices (how many, in how many processes), asked, rules, flag_rules,
                         machine_rules (whether it can work), command (builds and runs it), run_options (where a run is
                         kept), checkpoints, checkpoint_file, memory (how much of a batch fits)
     runs                starter: one training run as a function, run_fit

@@ -23,8 +23,9 @@ from app.compare.report import write_report
 from app.compare.results import rate
 from app.compare.runner import Outcome, Runner
 from app.errors import UserError, nearest
+from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
-from app.fit.parser import PlainParser, read_yaml, shipped
+from app.fit.parser import PlainParser
 from app.monitor.loggers import Tracker, make_loggers, next_version, tracking_mode
 from app.plan.measure import timed_run
 from app.system.files import read_json, write_json

@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,20 +13,11 @@ from lightning.pytorch.cli import LightningArgumentParser
 import app.data
 import app.modules
 from app.errors import ExitStatus, UserError, one_line
+from app.fit.arguments import Arguments, Token, tokenise
 from app.fit.checkpoints import RunCheckpoint, find_checkpoint
 from app.fit.flag_rules import MADE
 from app.fit.help import MORE, SectionHelp
-from app.fit.parser import (
-    Parser,
-    chosen_classes,
-    configs_and_classes_first,
-    find_class,
-    import_trusted_only,
-    parameters,
-    refuse_unusable,
-    shipped,
-    spell_out_strategy,
-)
+from app.fit.parser import Parser, find_class, import_trusted_only, parameters
 from app.fit.rules import check_flags
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
@@ -68,9 +58,11 @@ class Flags(CommandLine):
 
     def __init__(self, argv: Sequence[str]) -> None:
         import_trusted_only()
-        self.argv = [*argv[:1], *configs_and_classes_first(add_config_of_run(argv)[1:])]
-        self.classes = DEFAULTS | (chosen := chosen_classes(self.argv))
-        self.defaults = {key: {"class_path": path} for key, path in DEFAULTS.items() if key not in chosen}
+        self.arguments = read_arguments(argv)
+        self.argv = [*self.arguments.command, *self.arguments.words]
+        self.classes = classes_of(self.arguments)
+        chosen = {section: self.arguments.chosen(section) for section in DEFAULTS}
+        self.defaults = {key: {"class_path": path} for key, path in DEFAULTS.items() if chosen[key] is None}
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -117,26 +109,31 @@ class Flags(CommandLine):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the arguments, and nothing of `sys.argv`."""
-        self.config = _parse(parser, args)
+        self.config = _parse(parser, self.arguments)
 
 
-def add_config_of_run(argv: Sequence[str]) -> list[str]:
-    """Add the config of the run that wrote the checkpoint, for validate, test and predict without `--config`.
+def read_arguments(argv: Sequence[str]) -> Arguments:
+    """Read arguments and configs; validate, test and predict take the config of the run that wrote the checkpoint.
 
     Args:
         argv: The arguments of `python -m app`.
 
     Raises:
-        UserError: When the run of `--run.name` has no such checkpoint.
+        UserError: When a config cannot be read, or the run of `--run.name` has no such checkpoint.
     """
-    given = dict(pairwise(part for argument in argv for part in argument.split("=", 1)))
-    checkpoint, name = given.get("--ckpt_path"), given.get("--run.name")
-    if checkpoint is None or argv[0] not in ("validate", "test", "predict") or {"--config", "-c"} & given.keys():
-        return [*argv]
+    arguments = Arguments(argv)
+    checkpoint, name = arguments.value("--ckpt_path"), arguments.value("--run.name")
+    if checkpoint is None or argv[0] not in ("validate", "test", "predict") or arguments.configs:
+        return arguments
     if checkpoint in ("best", "last") and name is not None:
-        checkpoint = find_checkpoint(checkpoint, [], given.get("--run.root", Run.root), name)
+        checkpoint = find_checkpoint(checkpoint, [], arguments.value("--run.root") or Run.root, name)
     config = os.path.normpath(Path(checkpoint, "../../config.yaml"))
-    return [*argv, "--config", config] if Path(config).is_file() else [*argv]
+    return Arguments([*argv, "--config", config]) if Path(config).is_file() else arguments
+
+
+def classes_of(arguments: Arguments) -> dict[str, str]:
+    """Return the classes of model and data, by section."""
+    return {section: arguments.chosen(section) or default for section, default in DEFAULTS.items()}
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
@@ -145,30 +142,28 @@ def takes_classes_of_data(classes: dict[str, str]) -> bool:
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
 
-def with_switches(argv: Sequence[str]) -> list[str]:
+def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[Token]:
     """Add the value to switches that stand alone: `--data.flip` becomes `--data.flip=true`."""
-    classes = MADE | {name: find_class(name, path) for name, path in (DEFAULTS | chosen_classes(argv)).items()}
+    sections = MADE | {section: find_class(section, path) for section, path in classes.items()}
 
     def is_switch(flag: str) -> bool:
         section, _, name = flag.removeprefix("--").partition(".")
-        hint = parameters(classes[section])[name].annotation if name in parameters(classes.get(section)) else None
+        known = parameters(sections.get(section))
+        hint = known[name].annotation if name in known else None
         return bool in (hint, *get_args(hint)) and str not in get_args(hint)
 
-    pairs = pairwise([*argv, "--"])
-    return [f"{flag}=true" if following.startswith("--") and is_switch(flag) else flag for flag, following in pairs]
+    return [Token.of(t.flag, "true") if t.value is None and is_switch(t.flag) else t for t in tokens]
 
 
-def _parse(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    arguments = with_switches(["--run.profile" if argument == "--profile" else argument for argument in argv])
-    flags = {"--config", "-c"}
-    pairs = pairwise(["", *arguments])
-    arguments = [shipped(each) if flags & {flag, each.partition("=")[0]} else each for flag, each in pairs]
-    linked = any(argument.startswith("--model.num_classes") for argument in arguments)
-    if linked and takes_classes_of_data(DEFAULTS | chosen_classes(arguments)):
+def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
+    classes = classes_of(arguments)
+    arguments.tokens = with_switches(arguments.tokens, classes)
+    if any(token.flag == "--model.num_classes" for token in arguments.tokens) and takes_classes_of_data(classes):
         raise UserError("--model.num_classes comes from the data: leave it out")
     try:
-        refuse_unusable(arguments)
-        return parser.parse_args(spell_out_strategy(arguments))
+        arguments.check()
+        arguments.spell_out_strategy()
+        return parser.parse_args([*arguments.command, *arguments.words])
     except SystemExit as end:
         if ExitStatus.of(end).status != "failed":  # --help and such, or SIGTERM
             raise
@@ -186,8 +181,7 @@ def resolve(argv: Sequence[str]) -> Namespace:
     Raises:
         UserError: When it cannot be read.
     """
-    argv = add_config_of_run(argv)
-    config = _parse(capture_parser(Flags, argv), argv)
+    config = _parse(capture_parser(Flags, argv), read_arguments(argv))
     check_flags(config[config.subcommand])
     return config[config.subcommand]
 
@@ -199,7 +193,7 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
         UserError: When it cannot be read, or model or data refuse their arguments.
     """
     parser = capture_parser(Flags, argv)
-    config = _parse(parser, argv)
+    config = _parse(parser, read_arguments(argv))
     built = parser.instantiate_classes(config)[config.subcommand]
     return built.model, built.data
 
@@ -222,16 +216,19 @@ def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[s
     Raises:
         UserError: When one of them has no value.
     """
-    remaining, flags, rest = [], [], with_switches(argv)
-    while rest:
-        argument = rest.pop(0)
-        flag, given, value = argument.partition("=")
+    remaining: list[str] = []
+    flags: list[tuple[str, str]] = []
+    tokens = tokenise(argv)
+    chosen = {token.name.removeprefix("--"): token.value for token in tokens if token.value}
+    for token in with_switches(tokens, {section: chosen.get(section, path) for section, path in DEFAULTS.items()}):
+        flag = token.flag
         if flag.startswith("--") and ("." in flag or flag in FIT_FLAGS or flag in others):
-            if not given and not rest:
+            if token.value is None:
                 raise UserError(f"{flag} needs a value")
-            flags.append((flag, value if given else rest.pop(0)))
+            flags.append((flag, token.value))
+            remaining += token.words[2:] if token.words[0] == flag else token.words[1:]
         else:
-            remaining.append(argument)
+            remaining += token.words
     return remaining, flags
 
 

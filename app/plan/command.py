@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from app.errors import UserError
+from app.fit.arguments import read_yaml
 from app.fit.configuration import resolve, split_flags
 from app.fit.devices import accelerator_name
-from app.fit.parser import PlainParser, read_yaml
+from app.fit.parser import PlainParser
 from app.monitor.loggers import next_version
 from app.plan.compared import add_measured
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link

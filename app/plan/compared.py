@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from app.errors import UserError
-from app.fit.parser import read_yaml
+from app.fit.arguments import read_yaml
 from app.record import Record, load_json
 from app.record.record import Count, Positive
 

@@ -10,8 +10,9 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from app.errors import UserError
+from app.fit.arguments import read_yaml
 from app.fit.configuration import by_name, split_flags
-from app.fit.parser import PlainParser, read_yaml
+from app.fit.parser import PlainParser
 from app.monitor.loggers import claim_version
 from app.system.files import write_json
 from app.verify.proof import Prover, Settings

@@ -1,0 +1,252 @@
+"""The command line as tokens, and the config files that it names, each read once."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+import app
+from app.errors import UserError, nearest, one_line
+from app.system.files import open_file
+
+STRATEGY = "--trainer.strategy"
+SECTIONS = ("trainer", "model", "data", "run", "cluster", "best_checkpoint", "last_checkpoint", "lr_monitor")
+NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)  # in words; the rules find 1e400
+
+
+class Token(NamedTuple):
+    """A flag with its value.
+
+    Attributes:
+        flag: The flag with its dashes; empty for words before the first flag.
+        value: Its value, or None.
+        words: The words of the command line.
+    """
+
+    flag: str
+    value: str | None
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, flag: str, value: str) -> "Token":
+        """Make a token of flag and value."""
+        return cls(flag, value, (f"{flag}={value}",))
+
+    @property
+    def name(self) -> str:
+        """The flag without `.class_path` and `.init_args`."""
+        return self.flag.removesuffix(".class_path").replace(".init_args", "")
+
+
+def tokenise(words: Sequence[str]) -> list[Token]:
+    """Group words into flags and values; a negative number is a value."""
+    tokens: list[Token] = []
+    for word in words:
+        if word.startswith("-") and not re.match(r"-[\d.]", word):
+            flag, equals, value = word.partition("=")
+            tokens.append(Token(flag, value if equals else None, (word,)))
+        elif tokens:
+            flag, known, before = tokens[-1]
+            tokens[-1] = Token(flag, word if known is None else known, (*before, word))
+        else:
+            tokens.append(Token("", None, (word,)))
+    return tokens
+
+
+class Arguments:
+    """The arguments of `fit`, `validate`, `test` or `predict`.
+
+    Args:
+        argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
+
+    Attributes:
+        command: The command, in a list; empty where there is none.
+        tokens: The flags, in an order in which they can be read: configs, then classes, then their settings.
+        configs: Content of each config file, by its path.
+
+    Raises:
+        UserError: When a config file is missing, not text, or not a YAML mapping.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.command = [*argv[:1]]
+        self.configs: dict[str, dict[str, Any]] = {}
+        tokens = [self._read(token) for token in tokenise(argv[1:])]
+        names = [token.name for token in tokens]
+
+        def place(token: Token) -> tuple[int, int]:
+            if token.flag in ("--config", "-c"):
+                return 0, 0
+            has_settings = any(name.startswith(f"{token.name}.") for name in names) and not token.name.endswith("+")
+            return (1, token.name.count(".")) if has_settings else (2, 0)
+
+        chosen = [index for index, token in enumerate(tokens) if token.name == STRATEGY]
+        if chosen:  # a later strategy drops the settings of an earlier one
+            between = range(chosen[0], chosen[-1])
+            tokens = [t for i, t in enumerate(tokens) if i not in between or not t.flag.startswith(f"{STRATEGY}.")]
+        self.tokens = sorted(tokens, key=place)
+
+    def _read(self, token: Token) -> Token:
+        """Read the config of a `--config` token; `--profile` is short for `--run.profile`."""
+        if token.flag == "--profile":
+            return Token.of("--run.profile", token.value or "true")
+        if token.flag not in ("--config", "-c") or token.value is None:
+            return token
+        file = shipped(token.value)
+        self.configs[file] = read_yaml(file)
+        return Token.of("--config", file)
+
+    @property
+    def words(self) -> list[str]:
+        """The flags as words of a command line."""
+        return [word for token in self.tokens for word in token.words]
+
+    def value(self, flag: str) -> str | None:
+        """Return the last value of a flag on the command line."""
+        return next((token.value for token in reversed(self.tokens) if token.flag == flag), None)
+
+    def chosen(self, section: str) -> str | None:
+        """Return the class or name that flag or config chooses for `model`, `data` or `trainer.strategy`."""
+        name = None
+        for token in self.tokens:
+            if token.flag == "--config" and token.value in self.configs:
+                content: Any = self.configs[token.value]
+                for key in section.split("."):
+                    content = content.get(key) if isinstance(content, dict) else None
+                content = content.get("class_path") if isinstance(content, dict) else content
+                name = content if isinstance(content, str) else name
+            elif token.name == f"--{section}" and token.value is not None:
+                name = token.value
+        return name
+
+    def check(self) -> None:
+        """Reject values that jsonargparse misreads silently.
+
+        Raises:
+            UserError: For an optimizer's or scheduler's number that is not finite, for a flag without its value, for a
+                config's section that is no mapping, and for a repeated key.
+        """
+        for token in self.tokens:
+            flag, value = token.flag, token.value
+            if value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", flag):
+                raise UserError(f"{flag} needs a value")
+            if NOT_FINITE.fullmatch(value or "") and flag.startswith(("--model.optimizer.", "--model.scheduler.")):
+                raise UserError(f"{flag} {value}: give a finite number")
+            if value is not None and flag != "--config":
+                _check_yaml(flag, value)
+        for file, config in self.configs.items():
+            for section, content in config.items():
+                for text in _texts(content):
+                    _check_yaml(f"{section} in --config {file}:", text)
+                names_class = section in ("model", "data") and isinstance(content, str)
+                if section in SECTIONS and not names_class and not isinstance(content, dict):
+                    shown = "null" if content is None else str(content)[:50]
+                    raise UserError(f"{section}: {shown} in --config {file}: give its settings, or leave it out")
+
+    def spell_out_strategy(self) -> None:
+        """Replace a strategy's registered name by its class, if the command line has settings of the strategy.
+
+        jsonargparse knows the settings of classes, such as `--trainer.strategy.bucket_cap_mb`, not of names.
+
+        Raises:
+            UserError: When a setting comes without a strategy, or with an unknown one.
+        """
+        name = self.chosen("trainer.strategy") or "auto"
+        classes = {cls.__name__ for cls in subclasses(Strategy)}
+        settings = [
+            t
+            for t in self.tokens
+            if t.flag.startswith(f"{STRATEGY}.") and t.flag not in (f"{STRATEGY}.help", f"{STRATEGY}.class_path")
+        ]
+        spelt: list[Token] = []
+        for token in self.tokens:
+            if token.name == STRATEGY and token.value is not None:
+                is_class = token.value not in StrategyRegistry and ("." in token.value or token.value in classes)
+                token = Token.of(f"{STRATEGY}.class_path", token.value) if is_class else token
+            if settings and token is settings[0]:
+                if name in StrategyRegistry:
+                    cls, known = StrategyRegistry[name]["strategy"], StrategyRegistry[name]["init_params"]
+                    spelt.append(Token.of(STRATEGY, f"{cls.__module__}.{cls.__qualname__}"))
+                    spelt += [Token.of(f"{STRATEGY}.{key}", str(value)) for key, value in known.items()]
+                elif name == "auto":
+                    raise UserError(f"{token.flag}: give --trainer.strategy ddp, or another one, before it")
+                elif "." not in name and name not in classes:
+                    raise UserError(f"{token.flag}: there is no {STRATEGY} {name}{nearest(name, StrategyRegistry)}")
+            spelt.append(token)
+        self.tokens = spelt
+
+
+def subclasses(cls: type) -> list[type]:
+    """List all subclasses of a class that have been imported."""
+    direct: list[type] = cls.__subclasses__()
+    return [*direct, *(below for child in direct for below in subclasses(child))]
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Yield every string in nested settings, because each may name a file."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for inner in content.values() if isinstance(content, dict) else content:
+            yield from _texts(inner)
+
+
+def _check_yaml(flag: str, value: str) -> None:
+    """Reject YAML with a repeated key, in a value or in the file that it names; and a pipe in place of a file."""
+    names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeSTRATEGY("--") in SECTIONS
+    if os.path.exists(value) and (names_file or Path(value).is_fifo()):
+        read_yaml(value, flag)
+    elif any(sign in value for sign in "&{"):
+        try:
+            yaml.load(value, Loader=_Loader)
+        except _RepeatedKeyError as error:
+            raise UserError(f"{flag}: {one_line(str(error))}") from error
+        except (yaml.YAMLError, ValueError, RecursionError):  # not YAML
+            return
+
+
+class _RepeatedKeyError(yaml.YAMLError):
+    """A YAML mapping repeats a key."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that rejects repeated keys; YAML silently takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise _RepeatedKeyError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def shipped(path: str) -> str:
+    """Return a path; a `configs/…` path that is missing here becomes the application's own."""
+    ours = Path(app.__file__).parent / path
+    is_shipped = path.startswith("configs/") and not os.path.exists(path) and ours.is_file()
+    return str(ours) if is_shipped else path
+
+
+def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        UserError: When the file that the flag names is missing, no file, not text, or not a mapping with unique keys.
+    """
+    try:
+        with open_file(shipped(name)) as file:
+            content = yaml.load(file.read().decode(), Loader=_Loader)
+    except FileNotFoundError:
+        near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
+        raise UserError(f"{flag} {name}: there is no such file{near}") from None
+    except OSError as error:
+        raise UserError(f"{flag} {name}: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not text, or a huge number
+        raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")
+    return content
