@@ -12,10 +12,10 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         measured), report, command
     doctor              says what this machine can run, and tests it
     variant             flags of fit, what they resolve to, and their processes on this machine
-    fit                 fit, validate, test, predict: configuration (flags, and what they mean), help, arguments
-                        (tokens and configs), parser, messages (of a rejected flag), devices (how many, in how many processes), asked, rules, flag_rules,
-                        machine_rules (whether it can work), command (builds and runs it), run_options (where a run is
-                        kept), checkpoints, checkpoint_file, memory (how much of a batch fits)
+    fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
+                        flag), help, configuration (all flags), devices (how many, in how many processes), asked, rules,
+                        flag_rules, machine_rules (whether a run can work), command (builds and runs it), run_options
+                        (where a run is kept), checkpoints, checkpoint_file, memory (how much of a batch fits)
     runs                starter: one training run as a function, run_fit
     callbacks           what a user may add to a run: batch shapes, predictions, test figures
     monitor             watches one run: run_record (fills the record), rank_times (who is slow), course (of a

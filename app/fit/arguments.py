@@ -197,7 +197,7 @@ def _texts(content: Any) -> Iterator[str]:
 
 def _check_yaml(flag: str, value: str) -> None:
     """Reject YAML with a repeated key, in a value or in the file that it names; and a pipe in place of a file."""
-    names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeSTRATEGY("--") in SECTIONS
+    names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeprefix("--") in SECTIONS
     if os.path.exists(value) and (names_file or Path(value).is_fifo()):
         read_yaml(value, flag)
     elif any(sign in value for sign in "&{"):
