@@ -13,7 +13,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     doctor              says what this machine can run, and tests it
     variant             flags of fit, what they resolve to, and their processes on this machine
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
-                        flag), help, configuration (all flags), devices (how many, in how many processes), asked, rules,
+                        flag), help, configuration (all flags), resolved (strategy, devices, processes), rule, rules,
                         flag_rules, machine_rules (whether a run can work), command (builds and runs it), run_options
                         (where a run is kept), checkpoints, checkpoint_file, memory (how much of a batch fits)
     runs                starter: one training run as a function, run_fit
@@ -23,7 +23,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         summary (what is said of it), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
-    parallel            strategies: data_parallel (dp), ddp, comm_hooks; importing it registers their names
+    parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names
     loop                straight_step (a training step at little cost), lightning_step_patches
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (where images come from), image_files (the user's own), synthetic (drawn), cache

@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 
 from app.errors import UserError
 from app.fit.configuration import resolve
-from app.fit.devices import accelerator_name, devices_per_node, replicas
+from app.fit.resolved import Resolved
 from app.runs.starter import CommandLine
 from app.system.machine import usable_cores
 
@@ -68,7 +68,7 @@ class Variant:
     @property
     def replicas(self) -> int:
         """Devices that share a global batch, on all nodes."""
-        return replicas(self.settings.trainer)
+        return Resolved(self.settings).replicas
 
     def nodes(self) -> list[dict[str, str]]:
         """Return the environment variables of each node; several nodes divide this machine's GPUs or cores."""
@@ -77,11 +77,11 @@ class Variant:
         if trainer.num_nodes == 1:
             return [inherited]
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in psutil.net_if_addrs() else {}
-        if accelerator_name(trainer) != "cuda":
+        if Resolved(self.settings).accelerator != "cuda":
             threads = os.environ.get("OMP_NUM_THREADS", str(max(usable_cores() // self.replicas, 1)))
             return [inherited | loopback | {"OMP_NUM_THREADS": threads}] * trainer.num_nodes
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.replicas)))).split(",")
-        count = devices_per_node(trainer)
+        count = Resolved(self.settings).devices
         starts = range(0, count * trainer.num_nodes, count)
         return [inherited | loopback | {"CUDA_VISIBLE_DEVICES": ",".join(visible[i : i + count])} for i in starts]
 
@@ -110,7 +110,7 @@ def _lacking(variant: Variant) -> str | None:
     trainer, needed = variant.settings.trainer, variant.replicas
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         return "there is no GPU"
-    gpus = accelerator_name(trainer) == "cuda"
+    gpus = Resolved(variant.settings).accelerator == "cuda"
     kind, count = ("GPUs", torch.cuda.device_count()) if gpus else ("CPU cores", usable_cores())
     if trainer.accelerator in ("auto", "cpu", "gpu", "cuda") and needed > count:
         return f"needs {needed} {kind}; this machine has {count}"

@@ -11,16 +11,17 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 from app.errors import UserError
 from app.fit.configuration import build, resolve, split_flags
-from app.fit.devices import devices_per_node, processes_per_node, replicas
 from app.fit.parser import PlainParser
+from app.fit.resolved import Resolved
 from app.fit.run_options import default_name
 from app.modules import FashionMLP
 
 App = Callable[..., tuple[int, str]]
 
 
-def trainer(**settings: object) -> Namespace:
-    return Namespace({"accelerator": "cpu", "devices": "auto", "strategy": "auto", "num_nodes": 1, **settings})
+def trainer(**settings: object) -> Resolved:
+    defaults = {"accelerator": "cpu", "devices": "auto", "strategy": "auto", "num_nodes": 1}
+    return Resolved(Namespace(trainer=Namespace(defaults | settings)))
 
 
 def test_the_arguments_are_those_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,15 +41,15 @@ def test_the_arguments_are_those_that_are_given(monkeypatch: pytest.MonkeyPatch)
     ("devices", "count"), [("auto", 1), ("-1", 1), (3, 3), ("3", 3), ("0,2", 2), ("1,", 1), ([0, 1, 5], 3)]
 )
 def test_devices_are_counted_as_lightning_does(devices: object, count: int) -> None:
-    assert devices_per_node(trainer(devices=devices, strategy="ddp")) == count
+    assert trainer(devices=devices, strategy="ddp").devices == count
 
 
 def test_devices_are_several_only_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 4))
     counts = {
-        (strategy, devices, nodes): devices_per_node(
-            trainer(accelerator="cuda", strategy=strategy, devices=devices, num_nodes=nodes)
-        )
+        (strategy, devices, nodes): trainer(
+            accelerator="cuda", strategy=strategy, devices=devices, num_nodes=nodes
+        ).devices
         for strategy, devices, nodes in (("auto", "auto", 1), ("auto", "auto", 2), ("auto", -1, 1), ("ddp", "auto", 1))
     }
     assert list(counts.values()) == [1, 4, 4, 4]
@@ -57,7 +58,7 @@ def test_devices_are_several_only_when_they_are_asked_for(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("devices", ["0", "-2", "abc", 0, "[]"])
 def test_what_is_no_number_of_devices(devices: object) -> None:
     with pytest.raises(UserError, match=r"--trainer.devices .*: give a count from 1 on"):
-        devices_per_node(trainer(devices=devices))
+        trainer(devices=devices).devices  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -66,13 +67,14 @@ def test_what_is_no_number_of_devices(devices: object) -> None:
 )
 def test_processes_and_replicas(strategy: str, nodes: int, processes: int) -> None:
     config = trainer(strategy=strategy, devices=3, num_nodes=nodes)
-    assert (processes_per_node(config), replicas(config)) == (processes, 3 * nodes)
+    assert (config.processes, config.replicas) == (processes, 3 * nodes)
 
 
 def test_an_option_of_a_strategy_names_its_class() -> None:
     words = ["--trainer.strategy", "ddp_dp", "--trainer.strategy.bucket_cap_mb", "1", "--trainer.num_nodes", "2"]
-    config = resolve(["fit", "--data", "Synthetic", "--trainer.devices", "4", *words]).trainer
-    assert (processes_per_node(config), replicas(config)) == (1, 8)
+    config = resolve(["fit", "--data", "Synthetic", "--trainer.devices", "4", *words])
+    config = Resolved(config)
+    assert (config.processes, config.replicas) == (1, 8)
 
 
 @pytest.mark.parametrize("section", ["run", "trainer", "cluster", "data"])

@@ -32,9 +32,9 @@ from app.errors import ExitStatus, UserError, one_line
 from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
-from app.fit.devices import agent_processes, devices_per_node, follow, processes_per_node, strategy_options
 from app.fit.flag_rules import leaves
 from app.fit.memory import agree_micro_batch
+from app.fit.resolved import Resolved
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide, default_name, release_folders
 from app.launch.agree import agree, connect, gather_objects
@@ -141,10 +141,11 @@ class CLI(Flags):
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # of processes that this one starts
             torch.set_num_threads(config.run.threads)
-        self.processes = agent_processes(config)
+        self.resolved = Resolved(config, str(self.config.subcommand), self.launcher)
+        self.processes = self.resolved.agent_processes
         self.adapts = config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ
         if self.adapts and (free := free_cores()) < usable_cores():
-            ranks = 1 if self.launcher else processes_per_node(config.trainer)
+            ranks = 1 if self.launcher else self.resolved.processes
             torch.set_num_threads(max(free // ranks, 1))
             if ranks > 1:
                 os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # for the processes that this one starts
@@ -167,7 +168,7 @@ class CLI(Flags):
         """Start the ranks, where this process is to be their agent; else build data, model and trainer, and agree."""
         config = self.config[self.subcommand]
         if self.processes:
-            rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, devices_per_node(config.trainer))
+            rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
             self.exit_code = launch(self.argv, self.processes, rendezvous, config.cluster, _has_failed)
             return
         try:
@@ -296,17 +297,17 @@ class CLI(Flags):
         parser = self.command_parser
         given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins] * bool(trainer.plugins)
         asked = self.config[self.subcommand].trainer
-        followed, environment = follow(asked, self.launcher), None
+        followed, environment = self.resolved.trainer, None
         kwargs |= {"devices": followed.devices, "num_nodes": followed.num_nodes}
         if (asked.strategy, asked.devices, followed.num_nodes, self.launcher) == ("auto", "auto", 1, None):
             kwargs["devices"] = 1  # several only when they are asked for
         if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):  # which knows better
             environment = environment_of(config.cluster, followed.num_nodes)
         if isinstance(environment, LightningEnvironment) and followed.num_nodes > 1:
-            self.rendezvous = NodeRendezvous(config.cluster, followed.num_nodes, devices_per_node(asked))
+            self.rendezvous = NodeRendezvous(config.cluster, followed.num_nodes, self.resolved.devices)
             os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
         theirs = any(isinstance(plugin, CheckpointIO) for plugin in given)
-        theirs = theirs or strategy_options(asked).get("checkpoint_io") is not None
+        theirs = theirs or self.resolved.options.get("checkpoint_io") is not None
         kwargs["plugins"] = [*given, *[CheckpointFiles()] * (not theirs), *filter(None, [environment])]
         cluster = self.config[self.subcommand].cluster
         cluster.init_method = cluster.node_rank = None  # the saved config is for any node, however it is started

@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from app.errors import UserError, nearest
-from app.fit.asked import Asked, Found, Rule
-from app.fit.devices import class_of, devices_per_node
 from app.fit.parser import parameters
+from app.fit.resolved import Resolved, class_of
+from app.fit.rule import Found, Rule
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.parallel import SplitForward
@@ -51,14 +51,14 @@ MADE = {
 COMPILES = (SingleDeviceStrategy, DDPStrategy)
 
 
-def _unknown_strategy(s: Asked) -> Found:
+def _unknown_strategy(s: Resolved) -> Found:
     name, known = s.config.trainer.strategy, ["auto", *StrategyRegistry.available_strategies()]
     return isinstance(name, str) and name not in known and {"near": nearest(name, known)}
 
 
-def _no_devices(s: Asked) -> Found:
+def _no_devices(s: Resolved) -> Found:
     try:
-        return devices_per_node(s.config.trainer) < 1
+        return s.devices < 1
     except UserError:
         return True
 
@@ -75,7 +75,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _out_of_range(s: Asked) -> Found:
+def _out_of_range(s: Resolved) -> Found:
     for flag, value in leaves(s.checked):
         if isinstance(value, float) and not math.isfinite(value):
             return {"flag": flag, "value": value, "remedy": "give a finite number"}
@@ -86,7 +86,7 @@ def _out_of_range(s: Asked) -> Found:
     return None
 
 
-def _null(s: Asked) -> Found:
+def _null(s: Resolved) -> Found:
     """A null that is neither the default nor allowed by the type: jsonargparse accepts it."""
     chosen = {section: class_of(s.config[section]) for section in ("model", "data") if s.config.get(section)}
     for section, cls in {**MADE, **chosen}.items():
@@ -99,17 +99,17 @@ def _null(s: Asked) -> Found:
     return None
 
 
-def _no_interval(s: Asked) -> Found:
+def _no_interval(s: Resolved) -> Found:
     every = s.config.trainer.val_check_interval
     return isinstance(every, int | float) and every <= 0
 
 
-def _no_duration(s: Asked) -> Found:
+def _no_duration(s: Resolved) -> Found:
     longest = s.config.trainer.max_time
     return isinstance(longest, str) and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", longest.strip())
 
 
-def _no_file_name(s: Asked) -> Found:
+def _no_file_name(s: Resolved) -> Found:
     """A name of checkpoints that leads out of the run's folder, or that no file can have, or no format string."""
     for flag in ("best_checkpoint.filename", "last_checkpoint.filename"):
         name = s.config.get(flag)
@@ -131,14 +131,14 @@ def _no_file_name(s: Asked) -> Found:
     return None
 
 
-def _lacks_package(s: Asked) -> Found:
+def _lacks_package(s: Resolved) -> Found:
     needs = (("precision", "transformer-engine", "transformer_engine"), ("profiler", "xla", "torch_xla"))
     lacking = ((flag, package) for flag, name, package in needs if str(s.trainer[flag]).startswith(name))
     missing = ((flag, package) for flag, package in lacking if importlib.util.find_spec(package) is None)
     return next(({"flag": flag, "value": s.trainer[flag], "package": package} for flag, package in missing), None)
 
 
-def _no_folder(s: Asked) -> Found:
+def _no_folder(s: Resolved) -> Found:
     """A name that no folder below the root can have. Source of the limit: NAME_MAX of linux/limits.h."""
     name = s.config.run.name or ""
     path = PurePath(name)
@@ -149,19 +149,19 @@ def _no_folder(s: Asked) -> Found:
     return any(len(os.fsencode(part)) > 255 for part in path.parts) and {"why": "it is longer than 255 bytes"}
 
 
-def _too_low(s: Asked) -> Found:
-    minima = s.strategy.minima(s.options) if hasattr(s.strategy, "minima") else {}
+def _too_low(s: Resolved) -> Found:
+    minima = s.traits.minima(s.options)
     given = ((name, s.options.get(name), least) for name, least in minima.items())
     low = ({"name": name, "value": v, "least": least} for name, v, least in given if v is not None and v < least)
     return next(low, None)
 
 
-def _without_hook(s: Asked) -> Found:
+def _without_hook(s: Resolved) -> Found:
     names = ("ddp_comm_state", "ddp_comm_wrapper") if s.hook is None else ()
     return next(({"name": name} for name in names if s.options.get(name) is not None), None)
 
 
-def _not_in_a_graph(s: Asked) -> Found:
+def _not_in_a_graph(s: Resolved) -> Found:
     """What happens between the parts of a step, or to another step than the captured one."""
     by_step = s.given("scheduler") and s.given("scheduler_interval") == "step"
     conflicts = (
@@ -183,7 +183,7 @@ FLAGS = (
     Rule(_unknown_strategy, "--trainer.strategy {s.config.trainer.strategy}: unknown{near}", ""),
     Rule(
         _no_devices,
-        "--trainer.devices {s.config.trainer.devices!r}: the {s.device} accelerator cannot give that",
+        "--trainer.devices {s.config.trainer.devices!r}: the {s.accelerator} accelerator cannot give that",
         "give a count from 1 on",
     ),
     Rule(_out_of_range, "--{flag} {value}", "{remedy}"),

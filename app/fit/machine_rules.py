@@ -16,41 +16,37 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from app.data import ImageData
 from app.errors import nearest
-from app.fit.asked import Asked, Found, Rule
-from app.fit.devices import (
-    accelerator_class,
-    agent_processes,
-    class_of,
-)
+from app.fit.resolved import Resolved, class_of
+from app.fit.rule import Found, Rule
 from app.launch.cluster_environment import OWN_AGENT
 from app.launch.process import RANKS, is_task_of_srun
 
 
-def _no_accelerator(s: Asked) -> Found:
-    cls = accelerator_class(s.trainer)
+def _no_accelerator(s: Resolved) -> Found:
+    cls = s.accelerator_class
     return cls is not None and not cls.is_available()
 
 
-def _cannot_give(s: Asked) -> Found:
+def _cannot_give(s: Resolved) -> Found:
     """Devices that Lightning would not find on the accelerator that is here; of a CPU it wants a number."""
-    cls = accelerator_class(s.trainer)
+    cls = s.accelerator_class
     if cls is None or s.trainer.devices == "auto":
         return False
     try:
         cls.parse_devices(s.trainer.devices)
     except (MisconfigurationException, TypeError, ValueError):
-        return {"there": "" if s.device == "cpu" else f", of which there are {cls.auto_device_count()}"}
+        return {"there": "" if s.accelerator == "cpu" else f", of which there are {cls.auto_device_count()}"}
     return False
 
 
-def _left_over(s: Asked) -> Found:
+def _left_over(s: Resolved) -> Found:
     """Variables of a launcher that did not start this process, which would make it one of several."""
     expected = {"NODE_RANK"} if s.nodes > 1 else set()
     left = [name for name in RANKS if name in s.environ and name not in expected] if s.stands_alone else []
     return bool(left) and {"left": ", ".join(left), "unset": " ".join(left)}
 
 
-def _without_srun(s: Asked) -> Found:
+def _without_srun(s: Resolved) -> Found:
     """A SLURM job of several tasks whose command was started once."""
     elsewhere = s.config.cluster.init_method is not None or "NODE_RANK" in s.environ
     if not s.stands_alone or "SLURM_JOB_ID" not in s.environ or is_task_of_srun() or elsewhere:
@@ -63,25 +59,25 @@ POWER_SGD = (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)
 SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
 
 
-def _one_node(s: Asked) -> Found:
+def _one_node(s: Resolved) -> Found:
     given = ((flag, getattr(s.config.cluster, flag)) for flag in ("init_method", "node_rank"))
     used = not s.stands_alone or s.nodes > 1
     return next(({"flag": flag, "value": value} for flag, value in given if value is not None and not used), None)
 
 
-def _no_agent(s: Asked) -> Found:
+def _no_agent(s: Resolved) -> Found:
     """Settings of our agent in a run that another one starts, or that is one process."""
     cluster = s.config.cluster
     given = [("max_restarts", cluster.max_restarts)] * bool(cluster.max_restarts)
     given += [("log_dir", cluster.log_dir)] * (cluster.log_dir is not None)
-    if not given or (s.launcher.by == OWN_AGENT if s.launcher else agent_processes(s.config)):
+    if not given or (s.launcher.by == OWN_AGENT if s.launcher else s.agent_processes):
         return False
     remedy = "leave it out" if s.launcher else "use --trainer.strategy ddp on several devices, or leave it out"
     (flag, value), by = given[0], s.launcher.by if s.launcher else "no agent"
     return {"flag": flag, "value": value, "by": by, "remedy": remedy}
 
 
-def _no_place(s: Asked) -> Found:
+def _no_place(s: Resolved) -> Found:
     """An address that is none of the three forms; `env://` is asked for by default."""
     method = s.config.cluster.init_method or "env://"
     url = urlsplit(method)
@@ -94,14 +90,14 @@ def _no_place(s: Asked) -> Found:
     return s.nodes_meet and not known.get(url.scheme) and {"method": method}
 
 
-def _no_address(s: Asked) -> Found:
+def _no_address(s: Resolved) -> Found:
     if not s.nodes_meet or (s.config.cluster.init_method or "env://") != "env://":
         return False
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not s.environ.get(name)]
     return bool(missing) and {"missing": " and ".join(missing)}
 
 
-def _no_port(s: Asked) -> Found:
+def _no_port(s: Resolved) -> Found:
     port = s.environ.get("MASTER_PORT", "")
     used = s.nodes_meet and (s.config.cluster.init_method or "env://") == "env://"
     if not used or (port.isdecimal() and 0 < int(port) < 2**16):
@@ -109,30 +105,32 @@ def _no_port(s: Asked) -> Found:
     return {"port": port, "remedy": "give a port, 1 to 65535" if port.isdecimal() else "give a number"}
 
 
-def _no_node_rank(s: Asked) -> Found:
+def _no_node_rank(s: Resolved) -> Found:
     return s.nodes_meet and s.config.cluster.node_rank is None and "NODE_RANK" not in s.environ
 
 
-def _wrong_node_rank(s: Asked) -> Found:
+def _wrong_node_rank(s: Resolved) -> Found:
     given = s.config.cluster.node_rank
     where, rank = ("NODE_RANK", s.environ.get("NODE_RANK", "")) if given is None else ("--cluster.node_rank", given)
     right = str(rank).isdecimal() and int(rank) < s.nodes
     return s.nodes_meet and not right and {"where": where, "rank": rank, "last": s.nodes - 1}
 
 
-def _unusable_backend(s: Asked) -> Found:
+def _unusable_backend(s: Resolved) -> Found:
     backend = s.options.get("process_group_backend")
     serves = {name: devices for name, devices in dist.Backend.backend_capability.items() if name != "fake"}
     if backend is None:
         return False
     if backend not in serves:
         return {"backend": backend, "why": f"unknown{nearest(backend, serves)}"}
-    usable = [name for name in serves if s.device in serves[name] and dist.is_backend_available(name)]
-    why = f"does not serve {s.device}" if s.device not in serves[backend] else "this torch was built without it"
+    usable = [name for name in serves if s.accelerator in serves[name] and dist.is_backend_available(name)]
+    why = (
+        f"does not serve {s.accelerator}" if s.accelerator not in serves[backend] else "this torch was built without it"
+    )
     return backend not in usable and {"backend": backend, "why": f"{why}: use {' or '.join(usable)}"}
 
 
-def _sends_bf16(s: Asked) -> Found:
+def _sends_bf16(s: Resolved) -> Found:
     wrapper = s.options.get("ddp_comm_wrapper") is default_hooks.bf16_compress_wrapper
     without_nccl = not (dist.is_nccl_available() or dist.is_xccl_available())  # torch's condition, on CPU, too
     return (s.hook is default_hooks.bf16_compress_hook or wrapper) and without_nccl
@@ -150,7 +148,7 @@ def _other_numbers(s: Any) -> Found:
     return (s.launcher.nodes, s.launcher.per_node) != (s.nodes, s.processes)
 
 
-def _taken_port(s: Asked) -> Found:
+def _taken_port(s: Resolved) -> Found:
     """A port that was asked for; otherwise a free one is found."""
     port = s.environ.get("MASTER_PORT")
     if port is None or not s.stands_alone or s.other_launcher or s.nodes > 1 or s.world_size == 1:
@@ -164,7 +162,7 @@ def _taken_port(s: Asked) -> Found:
     return False
 
 
-def _unshared_batch(s: Asked) -> Found:
+def _unshared_batch(s: Resolved) -> Found:
     data = class_of(s.config.data)
     size = s.config.data.get("init_args.batch_size") if data is not None and issubclass(data, ImageData) else None
     if s.command != "fit" or not isinstance(size, int) or size < 1 or size % s.world_size == 0:
@@ -180,15 +178,15 @@ ON_GPUS = (
 )
 
 
-def _not_on_this_device(s: Asked) -> Found:
+def _not_on_this_device(s: Resolved) -> Found:
     given = (flag for flag, is_given in ON_GPUS if is_given(s))
-    return s.device != "cuda" and next(({"flag": flag} for flag in given), None)
+    return s.accelerator != "cuda" and next(({"flag": flag} for flag in given), None)
 
 
-def _no_compiler(s: Asked) -> Found:
+def _no_compiler(s: Resolved) -> Found:
     """torch.compile writes C++ for a CPU; for a GPU Triton, whose kernels are started from C."""
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
-    if s.device == "cuda":
+    if s.accelerator == "cuda":
         compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
         if s.compiled and importlib.util.find_spec("triton") is None:
             return {"missing": "the package triton"}
@@ -212,9 +210,7 @@ LAUNCHER = (
 )
 HERE = (
     Rule(
-        lambda s: (
-            accelerator_class(s.trainer) is None and {"near": nearest(str(s.trainer.accelerator), AcceleratorRegistry)}
-        ),
+        lambda s: s.accelerator_class is None and {"near": nearest(str(s.trainer.accelerator), AcceleratorRegistry)},
         "--trainer.accelerator {s.trainer.accelerator}: unknown{near}",
         "leave it out, or use cpu",
     ),
@@ -225,10 +221,10 @@ HERE = (
     ),
     Rule(
         _cannot_give,
-        "--trainer.devices {s.trainer.devices!r}: the {s.device} accelerator cannot give that{there}",
+        "--trainer.devices {s.trainer.devices!r}: the {s.accelerator} accelerator cannot give that{there}",
         "give a count from 1 on",
     ),
-    Rule(_not_on_this_device, "--{flag} has no effect on the {s.device} accelerator", "leave it out"),
+    Rule(_not_on_this_device, "--{flag} has no effect on the {s.accelerator} accelerator", "leave it out"),
     Rule(_no_compiler, "--model.compile: torch needs {missing} for it", "install it, or leave the flag out"),
     Rule(
         lambda s: s.launcher and s.launcher.by != OWN_AGENT and s.config.cluster.init_method is not None,
@@ -257,7 +253,7 @@ HERE = (
         "{remedy}",
     ),
     Rule(
-        lambda s: not s.processes_meet and s.nodes > 1,
+        lambda s: s.traits.single_process and s.nodes > 1,
         "--trainer.strategy {s.name} works inside one node, not on {s.nodes}",
         "use --trainer.strategy ddp or ddp_dp",
     ),
@@ -275,12 +271,12 @@ HERE = (
     ),
     Rule(_wrong_node_rank, "{where} {rank}", "the nodes are 0 to {last}, for --trainer.num_nodes {s.nodes}"),
     Rule(
-        lambda s: s.sync_batchnorm and not getattr(s.strategy, "replicas_communicate", True),
+        lambda s: s.sync_batchnorm and not s.traits.replicas_communicate,
         "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate",
         "use --trainer.strategy ddp",
     ),
     Rule(
-        lambda s: s.launcher and s.launcher.world_size > 1 and not s.processes_meet,
+        lambda s: s.launcher and s.launcher.world_size > 1 and s.traits.single_process,
         "--trainer.strategy {s.name} is one process, but {s.launcher.by} started several, which would train as many "
         "models",
         "start it without, or use --trainer.strategy ddp",
@@ -293,8 +289,8 @@ HERE = (
     Rule(_unusable_backend, "--trainer.strategy.process_group_backend {backend}: {why}", ""),
     Rule(
         lambda s: (
-            getattr(s.strategy, "sends_between_devices", False)
-            and (s.options.get("process_group_backend"), s.device) == ("gloo", "cuda")
+            s.traits.sends_between_devices
+            and (s.options.get("process_group_backend"), s.accelerator) == ("gloo", "cuda")
         ),
         "--trainer.strategy.process_group_backend gloo: it cannot send from one GPU to another, as {s.name} does",
         "leave it out",
@@ -306,7 +302,7 @@ HERE = (
         "use --trainer.strategy ddp without a hook, or give more --trainer.devices",
     ),
     Rule(
-        lambda s: s.hook in POWER_SGD and s.device == "cpu" and torch.cuda.is_available(),
+        lambda s: s.hook in POWER_SGD and s.accelerator == "cpu" and torch.cuda.is_available(),
         "--trainer.strategy {s.name} on the CPU of a machine that has a GPU: torch's hook synchronises that "
         "one, and fails",
         "put CUDA_VISIBLE_DEVICES= before the command",
@@ -317,9 +313,9 @@ HERE = (
         "use --trainer.strategy ddp_fp16",
     ),
     Rule(
-        lambda s: s.nodes == 1 and getattr(s.strategy, "needs_several_nodes", None),
-        "--trainer.strategy {s.name} {s.strategy.needs_several_nodes}",
-        "use --trainer.strategy {s.strategy.on_one_node}, or give more --trainer.num_nodes",
+        lambda s: s.nodes == 1 and s.traits.needs_several_nodes,
+        "--trainer.strategy {s.name} {s.traits.needs_several_nodes}",
+        "use --trainer.strategy {s.traits.on_one_node}, or give more --trainer.num_nodes",
     ),
     Rule(
         lambda s: s.sync_batchnorm and s.world_size == 1,
@@ -327,7 +323,7 @@ HERE = (
         "use --trainer.strategy ddp, or leave it",
     ),
     Rule(
-        lambda s: s.sync_batchnorm and s.device == "cpu",
+        lambda s: s.sync_batchnorm and s.accelerator == "cpu",
         "--trainer.sync_batchnorm works on GPUs only, says torch",
         "leave it out on CPU",
     ),

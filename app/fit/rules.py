@@ -12,9 +12,10 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 
 from app.errors import UserError
-from app.fit.asked import Asked, Rule
 from app.fit.flag_rules import FLAGS
 from app.fit.machine_rules import HERE, LAUNCHER
+from app.fit.resolved import Resolved
+from app.fit.rule import Rule
 from app.launch.cluster_environment import Launched, launched
 
 
@@ -45,7 +46,7 @@ def check_flags(config: Namespace) -> None:
     Raises:
         UserError: With what is wrong and the remedy.
     """
-    _check(FLAGS, Asked("", config, None, {}))
+    _check(FLAGS, Resolved(config, ""))
 
 
 def check(command: str, config: Namespace) -> None:
@@ -58,7 +59,7 @@ def check(command: str, config: Namespace) -> None:
     Raises:
         UserError: With what is wrong and the remedy.
     """
-    _check((*FLAGS, *HERE), Asked(command, config, launched(), os.environ))
+    _check((*FLAGS, *HERE), Resolved(config, command, launched(), os.environ))
 
 
 def check_trainer(trainer: Trainer) -> None:

@@ -92,7 +92,7 @@ class PowerSGD(FixedHook):
 
     @classmethod
     def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
-        """The least that each option may be: DDP arranges its buckets anew after the first step."""
+        """Return the smallest value of each option; DDP rebuilds its buckets after the first step."""
         keeps_state = options.get("use_error_feedback", True) or options.get("warm_start", True)
         start = 2 if keeps_state else 0
         return super().minima(options) | {"matrix_approximation_rank": 1, "start_powersgd_iter": start}
@@ -145,7 +145,7 @@ class LocalSGD(FixedHook):
 
     @classmethod
     def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
-        """The least that each option may be."""
+        """Return the smallest value of each option."""
         return super().minima(options) | {"start_localsgd_iter": 0, "period": 1}
 
     def comm_state(self) -> PostLocalSGDState:

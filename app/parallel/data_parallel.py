@@ -19,6 +19,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from app.errors import UserError
 from app.modules import ImageClassifier
+from app.parallel.traits import Traits
 from app.system.lightning_patches import set_device
 from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tree_unflatten
 
@@ -63,7 +64,7 @@ class Replica(nn.Module):
             return self.module(*args, **kwargs)
 
 
-class SplitForward(Strategy):
+class SplitForward(Traits, Strategy):
     """What spreads the forward of a model over the devices of one process, whatever else a strategy does.
 
     Attributes:

@@ -7,13 +7,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from app.parallel.data_parallel import SplitForward
+from app.parallel.traits import Traits
 from app.system.lightning_patches import DDPWithHooks
 
 
-class DDP(DDPWithHooks):
+class DDP(Traits, DDPWithHooks):
     """Lightning's DDP strategy, whose communication hooks act on every device.
-
-    Class attributes and `minima` say what a strategy is; `app.fit.rules` refuses what cannot act.
 
     Args:
         process_group_backend: Library that communicates: `gloo`, `nccl`, `mpi`; by default nccl on CUDA, gloo on CPU.
@@ -29,11 +28,6 @@ class DDP(DDPWithHooks):
     """
 
     strategy_name = "ddp"
-    fixed_hook: Callable | None = None  # what the strategy is about, where that is a hook
-    sends_between_devices = False  # by point-to-point operations, which gloo has on CPU only
-    needs_several_nodes: str | None = None  # what for
-    on_one_node: str | None = None  # the strategy to use there
-    not_in_checkpoint: str | None = None
 
     def __init__(
         self,
@@ -63,7 +57,7 @@ class DDP(DDPWithHooks):
 
     @classmethod
     def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
-        """The least that each option may be, beside the others."""
+        """Return the smallest value of each option."""
         return {"bucket_cap_mb": 0}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ from rich.markdown import Markdown
 from app.errors import UserError
 from app.fit.arguments import read_yaml
 from app.fit.configuration import resolve, split_flags
-from app.fit.devices import accelerator_name
 from app.fit.parser import PlainParser
+from app.fit.resolved import Resolved
 from app.monitor.loggers import next_version
 from app.plan.compared import add_measured
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
@@ -237,8 +237,9 @@ def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Ba
                 "to, is left out. Give a run with another batch, too."
             )
     else:
-        config = resolve(fit).as_dict()
-        cuda, found, threads = accelerator_name(resolve(fit).trainer) == "cuda", hardware(), config["run"]["threads"]
+        resolved = Resolved(resolve(fit))
+        config, cuda, found = resolved.config.as_dict(), resolved.accelerator == "cuda", hardware()
+        threads = config["run"]["threads"]
         gpus = torch.cuda.device_count()  # that may be used
         _refuse_to_share(options, devices(gpus, cuda, torch.get_num_threads() if threads == "auto" else threads), cuda)
         measured = measure_steps(fit, say)

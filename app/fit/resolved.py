@@ -1,0 +1,228 @@
+"""A resolved configuration: strategy, devices, processes and launcher. No Trainer is needed."""
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry, MPSAccelerator
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+
+from app.data import ImageData
+from app.errors import UserError
+from app.launch.cluster_environment import Launched, other_launcher
+from app.modules import ImageClassifier
+from app.parallel.traits import Traits
+from app.system.lightning_patches import default_accelerator
+
+
+def class_of(section: Any) -> type | None:
+    """Return the class that a section of the configuration names with `class_path`, or None."""
+    path = getattr(section, "class_path", None)
+    return pkgutil.resolve_name(path) if path else None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, and everything that follows from it and from the process's launcher.
+
+    Attributes:
+        config: The resolved configuration.
+        command: The command: `fit`, `test`, ….
+        launcher: The launcher that started this process, or None.
+        environ: The environment.
+    """
+
+    config: Namespace
+    command: str = "fit"
+    launcher: Launched | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    # -- strategy -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def strategy(self) -> type[Strategy]:
+        """The strategy's class; for `auto` the class that Lightning takes.
+
+        Raises:
+            KeyError: When no strategy has this name.
+        """
+        flag = self.trainer.strategy
+        if cls := class_of(flag):
+            return cls
+        if flag == "auto":
+            several = self.trainer.num_nodes > 1 or self.devices > 1
+            flag = "ddp" if several else SingleDeviceStrategy.strategy_name
+        return StrategyRegistry[flag.lower()]["strategy"]
+
+    @cached_property
+    def traits(self) -> type[Traits]:
+        """The strategy's traits."""
+        return self.strategy if issubclass(self.strategy, Traits) else Traits
+
+    @cached_property
+    def name(self) -> str:
+        """The strategy's name."""
+        flag = self.trainer.strategy
+        return flag if isinstance(flag, str) else getattr(self.strategy, "strategy_name", self.strategy.__name__)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The strategy's options, as far as they are known before it is made."""
+        flag = self.trainer.strategy
+        if isinstance(flag, str):
+            return StrategyRegistry[flag]["init_params"] if flag in StrategyRegistry else {}
+        return vars(flag.get("init_args") or Namespace())
+
+    @property
+    def hook(self) -> Callable | None:
+        """The communication hook."""
+        return self.traits.fixed_hook or self.options.get("ddp_comm_hook")
+
+    # -- devices and processes ----------------------------------------------------------------------------
+
+    @cached_property
+    def accelerator(self) -> str:
+        """The accelerator's name, with `auto` and `gpu` resolved: `cpu`, `cuda`, `mps`, …."""
+        flag = self.trainer.accelerator
+        if flag == "auto":
+            return default_accelerator()
+        if flag == "gpu":
+            return "mps" if MPSAccelerator.is_available() else "cuda"
+        cls: Any = class_of(flag)
+        return flag if cls is None else cls.name()
+
+    @cached_property
+    def accelerator_class(self) -> type[Accelerator] | None:
+        """Lightning's class of the accelerator, or None for an unknown name."""
+        known = self.accelerator in AcceleratorRegistry
+        flag = self.trainer.accelerator
+        return AcceleratorRegistry[self.accelerator]["accelerator"] if known else class_of(flag)
+
+    @cached_property
+    def devices(self) -> int:
+        """Devices of each node, as Lightning counts them; one if no flag asks for several.
+
+        Raises:
+            UserError: When `devices` is neither a count nor a list.
+        """
+        trainer = self.trainer
+        text = str(trainer.devices).strip()
+        if text == "auto" and trainer.strategy == "auto" and trainer.num_nodes == 1:
+            return 1
+        if text in ("auto", "-1"):
+            return max(self.accelerator_class.auto_device_count(), 1) if self.accelerator_class else 1
+        if isinstance(trainer.devices, list) or "," in text:
+            devices = trainer.devices if isinstance(trainer.devices, list) else text.split(",")
+            return sum(bool(str(device).strip()) for device in devices)
+        if not text.isdecimal() or int(text) < 1:
+            raise UserError(f"--trainer.devices {trainer.devices}: give a count from 1 on, a list such as 0,1, or auto")
+        return int(text)
+
+    @property
+    def replicas(self) -> int:
+        """Devices that share a global batch, on all nodes."""
+        return self.devices * self.nodes
+
+    @cached_property
+    def trainer(self) -> Namespace:
+        """Section `trainer`, with the launcher's numbers where the command line has none.
+
+        A strategy of several devices in a process keeps its `devices`: a launcher counts processes.
+        """
+        trainer = self.config.trainer.clone()
+        if self.launcher is not None:
+            if trainer.devices == "auto" and Resolved(self.config).traits.processes_per_node is None:
+                trainer.devices = self.launcher.per_node or self.launcher.world_size
+            if trainer.num_nodes == 1:
+                trainer.num_nodes = self.launcher.nodes
+        return trainer
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.trainer.num_nodes
+
+    @cached_property
+    def processes(self) -> int:
+        """Processes of each node."""
+        if not issubclass(self.strategy, ParallelStrategy):
+            return 1
+        return self.traits.processes_per_node or self.devices
+
+    @property
+    def world_size(self) -> int:
+        """Processes of all nodes."""
+        return self.nodes * self.processes if issubclass(self.strategy, ParallelStrategy) else 1
+
+    @cached_property
+    def agent_processes(self) -> int:
+        """Ranks that this process starts as their agent; 0 if another launcher does, or for a single rank."""
+        starts_itself = self.options.get("start_method", "popen") != "popen"
+        parallel = issubclass(self.strategy, ParallelStrategy)
+        if not self.stands_alone or self.other_launcher or starts_itself or not parallel:
+            return 0
+        return self.processes if self.world_size > 1 else 0
+
+    # -- launcher -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def plugins(self) -> list[type]:
+        """Classes of the plugins."""
+        plugins = self.trainer.plugins
+        return [cls for plugin in (plugins if isinstance(plugins, list) else [plugins]) if (cls := class_of(plugin))]
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a person started this process: without a launcher, and without a cluster plugin."""
+        return self.launcher is None and not any(issubclass(plugin, ClusterEnvironment) for plugin in self.plugins)
+
+    @property
+    def other_launcher(self) -> bool:
+        """Whether a launcher that only Lightning knows started this process."""
+        return self.config.cluster.init_method is None and other_launcher()
+
+    @property
+    def nodes_meet(self) -> bool:
+        """Whether several nodes find each other by `--cluster`."""
+        return self.stands_alone and self.nodes > 1 and not self.traits.single_process and not self.other_launcher
+
+    # -- model and data -----------------------------------------------------------------------------------
+
+    @cached_property
+    def model(self) -> type[ImageClassifier] | None:
+        """The model's class, if it is of this application."""
+        cls = class_of(self.config.model)
+        return cls if cls is not None and issubclass(cls, ImageClassifier) else None
+
+    @cached_property
+    def checked(self) -> Namespace:
+        """The configuration without arguments of the user's own model and data classes, which have no limits."""
+        config = self.config.clone()
+        for section, base in (("model", ImageClassifier), ("data", ImageData)):
+            if not issubclass(class_of(config.get(section)) or object, base):
+                config.pop(f"{section}.init_args", None)
+        return config
+
+    def given(self, flag: str) -> Any:
+        """Return the value of a flag of our models, or None."""
+        return self.config.model.get(f"init_args.{flag}") if self.model else None
+
+    @property
+    def micro_batch(self) -> int | str | None:
+        """`--data.micro_batch`, if the data is of this application."""
+        return self.checked.data.get("init_args.micro_batch")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the network is compiled."""
+        return self.given("compile") not in (None, False, "off")
+
+    @property
+    def sync_batchnorm(self) -> bool:
+        """Whether flag or plugin request SyncBatchNorm."""
+        return self.trainer.sync_batchnorm or any(issubclass(plugin, LayerSync) for plugin in self.plugins)
