@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shlex
-import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,51 +11,36 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from rich import get_console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import app.data
 import app.modules
-from app.callbacks import PredictionWriter, TestFigures
 from app.errors import ExitStatus, UserError, one_line
-from app.fit.checkpoint_file import CheckpointFiles
+from app.fit.assembly import callbacks, drop_callbacks, is_recorded, patch, plugins
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
 from app.fit.memory import agree_micro_batch
+from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
 from app.fit.resolved import Resolved
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import Run, decide, default_name, release_folders
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.cluster_environment import OWN_AGENT, Launched, environment_of, launched, may_resume
-from app.launch.elastic import RUN_DIR, STOPPED, launch, note
+from app.launch.cluster_environment import Launched, launched, may_resume
+from app.launch.elastic import RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
-from app.launch.process import end_in_order, end_undisturbed, requeue, trust_flags
+from app.launch.process import end_in_order, end_undisturbed, trust_flags
 from app.launch.rendezvous import NodeRendezvous
-from app.launch.signals import Signals, StopTogether, cause
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
-from app.loop.straight_step import StraightLoop
-from app.monitor.header import Header
 from app.monitor.loggers import Tracker, make_loggers, tracking_mode
-from app.monitor.nonfinite import NonFinite
-from app.monitor.progress_bar import ProgressBar
-from app.monitor.rank_times import RankTimes
 from app.monitor.run_record import RunRecord
-from app.monitor.step_profiler import StepProfile
-from app.monitor.step_trace import StepTrace, profile_lines, profile_table
-from app.monitor.summary import report
-from app.record import Record, mark_failed
+from app.record import Record
 from app.system import lightning_patches
 from app.system.machine import busy, free_cores, usable_cores
 from app.system.tracebacks import MADE_BY, blamed, users_part
@@ -91,19 +75,6 @@ def _run(argv: Sequence[str]) -> int:
     finally:
         release_folders()
         end_undisturbed()
-
-
-def _has_failed(directory: str, reason: str) -> None:
-    """Say in a run's record and its report why it has failed."""
-    mark_failed(directory, reason)
-    _report(directory)
-
-
-def _report(directory: str) -> None:
-    """Write the report of a run, for which alone matplotlib is imported: a fifth of what all imports take."""
-    from app.monitor.report import leave_report
-
-    leave_report(directory)
 
 
 class CLI(Flags):
@@ -169,7 +140,7 @@ class CLI(Flags):
         config = self.config[self.subcommand]
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
-            self.exit_code = launch(self.argv, self.processes, rendezvous, config.cluster, _has_failed)
+            self.exit_code = launch(self.argv, self.processes, rendezvous, config.cluster, fail)
             return
         try:
             super().instantiate_classes()
@@ -291,67 +262,26 @@ class CLI(Flags):
                 self.record.continue_record(folder, earlier)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the callbacks that belong to every run, and what its launcher or its nodes ask for."""
-        config = self.config_init[self.subcommand]
-        run, trainer = config.run, config.trainer
-        parser = self.command_parser
-        given = trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins] * bool(trainer.plugins)
-        asked = self.config[self.subcommand].trainer
-        followed, environment = self.resolved.trainer, None
-        kwargs |= {"devices": followed.devices, "num_nodes": followed.num_nodes}
-        if (asked.strategy, asked.devices, followed.num_nodes, self.launcher) == ("auto", "auto", 1, None):
-            kwargs["devices"] = 1  # several only when they are asked for
-        if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):  # which knows better
-            environment = environment_of(config.cluster, followed.num_nodes)
-        if isinstance(environment, LightningEnvironment) and followed.num_nodes > 1:
-            self.rendezvous = NodeRendezvous(config.cluster, followed.num_nodes, self.resolved.devices)
+        """Add plugins and callbacks of every run, and drop settings of this node from the saved config."""
+        config, saved, resolved = self.config_init[self.subcommand], self.config[self.subcommand], self.resolved
+        kwargs |= {"devices": resolved.trainer.devices, "num_nodes": resolved.nodes}
+        if resolved.devices == resolved.nodes == 1 and kwargs["devices"] == "auto":
+            kwargs["devices"] = 1
+        kwargs["plugins"], meets = plugins(config, resolved)
+        if meets:
+            self.rendezvous = NodeRendezvous(config.cluster, resolved.nodes, resolved.devices)
             os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
-        theirs = any(isinstance(plugin, CheckpointIO) for plugin in given)
-        theirs = theirs or self.resolved.options.get("checkpoint_io") is not None
-        kwargs["plugins"] = [*given, *[CheckpointFiles()] * (not theirs), *filter(None, [environment])]
-        cluster = self.config[self.subcommand].cluster
-        cluster.init_method = cluster.node_rank = None  # the saved config is for any node, however it is started
-        cluster.max_restarts, cluster.log_dir = 0, None
-        self.config[self.subcommand].run.profile = False
-        if trainer.enable_checkpointing is False or trainer.fast_dev_run:
-            parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
-        if trainer.barebones:
-            parser.callback_keys = []
+        saved.cluster.init_method = saved.cluster.node_rank = saved.cluster.log_dir = None
+        saved.cluster.max_restarts, saved.run.profile = 0, False
+        drop_callbacks(self.command_parser, config.trainer)
         if not self._is_recorded:
             return super().instantiate_trainer(**kwargs)
-        if isinstance(trainer.logger, bool | None):
-            kwargs["logger"] = False  # Lightning's own; ours come when the directory is known
-        callbacks = trainer.callbacks or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        if trainer.enable_model_summary is not False and not any(isinstance(c, ModelSummary) for c in callbacks):
-            kwargs["enable_model_summary"] = False  # Lightning's own
-            callbacks = [*callbacks, Header()]
-        if trainer.enable_progress_bar is not False and not any(isinstance(c, LightningBar) for c in callbacks):
-            callbacks = [*callbacks, ProgressBar()]  # in place of Lightning's own
-        kwargs["callbacks"] = [
-            *callbacks,
-            StepProfile(),
-            *[StepTrace()] * run.profile,
-            NonFinite(run.on_nonfinite),
-            RankTimes(config.cluster.timeout, self.adapts and self.launcher is None),
-            StopTogether(config.cluster.timeout),  # before what reads from the device when there is an error
-            RunRecord(self.command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
-            TestFigures(track=run.track_images),
-            PredictionWriter(),
-        ]
-        trainer = super().instantiate_trainer(**kwargs)
-        lightning_patches.replace_signal_connector(trainer, Signals(trainer))
-        lightning_patches.count_epochs(trainer)
-        lightning_patches.Restoring.put_into(trainer)
-        if run.loop == "straight":
-            StraightLoop.put_into(trainer)
-        return trainer
+        kwargs |= callbacks(config, self.command, self.adapts and self.launcher is None)
+        return patch(super().instantiate_trainer(**kwargs), config.run.loop)
 
     @property
     def _is_recorded(self) -> bool:
-        """Whether Lightning was not asked for a run that leaves no traces."""
-        trainer = self.config[self.subcommand].trainer
-        return not (trainer.fast_dev_run or trainer.barebones)
+        return is_recorded(self.config[self.subcommand].trainer)
 
     def test(self, **kwargs: Any) -> None:
         """Test; what is measured of our models is in the report."""
@@ -367,40 +297,21 @@ class CLI(Flags):
 
     def after_fit(self) -> None:
         """Test the best checkpoint, where model and data define a test."""
-        if not self._run_options.test or not self._is_recorded or not self._can("test") or self.stopped_by is not None:
+        wanted = self._run_options.test and self._is_recorded and self._can("test")
+        if not wanted or stopped_by(self.trainer, self._outcome) is not None:
             return
-        best = gather_objects(self._outcome().checkpoint.best)[0]
+        best = gather_objects(self._outcome.checkpoint.best)[0]
         if best is not None and not all(gather_objects(Path(best).is_file())):
             rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
             best = None
         self.test(model=self.model, datamodule=self.datamodule, ckpt_path=best)
 
     def _can(self, stage: str) -> bool:
-        """Return whether model and data have the step and the images of a stage: test, validate or predict."""
-        data, name = self.datamodule, "val" if stage == "validate" else stage
-        if isinstance(data, app.data.ImageData):
-            has_images = name in data.source.splits or (name == "val" and data.val_size > 0)
-        else:
-            has_images = is_overridden(f"{name}_dataloader", data)
-        return has_images and is_overridden("validation_step" if name == "val" else f"{name}_step", self.model)
+        return can(stage, self.model, self.datamodule)
 
     @property
-    def stopped_by(self) -> str | None:
-        """`Ctrl-C`, `SIGTERM` or `SIGUSR1`, where it has ended the run."""
-        spawned = self._outcome() if isinstance(self.trainer.strategy.launcher, SpawnLauncher) else Record()
-        interrupted = spawned.status == "interrupted"
-        return cause(self.trainer) or (str(spawned.error).removeprefix("by ") if interrupted else None)
-
     def _outcome(self) -> Record:
-        """Return the run's record; spawned processes leave theirs in its file alone."""
-        if self.record is None:
-            return Record()
-        if not isinstance(self.trainer.strategy.launcher, SpawnLauncher):
-            return self.record.record
-        try:
-            return Record.load(Path(self.record.record.run_dir or str(self.trainer.loggers[0].log_dir), "run.json"))
-        except ValueError:  # no record has been written
-            return Record()
+        return record_of(self.trainer, self.record)
 
     def run_subcommand(self, subcommand: str) -> None:
         """Run the Trainer's method under the watchdog; an agent's ranks have run it already."""
@@ -417,38 +328,9 @@ class CLI(Flags):
         timeout = self.config[subcommand].cluster.timeout if several else None
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             super().run_subcommand(subcommand)
-        self.exit_code = self._exit_code()
-
-    def _exit_code(self) -> int:
-        stopped_by = self.stopped_by
-        if stopped_by == "SIGUSR1":
-            stopped_by = None if requeue() else "SIGTERM"
-        # what started the others would take anything but 0 for a failure; torchrun has to, to go on without a node
-        by = self.launcher.by if self.launcher else None
-        says = {OWN_AGENT: self.trainer.local_rank == 0, "srun": self.trainer.is_global_zero}.get(by or "", True)
-        if stopped_by is None or not says:
-            return 0
-        code = ExitStatus.stopped_by(stopped_by).code
-        note(STOPPED, str(code))
-        return code
+        self.exit_code = exit_code(trainer, self._outcome, self.launcher)
 
     @rank_zero_only
     def after_subcommand(self) -> None:
-        """Write the report of a training, end the tracker's run, and say where the files are and what to try next."""
-        if sys.exc_info()[0] is not None:
-            end_undisturbed()
-        if self.subcommand == "fit" and (directory := self._outcome().run_dir):
-            _report(directory)
-        for logger in self.trainer.loggers:
-            if isinstance(logger, Tracker):
-                logger.finish()
-        outcome = self._outcome()
-        if outcome.run_dir and (outcome.status == "completed" or outcome.train_s is not None):
-            is_tested = outcome.tested or outcome.test
-            stages = ("predict", "test", "validate") if is_tested else ("test", "validate", "predict")
-            use = next(filter(self._can, stages), None)
-            said = report(outcome, self.trainer.loggers, self.subcommand == "fit", use)
-            print("\n".join(["", *said]))
-            if outcome.profile:
-                get_console().print(profile_table(outcome.profile.ranks))
-                print(*profile_lines(outcome.profile), sep="\n")
+        """Close the run, also when it has failed."""
+        close(self.trainer, self.record, self.subcommand == "fit", self._can)

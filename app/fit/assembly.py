@@ -1,0 +1,104 @@
+"""Assembly of the Trainer: plugins, callbacks, and the changes to Lightning that every run has."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
+from lightning.pytorch.cli import LightningArgumentParser
+
+from app.callbacks import PredictionWriter, TestFigures
+from app.fit.checkpoint_file import CheckpointFiles
+from app.fit.resolved import Resolved
+from app.launch.cluster_environment import environment_of
+from app.launch.signals import Signals, StopTogether
+from app.loop.straight_step import StraightLoop
+from app.monitor.header import Header
+from app.monitor.nonfinite import NonFinite
+from app.monitor.progress_bar import ProgressBar
+from app.monitor.rank_times import RankTimes
+from app.monitor.run_record import RunRecord
+from app.monitor.step_profiler import StepProfile
+from app.monitor.step_trace import StepTrace
+from app.system import lightning_patches
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is, None as an empty list, and anything else as a list of one."""
+    return value if isinstance(value, list) else [value] * (value is not None)
+
+
+def is_recorded(trainer: Namespace) -> bool:
+    """Return whether a run leaves files: `fast_dev_run` and `barebones` do not."""
+    return not (trainer.fast_dev_run or trainer.barebones)
+
+
+def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
+    """Return the Trainer's plugins, and whether this process finds other nodes by itself.
+
+    Args:
+        config: The configuration with its classes instantiated.
+        resolved: The resolved configuration.
+    """
+    theirs = as_list(config.trainer.plugins)
+    environment = None
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in theirs):
+        environment = environment_of(config.cluster, resolved.nodes)
+    own_files = not any(isinstance(plugin, CheckpointIO) for plugin in theirs)
+    own_files = own_files and resolved.options.get("checkpoint_io") is None
+    meets = isinstance(environment, LightningEnvironment) and resolved.nodes > 1
+    return [*theirs, *[CheckpointFiles()] * own_files, *filter(None, [environment])], meets
+
+
+def callbacks(config: Namespace, command: str, adapts: bool) -> dict[str, Any]:
+    """Return the Trainer's arguments that concern callbacks and loggers.
+
+    Args:
+        config: The configuration with its classes instantiated.
+        command: The command line.
+        adapts: Whether a single process reduces its threads when other programs take cores.
+    """
+    trainer, run, timeout = config.trainer, config.run, config.cluster.timeout
+    theirs: Sequence[Callback] = as_list(trainer.callbacks)
+    arguments: dict[str, Any] = {}
+    own: list[Callback] = []
+    if isinstance(trainer.logger, bool | None):
+        arguments["logger"] = False  # ours are added when the directory is known
+    if trainer.enable_model_summary is not False and not any(isinstance(each, ModelSummary) for each in theirs):
+        arguments["enable_model_summary"] = False
+        own.append(Header())
+    if trainer.enable_progress_bar is not False and not any(isinstance(each, LightningBar) for each in theirs):
+        own.append(ProgressBar())
+    own += [
+        StepProfile(),
+        *[StepTrace()] * run.profile,
+        NonFinite(run.on_nonfinite),
+        RankTimes(timeout, adapts),
+        StopTogether(timeout),  # before callbacks that read from the device when there is an error
+        RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
+        TestFigures(track=run.track_images),
+        PredictionWriter(),
+    ]
+    return arguments | {"callbacks": [*theirs, *own]}
+
+
+def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
+    """Drop default callbacks that Lightning would reject."""
+    if trainer.enable_checkpointing is False or trainer.fast_dev_run:
+        parser.callback_keys = [key for key in parser.callback_keys if not key.endswith("_checkpoint")]
+    if trainer.barebones:
+        parser.callback_keys = []
+
+
+def patch(trainer: Trainer, loop: str) -> Trainer:
+    """Replace the Trainer's signal handling, checkpoint restoring and loop."""
+    lightning_patches.replace_signal_connector(trainer, Signals(trainer))
+    lightning_patches.count_epochs(trainer)
+    lightning_patches.Restoring.put_into(trainer)
+    if loop == "straight":
+        StraightLoop.put_into(trainer)
+    return trainer

@@ -1,0 +1,105 @@
+"""Outcome of a run: its record, its exit code, its report, and the closing lines."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich import get_console
+
+from app.data import ImageData
+from app.errors import ExitStatus
+from app.launch.cluster_environment import OWN_AGENT, Launched
+from app.launch.elastic import STOPPED, note
+from app.launch.process import end_undisturbed, requeue
+from app.launch.signals import cause
+from app.launch.spawn import SpawnLauncher
+from app.monitor.loggers import Tracker
+from app.monitor.run_record import RunRecord
+from app.monitor.step_trace import profile_lines, profile_table
+from app.monitor.summary import report
+from app.record import Record, mark_failed
+
+
+def record_of(trainer: Trainer, callback: RunRecord | None) -> Record:
+    """Return the run's record; spawned processes leave theirs in its file alone."""
+    if callback is None:
+        return Record()
+    if not isinstance(trainer.strategy.launcher, SpawnLauncher):
+        return callback.record
+    try:
+        return Record.load(Path(callback.record.run_dir or str(trainer.loggers[0].log_dir), "run.json"))
+    except ValueError:  # no record has been written
+        return Record()
+
+
+def stopped_by(trainer: Trainer, record: Record) -> str | None:
+    """Return the signal that ended the run, `Ctrl-C`, `SIGTERM` or `SIGUSR1`, or None."""
+    spawned = isinstance(trainer.strategy.launcher, SpawnLauncher) and record.status == "interrupted"
+    return cause(trainer) or (str(record.error).removeprefix("by ") if spawned else None)
+
+
+def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> int:
+    """Return the process's exit code, and requeue a SLURM job that is about to end.
+
+    Launchers treat a nonzero exit as a failure; torchrun needs it to continue without this node.
+    """
+    signal = stopped_by(trainer, record)
+    if signal == "SIGUSR1":
+        signal = None if requeue() else "SIGTERM"
+    reports = {OWN_AGENT: trainer.local_rank == 0, "srun": trainer.is_global_zero}
+    if signal is None or (launcher is not None and not reports.get(launcher.by, True)):
+        return 0
+    code = ExitStatus.stopped_by(signal).code
+    note(STOPPED, str(code))
+    return code
+
+
+def can(stage: str, model: LightningModule, data: LightningDataModule) -> bool:
+    """Return whether model and data have the step and the images of a stage: test, validate or predict."""
+    name = "val" if stage == "validate" else stage
+    if isinstance(data, ImageData):
+        has_images = name in data.source.splits or (name == "val" and data.val_size > 0)
+    else:
+        has_images = is_overridden(f"{name}_dataloader", data)
+    return has_images and is_overridden("validation_step" if name == "val" else f"{name}_step", model)
+
+
+def fail(directory: str, reason: str) -> None:
+    """Write into a run's record and report why it failed."""
+    mark_failed(directory, reason)
+    write_report(directory)
+
+
+def write_report(directory: str) -> None:
+    """Write the report of a run. matplotlib is imported here, because it takes a fifth of all import time."""
+    from app.monitor.report import leave_report
+
+    leave_report(directory)
+
+
+def close(trainer: Trainer, callback: RunRecord | None, fitted: bool, usable: Callable[[str], bool]) -> None:
+    """Write the report of a training, finish the tracker's run, and print the closing lines.
+
+    Args:
+        trainer: The trainer.
+        callback: The callback with the run's record, or None.
+        fitted: Whether the run was a training.
+        usable: Return whether a command works with model and data.
+    """
+    if sys.exc_info()[0] is not None:
+        end_undisturbed()
+    if fitted and (directory := record_of(trainer, callback).run_dir):
+        write_report(directory)
+    for logger in trainer.loggers:
+        if isinstance(logger, Tracker):
+            logger.finish()
+    record = record_of(trainer, callback)
+    if record.run_dir and (record.status == "completed" or record.train_s is not None):
+        is_tested = record.tested or record.test
+        stages = ("predict", "test", "validate") if is_tested else ("test", "validate", "predict")
+        print("\n".join(["", *report(record, trainer.loggers, fitted, next(filter(usable, stages), None))]))
+        if record.profile:
+            get_console().print(profile_table(record.profile.ranks))
+            print(*profile_lines(record.profile), sep="\n")
