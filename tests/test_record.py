@@ -278,4 +278,4 @@ def test_threads(tmp_path: Path) -> None:
     code, out = fork_app("fit", *flags, "--run.threads", "2", env={"OMP_NUM_THREADS": "1"})
     assert code == 0, out
     assert record(tmp_path / "LeNet-Synthetic" / "version_0")["threads"] == 2
-    assert "--run.threads 0: give 1 or more" in error_of(*fork_app("fit", *flags, "--run.threads", "0"))
+    assert "--run.threads 0: give more than 0" in error_of(*fork_app("fit", *flags, "--run.threads", "0"))

@@ -50,7 +50,6 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
         ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
         ({"trainer.gradient_clip_val": math.inf}, None, "--trainer.gradient_clip_val inf: give a finite number"),
         ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give a number from 0 to 4294967295"),
-        ({"cluster.max_restarts": -1}, None, "--cluster.max_restarts -1: give 0 or more"),
         ({"cluster.max_restarts": 1}, None, "--cluster.max_restarts 1 has no effect: no agent starts the processes of"),
         ({"cluster.log_dir": "x"}, TWO, "--cluster.log_dir x has no effect: torchrun starts the processes of this run"),
         ({"run.name": "é" * 128}, None, "it is longer than 255 bytes: give another name"),

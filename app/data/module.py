@@ -8,6 +8,7 @@ from zlib import crc32
 
 import psutil
 import torch
+from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -85,7 +86,7 @@ class ImageData(LightningDataModule):
         cutout: int = 0,
         augment: nn.Module | None = None,
         drop_last: bool = False,
-        seed: int | None = None,
+        seed: NonNegativeInt | None = None,
     ) -> None:
         super().__init__()
         if batch_size <= 0 or (isinstance(batch_size, float) and batch_size > 1):
@@ -403,7 +404,7 @@ class Synthetic(ImageData):
         self,
         like: Literal["CIFAR10", "FashionMNIST"] = "CIFAR10",
         size: int = 10_000,
-        data_seed: int = 0,
+        data_seed: NonNegativeInt = 0,
         **kwargs: Any,
     ) -> None:
         if size < 1:

@@ -30,9 +30,8 @@ MINIMA = {
     **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps", "trainer.log_every_n_steps"), 0),
     **dict.fromkeys((f"trainer.limit_{part}_batches" for part in ("train", "val", "test", "predict")), 0),
     **dict.fromkeys(("trainer.overfit_batches", "trainer.reload_dataloaders_every_n_epochs"), 0),
-    **dict.fromkeys(("trainer.gradient_clip_val", "run.warmup_epochs", "data.seed", "data.data_seed"), 0),
+    **dict.fromkeys(("trainer.gradient_clip_val",), 0),
     **dict.fromkeys(("trainer.check_val_every_n_epoch", "trainer.accumulate_grad_batches", "trainer.num_nodes"), 1),
-    **{"run.threads": 1, "cluster.max_restarts": 0},
     **{f"{name}_checkpoint.save_top_k": -1 for name in ("best", "last")},
     **{f"{name}_checkpoint.every_n_{what}": 0 for name in ("best", "last") for what in ("epochs", "train_steps")},
 }
@@ -203,11 +202,6 @@ FLAGS = (
         "give a number from 0 to 4294967295",
     ),
     Rule(_no_folder, "--run.name {s.config.run.name!r}: {why}", "give another name"),
-    Rule(
-        lambda s: s.config.cluster.timeout <= 0,
-        "--cluster.timeout {s.config.cluster.timeout:g}",
-        "give a number of seconds above 0",
-    ),
     Rule(
         lambda s: s.config.run.profile and s.command != "fit",
         "--profile: {s.command} takes no step of training",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import yaml
 from jsonargparse import Namespace
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
@@ -49,10 +50,10 @@ class Run:
     project: str = "data-parallel-lab"
     group: str | None = None
     tags: list[str] | None = None
-    warmup_epochs: int = 0
+    warmup_epochs: NonNegativeInt = 0
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     profile: bool = False
-    threads: int | Literal["auto"] = "auto"
+    threads: PositiveInt | Literal["auto"] = "auto"
     loop: Literal["straight", "lightning"] = "straight"
 
 

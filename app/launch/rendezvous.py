@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -51,8 +52,8 @@ class Cluster:
 
     init_method: str | None = None
     node_rank: int | None = None
-    timeout: float = 1800.0
-    max_restarts: int = 0
+    timeout: PositiveFloat = 1800.0
+    max_restarts: NonNegativeInt = 0
     log_dir: str | None = None
 
 
