@@ -1,4 +1,4 @@
-"""Flags: what can be typed, what happens then, and what is said when it was wrong.
+"""The command line: it routes a command to its module, and maps exceptions to exit codes.
 
     python -m app fit                                                      one device
     python -m app fit --trainer.strategy ddp --trainer.devices 4           four processes of one machine
@@ -36,7 +36,7 @@ commands:
   compare    measure which way of running is best on this machine, with a report and advice
   verify     prove that all ways of running are the same training, on your model and data
   plan       predict what more devices or nodes would gain
-  doctor     say what this machine has and what will work on it, and test it
+  doctor     report what this machine has, and test what works on it
 
   python -m app fit --config configs/quickstart.yaml     try it: no download, no account, no GPU
   python -m app COMMAND --help                           all flags of a command
@@ -46,7 +46,7 @@ commands:
 than those of the application, torch, torchvision, lightning, torchmetrics and the current folder: their code is run."""
 
 MEANT = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
-OWN = {  # commands that are not Lightning's, and their modules
+OWN = {  # modules of the commands that Lightning lacks
     **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
     "doctor": "app.doctor",
 }
@@ -82,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if "--verbose" in argv:
         argv.remove("--verbose")
         os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
-    if "APP_DEBUG" not in os.environ:  # before torch is imported: c10d's warnings of hosts without a name, and such
+    if "APP_DEBUG" not in os.environ:  # before torch is imported: hide c10d's warnings
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         check_environment()
@@ -110,18 +110,18 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _say(error: BaseException) -> int:
-    """Say in one line what has ended the command; its exit code."""
+    """Print in one line why the command ended, and return its exit code."""
     status = ExitStatus.of(error)
     if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
-    if status.status == "failed" and AGENT not in os.environ:  # the agent says it for its ranks
+    if status.status == "failed" and AGENT not in os.environ:  # the agent reports for its ranks
         rank = os.environ.get("SLURM_PROCID" if is_task_of_srun() else "RANK", "0")
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
     return status.code
 
 
 def _without_trust(argv: list[str]) -> list[str]:
-    """The arguments without `--trust MODULE`, which the processes of a run inherit."""
+    """Return the arguments without `--trust MODULE`, which the run's processes inherit."""
     rest: list[str] = []
     given = iter(argv)
     for argument in given:
@@ -145,10 +145,10 @@ def _route(argv: list[str]) -> int:
     print("loading torch and Lightning …" * is_seen, end="", file=sys.stderr, flush=True)
     own, is_first = argv[0] in OWN, "torch" not in sys.modules
     if is_first:
-        gc.disable()  # of what is imported nothing is garbage, and looking for it takes a sixth of the time
+        gc.disable()  # imports leave no garbage, and searching for it takes a sixth of the time
     module = importlib.import_module(OWN.get(argv[0], "app.fit.command"))
     if is_first:
-        if "triton" not in sys.modules:  # nanobind, with which it is built, would complain of leaks at the end
+        if "triton" not in sys.modules:  # nanobind, on which triton is built, would report leaks at exit
             gc.freeze()
         gc.enable()
     print("\r\033[K" * is_seen, end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a user did wrong, reported in one line with exit code 2; and how a run ends."""
+"""Exceptions of users' mistakes and failed ranks, and the exit status of a run."""
 
 import difflib
 import re
@@ -10,15 +10,15 @@ EXIT_CODES = {"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}
 
 
 class UserError(Exception):
-    """Names the thing that is wrong, where it is, and the remedy, in one line."""
+    """A user's mistake: one line that names the thing, the place and the remedy. Exit code 2."""
 
 
 class RankError(Exception):
     """A process of the run has failed.
 
     Args:
-        message: What is known of it.
-        exit_code: Of the command.
+        message: The reason.
+        exit_code: Exit code of the command.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -27,14 +27,14 @@ class RankError(Exception):
 
     @classmethod
     def ended(cls, rank: int, pid: int | None, code: int, message: str = "") -> "RankError":
-        """One that has left an exit code, below zero for a signal, and maybe the exception that ended it."""
+        """Make the error of a rank from its exit code, negative for a signal, and its exception's message."""
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         reason = f": {message.splitlines()[0]}" if message else ""
         return cls(f"rank {rank} (process {pid}) {how}{reason}", 2 if code == 2 else 1)
 
 
 class RankLostError(RankError):
-    """Another rank is gone: the consequence of what has happened there."""
+    """Another rank is gone; the cause is there."""
 
 
 class RankSilentError(RankError):
@@ -43,12 +43,12 @@ class RankSilentError(RankError):
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a command or a run has ended.
+    """How a command or a run ended.
 
     Attributes:
         code: Exit code of the process.
-        status: Of the run record: `completed`, `interrupted` or `failed`.
-        reason: Why, in one line; None when it has completed.
+        status: Status of the run record: `completed`, `interrupted` or `failed`.
+        reason: One line; None for a completed run.
     """
 
     code: int = 0
@@ -57,12 +57,12 @@ class ExitStatus:
 
     @classmethod
     def stopped_by(cls, name: str) -> "ExitStatus":
-        """Of a run that a signal has ended, `Ctrl-C` or `SIGTERM`."""
+        """Return the status of a run that a signal ended, `Ctrl-C` or `SIGTERM`."""
         return cls(EXIT_CODES[name], "interrupted", f"by {name}")
 
     @classmethod
     def of(cls, error: BaseException) -> "ExitStatus":
-        """Of what an exception has ended."""
+        """Return the status of a run that an exception ended."""
         if isinstance(error, SystemExit):
             if isinstance(error.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
                 return cls.stopped_by("Ctrl-C")
@@ -84,8 +84,8 @@ class ExitStatus:
         )
 
 
-PARTS = "--data.micro_batch"  # begins a note of an error of memory: how much to take at once
-# what torch says of an accelerator, and of the host
+PARTS = "--data.micro_batch"  # begins a note with a size, on an out-of-memory error
+# messages of torch for an accelerator, and for the host
 NO_MEMORY = (
     r"(?P<what>\w+) out of memory\. Tried to allocate (?P<asked>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
     r"(?P<what>CUDA) error: out of memory",
@@ -94,7 +94,7 @@ NO_MEMORY = (
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What was asked for and what there was, and which settings take less, where an error is one of memory."""
+    """Return requested and free memory, and settings that need less; None for other errors."""
     found = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
     match = next(filter(None, found), None)
     if match is None:
@@ -123,8 +123,7 @@ SYNONYMS = {  # flag names of other programs
 def nearest(name: str, known: Iterable[str]) -> str:
     """Phrase `: did you mean …?` for the nearest known name; nothing when none is near.
 
-    Flags are compared by their last part, and a flag of the same section ranks higher. Case is ignored. A name that
-    ends a class's import path matches it fully.
+    Flags match by their last part; flags of the same section rank higher. Case is ignored.
     """
     if name.startswith("--"):
         name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)
@@ -139,7 +138,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() - 0.15 * elsewhere
 
     ranked = sorted({(likeness(candidate), candidate) for candidate in known}, reverse=True)
-    near = 0.135 if len(name) <= 3 else 0.0  # of short names, several may be meant: dp and ddp by dpp
+    near = 0.135 if len(name) <= 3 else 0.0  # short names have several neighbours: dpp is near dp and ddp
     found = [candidate for score, candidate in ranked if score >= 0.6 and score >= ranked[0][0] - near]
     found = found if near else sorted(found)
     return f": did you mean {' or '.join(found[:3])}?" if found else ""

@@ -47,7 +47,7 @@ from app.system.tracebacks import MADE_BY, blamed, users_part
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command line of Lightning's; a rank leaves what ends it in torch elastic's error file.
+    """Run fit, validate, test or predict; a rank writes its exception to torch elastic's error file.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         Exit code.
 
     Raises:
-        UserError: For what a user did wrong.
+        UserError: For a user's mistake.
         RankError: When another rank has failed.
     """
     run_rank = record(_run) if "TORCHELASTIC_ERROR_FILE" in os.environ else _run
@@ -78,15 +78,15 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class CLI(Flags):
-    """Reads a command line, builds what it asks for, and runs it; or starts the ranks that do.
+    """Command line that builds model, data and Trainer and runs them, or starts ranks that do.
 
     Args:
         argv: The arguments of `python -m app`.
 
     Attributes:
-        exit_code: Of the process.
+        exit_code: Exit code of the process.
         processes: Ranks of this node that this process starts as their agent, or 0.
-        settings: Flags and their values, as they must be on every node.
+        settings: Flags that must be equal on every node.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -95,13 +95,13 @@ class CLI(Flags):
         self.launcher: Launched | None = launched()
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
-        self.decided: dict[str, Any] = {}  # by rank zero
-        self.rendezvous: NodeRendezvous | None = None  # of nodes whose first processes start the others
+        self.decided: dict[str, Any] = {}  # rank zero's decisions
+        self.rendezvous: NodeRendezvous | None = None  # for nodes whose first process starts the others
         self.record: RunRecord | None = None
         super().__init__(argv)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the arguments, and refuse what cannot work before anything is built or started."""
+        """Read the arguments, and reject combinations that cannot work before anything starts."""
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
         check(self.config.subcommand, config)
@@ -110,7 +110,7 @@ class CLI(Flags):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.threads != "auto":
-            os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # of processes that this one starts
+            os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
             torch.set_num_threads(config.run.threads)
         self.resolved = Resolved(config, str(self.config.subcommand), self.launcher)
         self.processes = self.resolved.agent_processes
@@ -119,7 +119,7 @@ class CLI(Flags):
             ranks = 1 if self.launcher else self.resolved.processes
             torch.set_num_threads(max(free // ranks, 1))
             if ranks > 1:
-                os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # for the processes that this one starts
+                os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # for child processes
         self.settings = shared_settings(config)
 
     def seeds(self) -> bool:
@@ -127,16 +127,16 @@ class CLI(Flags):
         return not self.processes
 
     def before_instantiate_classes(self) -> None:
-        """Keep the checkpoint out of the saved config, which is for new runs, too; the record says what was resumed."""
+        """Remove the checkpoint from the saved config, which serves new runs, too; the record names it."""
         config = self.config[self.subcommand]
         self.asked_for, config.ckpt_path = config.ckpt_path, None
 
     def more_arguments(self) -> dict[str, Any]:
-        """The checkpoint that rank zero has found."""
+        """Return the checkpoint that rank zero found."""
         return {"ckpt_path": self.checkpoint}
 
     def instantiate_classes(self) -> None:
-        """Start the ranks, where this process is to be their agent; else build data, model and trainer, and agree."""
+        """Start the ranks as their agent; or build data, model and Trainer, and agree with the other ranks."""
         config = self.config[self.subcommand]
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
@@ -146,7 +146,7 @@ class CLI(Flags):
             super().instantiate_classes()
         except UserError:
             raise
-        except Exception as error:  # Lightning's refusals are of many types, and say no flag
+        except Exception as error:  # Lightning raises many types, without a flag
             if users_part(traceback.format_exc()):
                 raise
             raise UserError(self._explained(error)) from error
@@ -172,7 +172,7 @@ class CLI(Flags):
         return text
 
     def _agree(self, timeout: float) -> None:
-        """Have rank zero settle what only one can, and give the run its directory, record and loggers."""
+        """Let rank zero decide directory and checkpoint, and give the run its record and loggers."""
         trainer, strategy = self.trainer, self.trainer.strategy
         lightning_patches.set_timeout(strategy, timeout)
         if method := lightning_patches.start_method(strategy):
@@ -185,18 +185,18 @@ class CLI(Flags):
         except BaseException:
             if self.decided.get("folder"):
                 folder = Path(self._run_options.root, self.decided["folder"])
-                with contextlib.suppress(OSError):  # not empty: something of the user's, or another run
+                with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
                     folder.parent.rmdir()
             raise
         self.checkpoint = decided["checkpoint"]
         if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
-            trainer.precision_plugin.convert_module(self.model)  # or the weights would be loaded into float32
+            trainer.precision_plugin.convert_module(self.model)  # before the weights are loaded
         if self._is_recorded:
             self._record(decided)
 
     def _settle_micro_batch(self, decided: dict[str, Any], timeout: float) -> None:
-        """Replace `--data.micro_batch auto` by what the run that goes on had, or by what fits on every node."""
+        """Replace `--data.micro_batch auto` by the resumed run's value, or by a value that fits on every node."""
         data = self.datamodule
         if not isinstance(data, app.data.ImageData) or data.micro_batch != "auto":
             return
@@ -229,8 +229,8 @@ class CLI(Flags):
         return self.decided
 
     def _check(self, decided: dict[str, Any]) -> None:
-        """Make the data ready on each node, and refuse a checkpoint that this rank cannot use."""
-        end_in_order()  # from here on there is something to bring to an end
+        """Prepare the data on each node, and reject a checkpoint that this rank cannot use."""
+        end_in_order()  # from here on, work needs an orderly end
         if self.trainer.local_rank == 0 and isinstance(self.datamodule, app.data.ImageData):
             self.datamodule.prepare_data(self.subcommand)
         if decided["checkpoint"] is not None:
@@ -246,7 +246,7 @@ class CLI(Flags):
             raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
 
     def _record(self, decided: dict[str, Any]) -> None:
-        """Give the run its directory, its record and its loggers."""
+        """Give the run its record and its loggers."""
         run, earlier = self._run_options, decided["earlier"]
         mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
         folder = Path(run.root, decided["folder"])
@@ -284,19 +284,19 @@ class CLI(Flags):
         return is_recorded(self.config[self.subcommand].trainer)
 
     def test(self, **kwargs: Any) -> None:
-        """Test; what is measured of our models is in the report."""
+        """Test; the closing lines report our models' figures."""
         self.trainer.test(verbose=not isinstance(self.model, app.modules.ImageClassifier), **kwargs)
 
     def validate(self, **kwargs: Any) -> None:
-        """Validate; what is measured of our models is in the report."""
+        """Validate; the closing lines report our models' figures."""
         self.trainer.validate(verbose=not isinstance(self.model, app.modules.ImageClassifier), **kwargs)
 
     def predict(self, **kwargs: Any) -> None:
-        """Predict without keeping what PredictionWriter has written."""
+        """Predict; PredictionWriter has written the results."""
         self.trainer.predict(return_predictions=False, **kwargs)
 
     def after_fit(self) -> None:
-        """Test the best checkpoint, where model and data define a test."""
+        """Test the best checkpoint, if model and data define a test."""
         wanted = self._run_options.test and self._is_recorded and self._can("test")
         if not wanted or stopped_by(self.trainer, self._outcome) is not None:
             return
@@ -314,7 +314,7 @@ class CLI(Flags):
         return record_of(self.trainer, self.record)
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog; an agent's ranks have run it already."""
+        """Run the Trainer's method under the watchdog, unless an agent's ranks have run it."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher

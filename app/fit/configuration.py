@@ -1,4 +1,4 @@
-"""What a command line of fit, validate, test or predict means: its resolved configuration, without running it."""
+"""Flags of fit, validate, test and predict, and the configuration to which a command line resolves."""
 
 import os
 import re
@@ -27,14 +27,14 @@ from app.system.lightning_patches import CommandLine
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # its other flags have a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
-# not what jsonargparse raises to hand out a parser
+# but not jsonargparse's exception that hands out a parser
 PARSING = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
 )
 
 _COMMON = {"model", "datamodule", "weights_only"}
-SKIPPED = {  # arguments of the Trainer's methods that are no flags
+SKIPPED = {  # arguments of the Trainer's methods without a flag
     "fit": {*_COMMON, "train_dataloaders", "val_dataloaders"},
     "validate": {*_COMMON, "dataloaders", "verbose"},
     "test": {*_COMMON, "dataloaders", "verbose"},
@@ -45,15 +45,14 @@ SKIPPED = {  # arguments of the Trainer's methods that are no flags
 class Flags(CommandLine):
     """The flags of fit, validate, test and predict, as LightningCLI declares and reads them.
 
-    A section whose class the user has not chosen gets a default one. A default that is set regardless would leave its
-    `init_args` behind: `--model FashionMLP` would train with CIFARCNN's loss and optimizer, since jsonargparse keeps
-    what the new class accepts.
+    A section gets its default class only if the user chooses none. Otherwise `--model FashionMLP` would train with
+    CIFARCNN's loss and optimizer, because jsonargparse keeps all settings that the new class accepts.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
 
     Raises:
-        UserError: When they cannot be read.
+        UserError: When the arguments cannot be read.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -104,7 +103,7 @@ class Flags(CommandLine):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Lightning's, less what is set here; of a command that was typed, no other's, because each costs time."""
+        """Return the commands with their skipped arguments; only the requested one, because each costs time."""
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -137,7 +136,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Whether model and data are of this application, so that the model's number of classes is the data's."""
+    """Return whether model and data are of this application, so that the data sets the number of classes."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
@@ -168,18 +167,18 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
         if ExitStatus.of(end).status != "failed":  # --help and such, or SIGTERM
             raise
         raise UserError(f"a module that the arguments name ends the process when it is imported ({end.code})") from end
-    except PARSING as error:  # of jsonargparse, for values that it does not expect, or of a module of the user's
+    except PARSING as error:  # of jsonargparse for odd values, or of the user's module
         raise UserError(f"{type(error).__name__}: {one_line(str(error))[:300]} (--verbose shows where)") from error
 
 
 def resolve(argv: Sequence[str]) -> Namespace:
-    """The resolved configuration of a command line of fit, validate, test or predict, with all defaults.
+    """Return the configuration of a command line, with all defaults.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
 
     Raises:
-        UserError: When it cannot be read.
+        UserError: When the command line cannot be read.
     """
     config = _parse(capture_parser(Flags, argv), read_arguments(argv))
     check_flags(config[config.subcommand])
@@ -187,10 +186,10 @@ def resolve(argv: Sequence[str]) -> Namespace:
 
 
 def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
-    """Model and data of a command line.
+    """Make the model and the data of a command line.
 
     Raises:
-        UserError: When it cannot be read, or model or data refuse their arguments.
+        UserError: When the command line cannot be read, or model or data reject their arguments.
     """
     parser = capture_parser(Flags, argv)
     config = _parse(parser, read_arguments(argv))
@@ -199,22 +198,22 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
 
 
 def shared_settings(config: Namespace) -> dict[str, str]:
-    """Flags and their values, as they must be on every node: without addresses, paths and how a node is used."""
+    """Return the flags that must be equal on every node: no addresses, paths or settings of a node."""
     own = ("config", "ckpt_path", "cluster.", "run.root", "trainer.default_root_dir", "trainer.devices")
     nodes = (".root", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
     flags = {name.replace(".init_args.", "."): str(value) for name, value in vars(config.as_flat()).items()}
     return {
-        name: re.sub(" at 0x[0-9a-f]+", "", value)  # where a function lies
+        name: re.sub(" at 0x[0-9a-f]+", "", value)  # the address of a function
         for name, value in flags.items()
         if not name.startswith(own) and not name.endswith(nodes)
     }
 
 
 def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:
-    """Part the flags of `fit`, and some others, with their values, from the rest of a command line.
+    """Separate flags of `fit`, and some others, from the rest of a command line.
 
     Raises:
-        UserError: When one of them has no value.
+        UserError: When a flag has no value.
     """
     remaining: list[str] = []
     flags: list[tuple[str, str]] = []
@@ -233,13 +232,13 @@ def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[s
 
 
 def by_name(flags: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Flags of `fit` by their names without dashes; of one that is given twice, the last value.
+    """Return flags of `fit` by name without dashes; the last value wins.
 
     Raises:
-        UserError: When one that adds to a list is given twice: both are meant.
+        UserError: When a flag that appends to a list is given twice, because both values count.
     """
     names = [flag[2:] for flag, _ in flags]
     for name in names:
         if name.endswith("+") and names.count(name) > 1:
-            raise UserError(f"--{name}= is given twice, and taken once here: put what it adds into a --config")
+            raise UserError(f"--{name}= is given twice: put the list into a --config")
     return dict(zip(names, (value for _, value in flags), strict=True))

@@ -24,12 +24,12 @@ from app.launch.process import TRUST
 from app.parallel import DDP
 from app.system.patches import expects
 
-# whose classes a config may name; a class that is made is code that is run
+# modules whose classes a config may name, because making a class runs its code
 TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
 
 
 def trusted_modules() -> list[str]:
-    """Top modules whose classes may be named: known ones, those of the current folder and PYTHONPATH, and --trust's."""
+    """List the top modules that a config may name: TRUSTED, the current folder's, PYTHONPATH's and --trust's."""
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     own = {path.stem for path in files if path.suffix == ".py" or path.is_dir()} - sys.stdlib_module_names
@@ -38,39 +38,39 @@ def trusted_modules() -> list[str]:
 
 
 def import_trusted_only() -> None:
-    """Have jsonargparse refuse, before it is imported, what a config names of other modules."""
+    """Make jsonargparse reject classes of other modules before it imports them."""
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
 
 
 class PlainParser(ArgumentParser):
-    """Reports what a user did wrong in one line."""
+    """jsonargparse's parser with one-line errors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse the arguments; a switch may stand alone or have a value: `--flag`, `--flag true`."""
+        """Parse the arguments; a switch needs no value: `--flag`, `--flag true`."""
         for action in self._actions:
             if isinstance(action.default, bool):
                 action.nargs, action.const = "?", True
         return super().parse_args(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Raise the message, without usage."""
+        """Raise the message in one line."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         raise UserError(rejection(message, flags)) from ex
 
 
 @expects("argparse:ArgumentParser._actions")
 class Parser(LightningArgumentParser):
-    """Reports what a user did wrong in one line."""
+    """Lightning's parser with one-line errors and a short help page."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.chosen: dict[str, str] = {}
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Say what matters first, with the settings of the chosen model and data."""
+        """Format the help page, with the settings of the chosen model and data."""
         settings = LightningArgumentParser(usage=argparse.SUPPRESS, description="", add_help=False)
         for section, name in self.chosen.items():
             cls = find_class(section, name)
@@ -79,7 +79,7 @@ class Parser(LightningArgumentParser):
         return page(self, settings, self.chosen) if self.chosen else super().format_help(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Raise the message, without usage."""
+        """Raise the message in one line."""
         flags = [f"--model.optimizer.{name}" for name in parameters(torch.optim.SGD)]
         commands = [command for action in self._actions for command in _commands(action)]
         actions = [action for parser in (self, *commands) for action in parser._actions]
@@ -101,14 +101,14 @@ def _commands(action: argparse.Action) -> list[argparse.ArgumentParser]:
 
 
 def find_class(section: str, name: str) -> type | None:
-    """Find the class of model or data that a name or import path means; None where parsing will refuse it."""
+    """Return the class of a name or import path; None for one that parsing will reject."""
     base = {"model": LightningModule, "data": LightningDataModule}[section]
     named = {cls.__name__: cls for cls in subclasses(base)}
     if name in named or name.partition(".")[0] not in trusted_modules():
         return named.get(name)
     try:
         found = pkgutil.resolve_name(name)
-    except Exception:  # of a module of the user's; parsing says what is wrong
+    except Exception:  # of the user's module; parsing reports it
         return None
     except SystemExit as end:
         if ExitStatus.of(end).status == "interrupted":  # by SIGTERM
@@ -119,7 +119,7 @@ def find_class(section: str, name: str) -> type | None:
 
 @cache
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Return the parameters, with types and defaults, of a class's `__init__` and of its base classes'."""
+    """Return the parameters of a class's `__init__` and of its base classes', with types and defaults."""
     merged: dict[str, inspect.Parameter] = {}
     for base in reversed(cls.__mro__ if cls else ()):
         with suppress(KeyError, NameError, TypeError):  # annotations of a user's class may not resolve
