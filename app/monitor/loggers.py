@@ -28,7 +28,7 @@ from torch import Tensor
 
 from app.errors import UserError, one_line
 from app.record import Record
-from app.system.files import open_file, whole
+from app.system.files import open_file, whole, write_text
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.wandb_patches import forget_run, skip_launch_inputs
 
@@ -293,73 +293,75 @@ class Tracker(WandbLogger):
 
 
 class MetricsFile(CSVLogger):
-    """Lightning's CSV logger, which continues the file where a spawned test follows a spawned fit.
+    """Lightning's CSV logger for a training that may resume, on a disk that may be full.
 
-    Where the file cannot be written, it keeps what it has got, and tries again when there is more.
+    It continues an existing file, and keeps rows that cannot be written until the next save.
     """
 
     _failed = False
 
-    @rank_zero_only
-    def save(self) -> None:
-        """Write what has been logged; training goes on where that fails, and no line is left half written."""
-        writer, path = self.experiment, Path(self.log_dir, "metrics.csv")
-        keys, size = list(writer.metrics_keys), path.stat().st_size if path.exists() else None
-        # new columns have the file written anew, others are appended to it
-        before = path.read_bytes() if size and set().union(*writer.metrics) - set(keys) else None
-        try:
-            super().save()
-        except OSError as error:
-            if not self._failed:
-                rank_zero_info(f"{path} cannot be written ({error.strerror}): training goes on")
-            self._failed, writer.metrics_keys = True, keys
-            with suppress(OSError):
-                if before is not None:
-                    path.write_bytes(before)
-                elif size is not None:
-                    os.truncate(path, size)
-                else:
-                    path.unlink(missing_ok=True)
+    @property
+    def _path(self) -> Path:
+        return Path(self.log_dir, "metrics.csv")
 
-    def go_back(self, step: int) -> None:
-        """Leave out what was logged from a step on, for a training that goes on from there."""
-        path = Path(self.log_dir, "metrics.csv")
-        if written := self._written():
-            rows = list(csv.DictReader(io.StringIO(written, newline="")))
-            text = io.StringIO(newline="")
-            writer = csv.DictWriter(text, list(rows[0]) if rows else ["step"])
-            writer.writeheader()
-            writer.writerows(row for row in rows if int(row["step"]) < step)
-            with whole(path) as target:
-                target.write(text.getvalue().encode())
-
-    def _written(self) -> str:
-        """Return the content of metrics.csv from earlier parts of the training; empty where there is none.
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the file.
 
         Raises:
             UserError: When the file cannot be read.
         """
-        path = Path(self.log_dir, "metrics.csv")
         try:
-            with open_file(path) as file:
-                return file.read().decode()
+            with io.TextIOWrapper(open_file(self._path), newline="") as file:
+                return list(csv.DictReader(file))
         except FileNotFoundError:
-            return ""
+            return []
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}): give another --run.name") from error
+            raise UserError(f"{self._path} cannot be read ({error.strerror}): give another --run.name") from error
+
+    def _write(self, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(self._path, text.getvalue())
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Append the logged rows; a new column rewrites the file. No line is ever half written."""
+        logged, path = self.experiment, self._path
+        columns = sorted({*logged.metrics_keys, *(name for row in logged.metrics for name in row)})
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            if columns != logged.metrics_keys or not size:
+                self._write([*self._rows(), *logged.metrics], columns)
+            else:
+                with path.open("a", newline="") as file:
+                    csv.DictWriter(file, columns).writerows(logged.metrics)
+            logged.metrics, logged.metrics_keys = [], columns
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(path, size)
+            if not self._failed:
+                rank_zero_info(f"{path} cannot be written ({error.strerror}): training continues")
+            self._failed = True
+
+    def go_back(self, step: int) -> None:
+        """Drop rows from a step on, because training resumes there."""
+        if rows := self._rows():
+            self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The writer; Lightning's begins by deleting the file."""
+        """Lightning's writer, which begins by deleting the file: write the file again."""
         if open_experiment(self) is None:
-            written = self._written()
-            with warnings.catch_warnings():  # a training goes on in its own folder
+            rows = self._rows()
+            with warnings.catch_warnings():  # a resumed training has a folder with files
                 warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
                 writer = super().experiment
-            if written:
-                Path(self.log_dir, "metrics.csv").write_text(written)
-                writer.metrics_keys = written.partition("\n")[0].strip().split(",")
+            if rows:
+                writer.metrics_keys = list(rows[0])
+                self._write(rows, writer.metrics_keys)
         return open_experiment(self)
 
 
