@@ -22,7 +22,7 @@ from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.rank_times import RankTimes
 from app.monitor.run_record import RunRecord
-from app.monitor.step_profiler import StepProfile
+from app.monitor.step_clock import StepClock
 from app.monitor.step_trace import StepTrace
 from app.system import lightning_patches
 
@@ -74,10 +74,9 @@ def callbacks(config: Namespace, command: str, adapts: bool) -> dict[str, Any]:
     if trainer.enable_progress_bar is not False and not any(isinstance(each, LightningBar) for each in theirs):
         own.append(ProgressBar())
     own += [
-        StepProfile(),
-        *[StepTrace()] * run.profile,
         NonFinite(run.on_nonfinite),
-        RankTimes(timeout, adapts),
+        StepClock(RankTimes(timeout, adapts)),
+        *[StepTrace()] * run.profile,
         StopTogether(timeout),  # before callbacks that read from the device when there is an error
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),

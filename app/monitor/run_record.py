@@ -28,8 +28,7 @@ from app.modules import ImageClassifier, log_window
 from app.monitor.course import Course
 from app.monitor.loggers import MetricsFile, Tracker
 from app.monitor.nonfinite import NonFinite
-from app.monitor.rank_times import RankTimes
-from app.monitor.step_profiler import StepProfile, phases_of_windows
+from app.monitor.step_clock import StepClock, phases_of_windows
 from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line
 from app.parallel import SplitForward
@@ -108,7 +107,7 @@ class RunRecord(Callback):
         self.path: Path | None = None
         self.record = Record(command=command)
         self._unwritten = False
-        self._profile: StepProfile | None = None
+        self._clock: StepClock | None = None
         self._trace: StepTrace | None = None
         self._warmup_epochs = warmup_epochs
         self._first_step: float | None = None
@@ -226,8 +225,7 @@ class RunRecord(Callback):
                         f"--data.on_bad_image skip: node {node} reads other images than node 0 ({content}, "
                         f"{found[0][1]}): give all nodes the same files"
                     )
-        profiles = (callback for callback in trainer.callbacks if isinstance(callback, StepProfile))  # type: ignore[attr-defined]
-        self._profile = next(profiles, None)
+        self._clock = next((c for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
         self._trace = next((c for c in trainer.callbacks if isinstance(c, StepTrace)), None)  # type: ignore[attr-defined]
         model = Model(type(pl_module).__name__, sum(parameter.numel() for parameter in pl_module.parameters()))
         if isinstance(pl_module, ImageClassifier):
@@ -269,7 +267,7 @@ class RunRecord(Callback):
         else:
             self._window_samples += _count(batch) * trainer.world_size
         self._window_steps += 1
-        self._window_profiled |= self._profile is not None and self._profile.timing
+        self._window_profiled |= self._clock is not None and self._clock.timing
         self._window_profiled |= self._trace is not None and self._trace.timing
         self._last_step = time.perf_counter()
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
@@ -347,9 +345,9 @@ class RunRecord(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):
                 record.not_finite_since, record.skipped_steps = callback.since, callback.skipped
-            if isinstance(callback, RankTimes):
-                record.ranks, record.others_cores = callback.ranks, callback.others_cores
-                memory = callback.memory.points
+        if self._clock is not None:
+            ranks = self._clock.ranks
+            record.ranks, record.others_cores, memory = ranks.ranks, ranks.others_cores, ranks.memory.points
         earlier = sum(part.train_s for part in record.parts)
         record.course = Courses(
             _continued(self._before.samples_per_s, self._course.points, earlier),
@@ -364,7 +362,7 @@ class RunRecord(Callback):
         if rates:
             median, least, most = (round(rate, 1) for rate in (statistics.median(rates), min(rates), max(rates)))
             record.throughput = Throughput(median, least, most, len(rates))
-        record.time_per_step = profiled = self._profile.time_per_step if self._profile else None
+        record.time_per_step = profiled = self._clock.time_per_step if self._clock else None
         if windows and profiled:
             step = 1000 * statistics.median(batch for _, batch in windows) / statistics.median(rates)
             rank = next(iter(record.ranks), None) if trainer.world_size > 1 else None

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from app.launch.agree import gather_objects
-from app.monitor.step_profiler import StepProfile
+from app.monitor.step_clock import StepClock
 from app.record import Profile, ProfiledRank
 from app.system.torch_patches import all_threads
 
@@ -33,7 +33,7 @@ REMEDIES = {
 
 
 class StepTrace(Callback):
-    """Traces 8 steps of every rank with torch's profiler, when `StepProfile` has timed its own.
+    """Traces 8 steps of every rank with torch's profiler, when `StepClock` has timed its own.
 
     The trace is `trace_rankN.json.gz` in the directory of the run, for https://ui.perfetto.dev; the parts of a step are
     marked in it.
@@ -64,7 +64,7 @@ class StepTrace(Callback):
         """Begin after the steps that are timed, and end 8 steps later."""
         self._seen += 1
         self._ended_now = False
-        first = StepProfile.skipped + StepProfile.window + 1
+        first = StepClock.skipped + StepClock.window + 1
         if self._seen == first:
             cuda = trainer.strategy.root_device.type == "cuda"
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]
@@ -81,7 +81,7 @@ class StepTrace(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collect what was found. Collective."""
         self._end(trainer)
-        timed = next((c.time_per_step for c in trainer.callbacks if isinstance(c, StepProfile)), None)  # type: ignore[attr-defined]
+        timed = next((c.time_per_step for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
         phases = vars(timed) if timed else {}
         self.rows = gather_objects(ProfiledRank(**phases, rank=trainer.global_rank, host=self._idle, trace=self._file))
 

@@ -1,0 +1,322 @@
+"""The clock of a training step: data, compute and wait of every step, and all phases of a few."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch import Tensor
+from torch.optim import Optimizer
+
+from app.launch import watchdog
+from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
+from app.modules import log_window
+from app.monitor.rank_times import RankTimes
+from app.parallel import SplitForward
+from app.record import PHASES, Phases, RankTime
+
+NAMES = (*PHASES, "forward", "backward", "launch")
+ACTIONS = {  # of Lightning's profilers: phase
+    "train_dataloader_next": "data",
+    "batch_to_device": "data",
+    "training_step": "forward",
+    "backward": "backward",
+    "agree": "communication",
+}
+
+
+class StepClock(Callback):
+    """Times each step, and tells the rank's watchdog where the rank is.
+
+    Every step, without synchronising the device (on a GPU from events that are read a window later):
+
+    * data: from the end of a step to the start of the next one's computation
+    * compute: the rest of the step, waits before the last gradient included, such as SyncBatchNorm's
+    * wait: from the last gradient to the end of the backward pass, which averages the gradients
+
+    For 20 steps after the first 5, with the device synchronised between phases, rank zero's:
+
+    * data: waiting for the batch, moving it to the device, augmenting and normalising it
+    * forward_backward: the model's step (forward) and its backward pass; launch is the part in which the host issues
+      work: all of it on a CPU
+    * communication: the wait above, and the ranks' agreement whether to stop. Under dp: scattering the batch, copying
+      the model, gathering the outputs; the gradients that dp sums during the backward pass are not separable.
+    * optimizer: the update
+    * rest: metrics, logging, and Python between the calls
+
+    Args:
+        ranks: The object that shares the times among ranks.
+    """
+
+    skipped, window = 5, 20
+
+    def __init__(self, ranks: RankTimes) -> None:
+        self.ranks = ranks
+        self._beat: Any = [0, 0, 0]  # without a watchdog nobody reads it
+        self._now: Callable[[], Any] = time.perf_counter
+        self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
+        self._steps: list[tuple[Any, ...]] = []
+        self._last_window: list[tuple[Any, ...]] = []  # a GPU has finished it by now
+        self._handles: list[Any] = []
+        self._last_parameter: Tensor | None = None
+        self._step = self._window = self._left = 0
+        self._accumulated = 1
+        self._seen = 0
+        self._phases: list[dict[str, float]] = []
+        self._profiler: _PhaseProfiler | None = None
+        self._ended_now = False
+
+    # -- watchdog -------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Connect with watchdog and other ranks. Collective."""
+        watched = watchdog.heartbeat if watchdog.heartbeat and watchdog.heartbeat.folder else None
+        if watched is not None:
+            self._beat = watched.values
+            self._beat[1] = SET_UP
+        self.ranks.connect(trainer, watched)
+
+    def _stop_beating(self, *_: Any, **__: Any) -> None:
+        """Tell the watchdog that this rank ends."""
+        if watchdog.heartbeat is not None:
+            watchdog.heartbeat.end()
+        self._beat = [0, 0, 0]
+
+    teardown = on_exception = _stop_beating
+
+    def _evaluate(self, *_: Any, **__: Any) -> None:
+        beat = self._beat
+        beat[1], beat[2] = EVALUATION, beat[2] + 1
+
+    on_validation_start = on_validation_batch_start = on_test_start = on_test_batch_start = _evaluate
+    on_predict_start = on_predict_batch_start = _evaluate
+
+    # -- every step -----------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose the clock, and register gradient hooks. Collective."""
+        cuda = trainer.strategy.root_device.type == "cuda"
+        self._now, self._seconds = (_recorded, _since_first) if cuda else (time.perf_counter, list)
+        self._ready = self._averaged = self._began = self._waited_since = self._now()
+        self._steps, self._last_window, self._accumulated = [], [], trainer.accumulate_grad_batches
+        self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
+        self.ranks.begin(trainer)
+        if trainer.world_size > 1:
+            trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+            self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # one process has no such hook
+            self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in trainable]
+        self._begin(trainer)
+
+    def _begin(self, trainer: Trainer, *_: Any) -> None:
+        """Start waiting for data, outside of any step."""
+        self._step = trainer.global_step + 1
+        beat = self._beat
+        beat[0], beat[1], beat[2] = self._step, DATA, beat[2] + 1
+        self._ended = self._now()
+        if self._profiler is not None:
+            self._profiler.restart()
+
+    on_train_epoch_start = on_validation_end = _begin  # type: ignore[assignment]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Mark the end of the wait for data."""
+        self._beat[1] = STEP
+        self._ready = self._averaged = self._began = self._waited_since = self._now()
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._last_parameter, self._ready = parameter, self._now()
+        self._beat[1] = GRADIENTS
+
+    def _on_averaged(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._beat[1] = UPDATE
+        if self._ready is self._waited_since:  # this backward pass did not reach the parameter
+            return
+        self._averaged, self._waited_since = self._now(), self._ready
+        if len(self._handles) > 1 and self._last_parameter is not None:  # only the last gradient matters
+            self._unhook()
+            self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
+
+    def _wait(self) -> float:
+        """Return the seconds of the current step's wait; the device is synchronised."""
+        ready, averaged = self._seconds([(self._began, self._ready, self._averaged)])[0][1:]
+        return averaged - ready
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the step's times, and share those of a window that ends here."""
+        now = self._now()
+        self._steps.append((self._ended, self._began, self._ready, self._averaged, now))
+        self._ended = now
+        self._step += (batch_idx + 1) % self._accumulated == 0
+        beat = self._beat
+        beat[0], beat[1] = self._step, DATA
+        self._left -= 1
+        if not self._left:
+            self._left = self._window
+            self._last_window, whole, self._steps = self._steps, self._last_window, []
+            self.ranks.share(trainer, self._seconds(whole))
+        self._seen += 1
+        if self._seen <= self.skipped + self.window + 1:
+            self._profile(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Share the last times. Collective."""
+        self._unhook()
+        self._end_profile()
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+        self.ranks.share(trainer, self._seconds(self._last_window + self._steps))
+        self.ranks.share(trainer, [])
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- phases of a few steps ------------------------------------------------------------------------------
+
+    @property
+    def timing(self) -> bool:
+        """Whether the clock has slowed the step that ends now: only on a GPU."""
+        return self._ended_now or (self._profiler is not None and self._profiler.cuda)
+
+    @property
+    def time_per_step(self) -> Phases | None:
+        """Median milliseconds of each phase; None when training was too short."""
+        if not self._phases:
+            return None
+        medians = {name: statistics.median(step[name] for step in self._phases) for name in NAMES}
+        phases: dict[str, Any] = {name: round(1000 * seconds, 4) for name, seconds in medians.items()}
+        return Phases(n=len(self._phases), **phases)
+
+    def _profile(self, trainer: Trainer) -> None:
+        """End a profiled step; begin after the first steps, and end after the last."""
+        self._ended_now = False
+        if self._profiler is not None:
+            self._phases.append(self._profiler.take())
+            if len(self._phases) == self.window:
+                self._ended_now = self._profiler.cuda
+                self._end_profile()
+        elif self._seen == self.skipped and type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
+            self._profiler = _PhaseProfiler(trainer, self._wait)
+
+    def _end_profile(self) -> None:
+        if self._profiler is not None:
+            self._profiler.detach()
+            self._profiler = None
+
+
+def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> Phases:
+    """Divide the step time of the throughput's windows among its phases, in milliseconds.
+
+    Args:
+        profiled: Median of each phase over a few profiled steps.
+        step: Median step time in the windows.
+        rank: Rank zero's median times over all windows, or None without other ranks. They replace the profiled data and
+            communication, because a few steps say little about waiting for other ranks.
+    """
+    known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
+    scale = (step - sum(known.values())) / sum(getattr(profiled, phase) for phase in PHASES if phase not in known)
+    scaled: dict[str, Any] = {name: round(getattr(profiled, name) * scale, 4) for name in NAMES}
+    return Phases(n=profiled.n, **scaled | {name: round(value, 4) for name, value in known.items()})
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
+    """Return the seconds from the first event to each."""
+    return [[steps[0][0].elapsed_time(event) / 1000 for event in step] for step in steps]
+
+
+class _PhaseProfiler(PassThroughProfiler):
+    """Stands in for the trainer's profiler, because the loop reports each part of a step to it."""
+
+    def __init__(self, trainer: Trainer, wait: Callable[[], float]) -> None:
+        super().__init__()
+        self.trainer, self.wait, self.device = trainer, wait, trainer.strategy.root_device
+        self.cuda = self.device.type == "cuda"
+        self._begun: dict[str, float] = {}
+        self._replicas: list[float] = []
+        self._before, trainer.profiler = trainer.profiler, self  # type: ignore[attr-defined]
+        self._handles = [each.register_step_post_hook(self._on_stepped) for each in trainer.optimizers]
+        strategy, module = trainer.strategy, trainer.lightning_module
+        if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
+            assert strategy.replica is not None
+            self._handles += [
+                module.register_forward_pre_hook(self._on_scatter),
+                strategy.replica.register_forward_pre_hook(self._on_replica),
+                strategy.replica.register_forward_hook(self._on_replica),
+                module.register_forward_hook(self._on_gathered),
+            ]
+        self.restart()
+
+    def now(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def restart(self) -> None:
+        self._spent = dict.fromkeys(NAMES, 0.0)
+        self._began = self.now()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of the phases in the step that ends here, and begin the next."""
+        spent, whole = self._spent, self.now() - self._began
+        spent["forward_backward"] = spent["forward"] + spent["backward"]
+        spent["rest"] = max(whole - sum(spent[phase] for phase in PHASES), 0.0)
+        self.restart()
+        return spent
+
+    def detach(self) -> None:
+        self.trainer.profiler = self._before  # type: ignore[attr-defined]
+        for handle in self._handles:
+            handle.remove()
+
+    def start(self, action_name: str) -> None:
+        name = action_name.rsplit(".", 1)[-1]
+        if name in ACTIONS and self.trainer.training:
+            self._begun[name] = self.now()
+
+    def stop(self, action_name: str) -> None:
+        name = action_name.rsplit(".", 1)[-1]
+        if name == "on_before_optimizer_step":  # of the module, after the callbacks': the update follows
+            self._begun["optimizer"] = self.now()
+        if name not in ACTIONS or name not in self._begun:
+            return
+        issued, phase = time.perf_counter(), ACTIONS[name]  # the device may still compute
+        seconds = self.now() - self._begun[name]
+        waited = self.wait() if name == "backward" else 0.0
+        self._spent[phase] += seconds - waited
+        self._spent["communication"] += waited
+        if phase in ("forward", "backward"):
+            self._spent["launch"] += max(issued - self._begun[name] - (0.0 if self.cuda else waited), 0.0)
+        del self._begun[name]
+
+    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        captured = self.cuda and torch.cuda.is_current_stream_capturing()  # a graph must not synchronise
+        if "optimizer" in self._begun and not captured:
+            self._spent["optimizer"] += self.now() - self._begun.pop("optimizer")
+
+    def _on_scatter(self, *_: Any) -> None:
+        if self.trainer.training:
+            self._begun["dp"], self._replicas = self.now(), []
+
+    def _on_replica(self, *_: Any) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()  # of this thread's device
+        self._replicas.append(time.perf_counter())
+
+    def _on_gathered(self, *_: Any) -> None:
+        if "dp" in self._begun:
+            overhead = self.now() - self._begun.pop("dp") - (max(self._replicas) - min(self._replicas))
+            self._spent["communication"] += overhead
+            for phase in ("forward", "launch"):  # the module's forward is inside of the step's
+                self._spent[phase] -= overhead
