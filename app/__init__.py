@@ -18,9 +18,10 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         a Trainer), outcome (exit code, closing lines), run_options (where a run is kept), checkpoints,
                         checkpoint_file, memory (how much of a batch fits)
     runs                starter: one training run as a function, run_fit
-    callbacks           what a user may add to a run: batch shapes, predictions, test figures
+    callbacks           callbacks that a user may add to a run: BatchShapes
     monitor             watches one run: run_record (fills the record), rank_times (who is slow), course (of a
-                        figure), step_clock, step_trace (--profile), nonfinite, progress_bar, loggers, header and
+                        figure), step_clock, step_trace (--profile), results (of a test or
+                        prediction), nonfinite, progress_bar, loggers, header and
                         summary (what is said of it), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process

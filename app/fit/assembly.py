@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.cli import LightningArgumentParser
 
-from app.callbacks import PredictionWriter, TestFigures
 from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.resolved import Resolved
 from app.launch.cluster_environment import environment_of
@@ -21,6 +20,7 @@ from app.monitor.header import Header
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.rank_times import RankTimes
+from app.monitor.results import PredictionWriter, TestFigures
 from app.monitor.run_record import RunRecord
 from app.monitor.step_clock import StepClock
 from app.monitor.step_trace import StepTrace
