@@ -34,11 +34,18 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
     record              the run record (run.json), and words for it
-    system              machine, interconnect, files, page (the style of all reports), terminal, tracebacks
-                        (origin of an exception); and patches: lightning_patches, torch_patches,
+    system              machine, interconnect, files, page (the style of all reports), terminal, program (set-up of a
+                        process), tracebacks (origin of an exception); and patches: lightning_patches, torch_patches,
                         wandb_patches and deferred_imports. Code elsewhere that uses a private name of a library
                         declares it with patches.expects
     errors              what a user did wrong, and how a run ends
 """
 
+import os
+
+from app.system.program import set_up
+
 __version__ = "0.1.0"
+
+if "APP_SPAWNED" in os.environ:  # a process of ddp_spawn: multiprocessing does not run `app.__main__` in it
+    set_up()

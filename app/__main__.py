@@ -1,10 +1,8 @@
-"""`python -m app …`. Processes that the program spawns import this module, too."""
+"""`python -m app …`."""
 
 import sys
 
-from app.cli import main, set_up
-
-set_up()
+from app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

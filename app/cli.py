@@ -9,18 +9,16 @@ Heavy imports stay inside functions: `python -m app --help` answers at once.
 
 import gc
 import importlib
-import logging
 import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 
 import app
 from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
 from app.launch.process import AGENT, BEGAN, TRUST, begin, check_environment, is_task_of_srun
-from app.system.deferred_imports import defer_imports
+from app.system.program import set_up
 from app.system.tracebacks import users_part
 
 HELP = """\
@@ -50,22 +48,7 @@ OWN = {  # modules of the commands that Lightning lacks
     **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
     "doctor": "app.doctor",
 }
-IGNORED = (  # warnings, by their beginning
-    ".*LeafSpec",  # Lightning 2.6 with newer torch
-    r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True",  # logged after they were synchronised
-    "The number of training batches",  # epochs are logged, too, however short
-    "Experiment logs directory",  # the tracker's folder exists first
-    "The `srun` command is available",  # the rules of fit say where srun is needed
-)
 COMMANDS = ("fit", "validate", "test", "predict", "compare", "verify", "plan", "doctor")
-
-
-def set_up() -> None:
-    """Prepare a process of the program: defer imports, and hide warnings on which users cannot act."""
-    defer_imports()
-    for message in IGNORED:
-        warnings.filterwarnings("ignore", message)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a read-only home
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -185,7 +185,8 @@ def test_experiments(tmp_path_factory: pytest.TempPathFactory, content: dict[str
 
 def read_verify(argv: list[str]) -> None:
     _, prover = parse_verify(argv)
-    prover.expand(prover.ways()[0])
+    for name, flags in prover.ways()[0].items():
+        prover.variant(name, flags)
 
 
 @pytest.mark.slow

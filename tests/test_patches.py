@@ -120,7 +120,7 @@ def test_other_errors_are_left_alone() -> None:
 
 
 EAGER = """
-from app.cli import set_up
+from app.system.program import set_up
 set_up()
 import sys, torch
 def compiler(): return "torch._dynamo.symbolic_convert" in sys.modules
@@ -171,7 +171,7 @@ assert torch._dynamo.utils.__spec__.origin
 
 def test_a_module_below_the_compiler_is_imported_first() -> None:
     code = """
-from app.cli import set_up
+from app.system.program import set_up
 set_up()
 import torch._dynamo.config
 import torch._dynamo.config as config

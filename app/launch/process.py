@@ -14,6 +14,7 @@ from app.errors import UserError
 
 AGENT = "APP_AGENT"  # environment of a rank that our agent starts: id of the agent
 STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
+SPAWNED = "APP_SPAWNED"  # environment: of a process that SpawnLauncher starts; app/__init__.py reads it
 BEGAN = "APP_BEGAN"  # environment: when the command began, in seconds since 1970
 TRUST = "APP_TRUST"  # environment: modules of `--trust`, with commas between them
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -168,6 +169,6 @@ def environment_of_a_run() -> dict[str, str]:
     Without what a launcher has set for this one. Not a `preexec_fn`, which could see to the end with its parent, too:
     Python runs hooks after such a fork, and a Ctrl-C that comes in one of them is lost.
     """
-    theirs = (*RANKS, *ADDRESSES, AGENT, BEGAN)
+    theirs = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
     own = {key: value for key, value in os.environ.items() if key not in theirs and key[:6] != "SLURM_"}
     return own | {STARTER: str(os.getpid())}

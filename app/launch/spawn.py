@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, rec
 from app.errors import EXIT_CODES, UserError
 from app.launch.agree import use_own_store
 from app.launch.failures import callstack, explain, explaining_errors, root_cause
-from app.launch.process import end_with_parent
+from app.launch.process import SPAWNED, end_with_parent
 from app.launch.rendezvous import host_store
 from app.launch.signals import CAUSES, Signals
 from app.launch.watchdog import watched
@@ -68,6 +68,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         # a process that is still importing would report a Ctrl-C with a traceback; `procs` ends this
         before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         self._processes = []
+        os.environ[SPAWNED] = "1"
         try:
             with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, watched(self.timeout):
                 self._error_file = f"{folder}/error_{{}}.json"
@@ -76,6 +77,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
                 except Exception as error:
                     raise self._explained(error) from (error if "APP_DEBUG" in os.environ else None)
         finally:
+            del os.environ[SPAWNED]
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -122,7 +122,7 @@ def run_fit(
     record.others_cores = round(max((busy_seconds() - own_seconds() - busy) / record.wall_s, 0.0), 2)
     if late and not any(codes):
         record.time_limit = limit
-        if record.status != "interrupted":
+        if record.status != "interrupted" or record.setup_s is None:
             state = "no progress" if record.setup_s is not None else "still setting up"
             record.status, record.error = "failed", f"{state} after {limit:g} s"
     elif record.status != "completed" or any(codes):

@@ -80,7 +80,7 @@ class Prover:
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.config = self._variant(REFERENCE, ALONE).settings
+        self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
 
@@ -115,7 +115,7 @@ class Prover:
         """
         flags, skipped = self.ways()
         for name, more in flags.items():  # before anything runs
-            self._variant(name, more)
+            self.variant(name, more)
         reference = self._run(REFERENCE, ALONE)
         if reference.recorded is None:
             raise UserError(f"the run on one device failed: {reference.failed}")
@@ -127,7 +127,12 @@ class Prover:
                 self._repeat_in_float64(result, flags.get(result.name))
         return Verdict(reference.recorded, results)
 
-    def _variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
+    def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
+        """Make a variant of the training.
+
+        Raises:
+            UserError: When `fit` rejects its flags.
+        """
         variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
             variant.lacking = None  # replicas that share cores are slow, but the same
@@ -152,7 +157,7 @@ class Prover:
             steps: Optimizer steps; by default those of the settings.
             more: Name of a series of runs, such as `in float64`.
         """
-        variant = self._variant(name, flags)
+        variant = self.variant(name, flags)
         result = Result(name, variant.arguments, skipped=variant.lacking)
         if variant.lacking:
             return result
@@ -217,7 +222,7 @@ class Prover:
             return
         result.in_float64 = largest(reference, repeated.recorded)
         if result.in_float64 > EXACT:
-            replicas = self._variant(result.name, flags or ALONE).replicas
+            replicas = self.variant(result.name, flags or ALONE).replicas
             exactly = differences(reference, repeated.recorded, EXACT)
             result.causes = result.causes or causes(Case(reference, repeated.recorded, exactly, replicas))
             return

@@ -1,0 +1,22 @@
+"""Set-up of a process of the program, as opposed to one that imports `app` as a library."""
+
+import logging
+import warnings
+
+from app.system.deferred_imports import defer_imports
+
+IGNORED = (  # warnings, by their beginning
+    ".*LeafSpec",  # Lightning 2.6 with newer torch
+    r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True",  # logged after they were synchronised
+    "The number of training batches",  # epochs are logged, too, however short
+    "Experiment logs directory",  # the tracker's folder exists first
+    "The `srun` command is available",  # the rules of fit say where srun is needed
+)
+
+
+def set_up() -> None:
+    """Defer imports that most runs never use, and hide warnings on which users cannot act. Safe to call again."""
+    defer_imports()
+    for message in IGNORED:
+        warnings.filterwarnings("ignore", message)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a read-only home
