@@ -101,29 +101,29 @@ def _mean(total: float, samples: float) -> Tensor:
 
 
 class ImageClassifier(LightningModule):
-    """What both models share: one step, its metrics, the optimizer, predictions.
+    """Base of both models: a step, its metrics, the optimizer, predictions.
 
-    A batch is a pair of images (B, C, H, W) and labels (B,). Metrics are accumulated on the device. Those of training
-    are read once per logging window, of which the loss is logged as `train_loss_step`; the others once per epoch. All
-    of them are means over the samples of every rank.
+    A batch is a pair of images (B, C, H, W) and labels (B,). Metrics accumulate on the device and are means over the
+    samples of every rank. Training metrics are read once per logging window, which logs `train_loss_step`; the other
+    metrics once per epoch.
 
     Args:
-        network: Maps images to logits; its optional `image_shape` is the shape of the images that it takes.
+        network: Maps images to logits; its optional `image_shape` is the shape of its images.
         num_classes: Number of classes.
         loss: Name of the loss.
         optimizer: Makes the optimizer from the parameters.
         scheduler: Makes the learning-rate scheduler from the optimizer, or None for a constant rate.
         scheduler_interval: Whether the scheduler advances after each epoch or each step.
-        channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory; `auto`: where there are
+        channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory; `auto`: if there are
             convolutions, on the CPU, and on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
         cuda_graph: Launch a training step, update included, as one CUDA graph; on one GPU.
-        matmul_precision: Of float32 on a GPU, in products and convolutions: `highest`, or TF32 (`high`), or `medium`.
+        matmul_precision: Precision of float32 products on a GPU: `highest`, TF32 (`high`), or `medium`.
 
     Attributes:
         executed: How the network is executed, for the run record.
-        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of the images that a loaded checkpoint was
-            trained on; None before a checkpoint is loaded, and for the user's own data class.
+        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of a loaded checkpoint's training images; None
+            before a checkpoint is loaded, and for the user's own data class.
     """
 
     convolutional = True
@@ -226,7 +226,7 @@ class ImageClassifier(LightningModule):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Loss whose gradient, averaged over ranks and added up over what is accumulated, is the mean over samples."""
+        """Return the loss whose gradient, averaged over ranks and summed over batches, is the mean over samples."""
         images, labels = batch
         trainer = self.trainer
         loader = trainer.train_dataloader
@@ -236,7 +236,7 @@ class ImageClassifier(LightningModule):
         accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:
             scale = trainer.world_size / loader.global_count(batch_idx)
-        else:  # Lightning divides by what is accumulated
+        else:  # Lightning divides by the number of accumulated batches
             count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
             scale = trainer.world_size * accumulated / count
         if self.micro_batch is not None:
@@ -263,11 +263,11 @@ class ImageClassifier(LightningModule):
             optimizer.zero_grad()
 
     def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float, count: int) -> Tensor:
-        """The loss of a batch, of which all micro-batches but the last have already left their gradients.
+        """Return a batch's loss; all micro-batches but the last have run their backward pass.
 
-        All ranks have as many, for SyncBatchNorm computes each together. DistributedDataParallel averages the gradients
-        in the backward pass of what is returned, and in no other: it does not listen before its forward pass, of which
-        this is a part, has ended.
+        Every rank has the same number of micro-batches, because SyncBatchNorm synchronizes each. DDP averages gradients
+        only in the backward pass of the returned loss, because its forward pass, which calls this method, has not
+        ended before.
         """
         trainer, self._has_gradients = self.trainer, True
         accumulated = trainer.accumulate_grad_batches
@@ -393,10 +393,10 @@ class CIFARCNN(ImageClassifier):
 
 
 class FashionMLP(ImageClassifier):
-    """A multilayer perceptron for FashionMNIST whose size is scaled by repeating the image.
+    """A multilayer perceptron for FashionMNIST whose size scales by repeating the image.
 
     Args:
-        repeats: How often each image is repeated: the input layer is 28·28·repeats wide.
+        repeats: Number of repeats of each image: the input layer is 28·28·repeats wide.
         hidden: Widths of the hidden layers.
         num_classes: Number of classes; the CLI takes it from the data.
         loss: Smooth L1 between softmax and one-hot target, or cross-entropy.
@@ -406,7 +406,7 @@ class FashionMLP(ImageClassifier):
         **kwargs: As for `ImageClassifier`.
 
     Raises:
-        UserError: When `repeats` or a width is below 1, or there is no memory for the weights.
+        UserError: When `repeats` or a width is below 1, or memory does not suffice for the weights.
     """
 
     convolutional = False

@@ -1,4 +1,4 @@
-"""Data: where images come from, how ranks share them, and what happens to their pixels."""
+"""Data: sources of images, each rank's share, and augmentation."""
 
 from app.data.module import CIFAR10, FashionMNIST, ImageData, ImageFolder, Synthetic
 

@@ -1,9 +1,8 @@
-"""How one rank gets its share of the data: one global permutation per epoch, cut into global batches.
+"""Loader of a rank's share: one global permutation per epoch, cut into global batches.
 
-Every strategy draws from the same seeded permutation, so that step k trains on the same samples
-whatever the world size; a rank takes its part of each global batch. Nothing here depends on global random
-state, and the position in an epoch is the trainer's own, so that a resumed run goes on with the very next
-sample.
+Every strategy draws from the same seeded permutation, so that step k trains on the same samples for any world size; a
+rank takes its part of each global batch. The loader uses no global random state, and the trainer holds the position in
+an epoch, so that a resumed run continues with the next sample.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ Placement = Literal["disk", "memory", "device"]
 
 
 def stream(*key: int) -> torch.Generator:
-    """A random generator of its own for each key, such as (seed, purpose, epoch, step)."""
+    """Return an independent random generator for a key, such as (seed, purpose, epoch, step)."""
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
@@ -43,18 +42,18 @@ class RawBatch(NamedTuple):
     draws: Tensor | None
 
     def to(self, device: torch.device) -> "RawBatch":
-        """The batch on a device; what is pinned is on its way when this returns."""
+        """Copy the batch to a device; the copy of pinned memory is asynchronous."""
         later = device.type == "cuda"
         draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
         return RawBatch(self.images.to(device, non_blocking=later), self.labels.to(device, non_blocking=later), draws)
 
 
 class Reader:
-    """What a worker process does: reads an image of a split, and augments it from the sample's own seed.
+    """Data set of a worker process: reads images of a split, and augments each from its sample's seed.
 
     Args:
         split: The images.
-        augment: Maps an image, uint8 (C, H, W), to one of the same shape, from torch's global random state.
+        augment: Maps an image, uint8 (C, H, W), to one of the same shape, using torch's global random state.
     """
 
     def __init__(self, split: Split, augment: nn.Module | None) -> None:
@@ -81,7 +80,7 @@ class Reader:
 
 
 def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
-    """Make each batch in a thread, while the one before it is in use."""
+    """Make each batch in a thread, during the use of the one before."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, batches, None)
         while (batch := following.result()) is not None:
@@ -96,28 +95,28 @@ def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
 class GlobalBatches:
     """Iterates over one rank's share of every global batch.
 
-    The last, smaller batch is shared out as evenly as it goes; a rank may get no sample of it and still
-    takes part, with a batch of size 0, so that all ranks make the same number of steps.
+    The last, smaller batch is divided as evenly as possible. A rank without a sample gets a batch of size 0, so that
+    all ranks take the same number of steps.
 
     Args:
         split: Images and labels.
-        rows: Which of them belong to this loader, int64 (n,); sample i is row `rows[i]`.
+        rows: Rows of the split that belong to this loader, int64 (n,); sample i is row `rows[i]`.
         batch_size: Size of the global batch.
         rank: This process.
         world_size: Number of processes.
         placement: `disk` reads items through worker processes, `memory` indexes one tensor on the host,
             `device` the same tensor on `device`: all rows when shuffled, else only this rank's share.
-        device: Where the batches go.
+        device: Device of the batches.
         num_workers: Worker processes for `disk`.
-        seed: Of the permutation and the draws.
-        shuffle: Whether each epoch has a permutation of its own.
-        drop_last: Whether to leave out the last, smaller batch.
+        seed: Seed of the permutation and the draws.
+        shuffle: Whether each epoch has its own permutation.
+        drop_last: Whether to drop the last, smaller batch.
         draws: Random numbers per sample.
-        augment: What the workers do to each image; for `disk` alone.
-        position: Gives the step at which the epoch begins: above zero when it is resumed.
+        augment: Augmentation by the workers, for `disk` only.
+        position: Returns the step at which the epoch begins: above zero for a resumed one.
     """
 
-    batch_sampler = None  # Lightning reads it wherever there is a `sampler`
+    batch_sampler = None  # Lightning requires it beside a `sampler`
 
     def __init__(
         self,
@@ -146,7 +145,7 @@ class GlobalBatches:
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
         self._pin = device.type == "cuda" and placement != "device"
         self._labels = split.labels[rows]
-        self._samples = len(rows)  # asked for on each step
+        self._samples = len(rows)  # read on each step
         self._workers: Workers | None = None
         self._augmented = augment is not None
         if placement == "disk":
@@ -170,7 +169,7 @@ class GlobalBatches:
 
     @property
     def _iterator(self) -> Any:
-        """The worker processes; Lightning ends what it finds by this name when a stage is over, however it ends."""
+        """The worker processes, under the name by which Lightning ends them after a stage."""
         return self._workers and self._workers._iterator
 
     @_iterator.setter
@@ -187,7 +186,7 @@ class GlobalBatches:
         return min(self.batch_size, self._samples - step * self.batch_size)
 
     def window_count(self, step: int, length: int, steps: int) -> int:
-        """Number of samples of all ranks in the window of batches to which a step belongs.
+        """Return the number of samples, over all ranks, in a step's window of accumulated batches.
 
         Args:
             step: Number of the batch in its epoch.
@@ -248,14 +247,14 @@ class GlobalBatches:
         return list(zip(rows, self._share(seeds, step).tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
-        """Draw for a whole epoch: what a sample gets depends neither on the ranks nor on the size of a batch."""
+        """Draw for a whole epoch, so that a sample's draws depend neither on ranks nor on batch size."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)
         return torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a position in an epoch is relative to; the position itself is the trainer's."""
+        """Return the state that a position in an epoch refers to; the trainer holds the position."""
         return {"seed": self.seed, "batch_size": self.batch_size, "samples": len(self.rows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

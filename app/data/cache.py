@@ -1,7 +1,7 @@
-"""Images that are decoded once: each split lies in one file, which every rank maps and no rank copies.
+"""Cache of decoded images: one file per split, which every rank maps and no rank copies.
 
-A file is a header (JSON in one page), the pixels, the labels and the file names (JSON). Its key says what it was made
-from: a file with another key is made anew.
+A file is a header (JSON in one page), the pixels, the labels and the file names (JSON). Its key describes its source; a
+file with another key is rebuilt.
 """
 
 import errno
@@ -36,7 +36,7 @@ class ImageCache:
         self.folder = Path(folder or os.path.join(home, "data-parallel-lab"))
 
     def open(self, source: Source, split: SplitName) -> Split | None:
-        """Map the decoded images of a split; None where there is no file of them, or one that is not right."""
+        """Map the decoded images of a split; return None if the file is missing or damaged."""
         files = source.encoded(split)
         return self._map(*self._identify(source, split, files)) if files else None
 
@@ -52,15 +52,15 @@ class ImageCache:
                 file.seek(HEADER + pixels)
                 values = torch.from_numpy(np.frombuffer(file.read(labels), np.int64).copy())
                 return Split(images, values, json.loads(file.read(names)), mapped=True, left_out=header["left_out"])
-        except (OSError, ValueError, LookupError, TypeError):  # what stands there is not ours
+        except (OSError, ValueError, LookupError, TypeError):  # another program's file
             return None
 
     def write(self, source: Source, split: SplitName, num_workers: int) -> None:
-        """Decode a split into its file, unless that is there already.
+        """Decode a split into its file, unless the file exists.
 
         Args:
-            source: Where the images come from.
-            split: Which of them.
+            source: The source of the images.
+            split: Name of the split.
             num_workers: Processes that decode.
 
         Raises:
@@ -110,7 +110,7 @@ class ImageCache:
                 state = os.stat(file)
                 target = os.path.realpath(file) if os.path.islink(file) else ""
                 seen = f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0{target}\0"
-            except OSError:  # who decodes it says what is wrong
+            except OSError:  # decoding reports the error
                 seen = f"{file}\0"
             key.update(seen.encode(errors="surrogateescape"))
         return self.folder / f"{Path(place).name[:50]}-{digest[:16]}", key.hexdigest()

@@ -29,7 +29,7 @@ from app.data.transforms import Transform
 from app.errors import UserError
 from app.system.machine import usable_cores
 
-# what a stage reads; fit ends with a test
+# splits that a stage reads; fit ends with a test
 READS: dict[str, Sequence[SplitName]] = {
     "fit": ("train", "val", "test"),
     "validate": ("train", "val"),
@@ -39,30 +39,30 @@ READS: dict[str, Sequence[SplitName]] = {
 
 
 class ImageData(LightningDataModule):
-    """Images of a source, in global batches of which each rank takes its share.
+    """Images of a source in global batches; each rank takes its share.
 
     Args:
-        source: Where the images come from.
+        source: The source of the images.
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
-        micro_batch: Images of a rank that the network is given at once in training; it takes its share of a global
-            batch in parts, and the same step, in less memory. `auto`: as many as fit, which a few steps find out first.
-        memory_limit: GiB that each rank may take, for `--data.micro_batch auto`; by default what is free on its device,
-            or its part of what is free on the host.
-        val_size: Images of the training set kept for validation, a count or a fraction, where the source
-            has no validation set of its own.
+        micro_batch: Images that a rank's network sees at once in training: the same step in less memory. `auto`: as
+            many as fit, found by a few steps at the start.
+        memory_limit: GiB that each rank may use, for `--data.micro_batch auto`; by default its device's free memory,
+            or its part of the host's.
+        val_size: Images of the training set kept for validation, a count or a fraction, if the source has no
+            validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
-            same tensor on the accelerator. `auto`: `device` where the images take less than a tenth of a GPU's free
-            memory; else `memory` where they fit, else `disk`.
-        cache: Folder for decoded images, which the ranks of a node map from there. `auto`: in the user's cache
-            directory. `off`: each rank decodes for itself, at every start.
-        num_workers: Worker processes of this rank for reading and decoding; `auto`: the cores that it has.
-        crop_padding: Augmentation: pixels of border from which a random crop is taken.
+            same tensor on the accelerator. `auto`: `device` if the images take less than a tenth of a GPU's free
+            memory; else `memory` if they fit, else `disk`.
+        cache: Folder for decoded images, which a node's ranks map. `auto`: in the user's cache directory. `off`: each
+            rank decodes at every start.
+        num_workers: Worker processes of this rank for reading and decoding; `auto`: its number of cores.
+        crop_padding: Augmentation: pixels of border for a random crop.
         flip: Augmentation: mirror half of the images.
         cutout: Augmentation: side in pixels of a square set to the mean.
-        augment: Augmentation by the worker processes, image by image, so that it costs CPU: a transform of
-            torchvision, such as `torchvision.transforms.v2.ElasticTransform`. Needs placement `disk`.
-        drop_last: Whether to leave out the last, smaller batch of a training epoch.
-        seed: Of the split, the order and the augmentation; by default `--seed_everything`.
+        augment: Augmentation by the worker processes, image by image, on the CPU: a transform of torchvision, such as
+            `torchvision.transforms.v2.ElasticTransform`. Needs placement `disk`.
+        drop_last: Whether to drop the last, smaller batch of a training epoch.
+        seed: Seed of the split, the order and the augmentation; by default `--seed_everything`.
 
     Raises:
         UserError: When a size does not fit the data set, or the world size does not divide the global batch.
@@ -133,7 +133,7 @@ class ImageData(LightningDataModule):
         return self.source.image_shape
 
     def prepare_data(self, stage: str | None = None) -> None:
-        """Download, check and decode what a stage reads: in one process per node, and once in a run.
+        """Download, check and decode a stage's images: in one process per node, and once in a run.
 
         Args:
             stage: `fit`, `validate`, `test` or `predict`; by default the trainer's.
@@ -166,12 +166,12 @@ class ImageData(LightningDataModule):
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
         if stage in ("test", "predict"):
             self._load("test" if stage == "test" else "predict")
-        if not hasattr(self, "placement"):  # settled once, for what is loaded changes what fits
+        if not hasattr(self, "placement"):  # decided once, because loaded images change the free memory
             self.placement = self._place()
         if stage == "fit":
             assert self.trainer is not None
             size, world = self.global_batch_size, self.trainer.world_size
-            if size % world:  # of a fraction, whose size is known only here
+            if size % world:  # a fraction becomes a count only here
                 raise UserError(
                     f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
                     f"{self.nearest_shares(size, world)}, or another --trainer.devices"
@@ -257,7 +257,7 @@ class ImageData(LightningDataModule):
             return "disk"
         if strategy.root_device.type != "cuda":
             return "memory"
-        # of ranks on one GPU each sees what the others leave
+        # ranks on one GPU see only memory that the others leave free
         fits = size < torch.cuda.mem_get_info(strategy.root_device)[0] / 10
         return "device" if strategy.reduce_boolean_decision(fits, all=True) else "memory"
 
@@ -352,17 +352,17 @@ class FashionMNIST(ImageData):
 
 
 class ImageFolder(ImageData):
-    """Your own images: `root/train/<class>/*.jpg` or `*.png`, and `val/` and `test/` alike where you have them.
+    """Your own images: `root/train/<class>/*.jpg` or `*.png`, optionally `val/` and `test/` of the same form.
 
     Args:
         root: Directory that holds `train`, or the class folders themselves.
-        size: Height and width that every image is resized to.
+        size: Height and width of every image after resizing.
         channels: 3 for colour, 1 for grey.
         mean: Per channel, of pixels scaled to 0…1; by default 0.5.
         std: Per channel, of pixels scaled to 0…1; by default 0.5.
         predict_dir: Image, or folder of images, labelled or not, for `predict`; by default the test split.
-        on_bad_image: What to do with one that cannot be read: `error`, or `skip`, which leaves it out, on all ranks,
-            and counts it in the run's record.
+        on_bad_image: Reaction to an unreadable image: `error`, or `skip`, which skips it on all ranks and counts it in
+            the run's record.
         **kwargs: As for `ImageData`.
     """
 
@@ -396,7 +396,7 @@ class Synthetic(ImageData):
     Args:
         like: Data set whose shape and normalisation to take.
         size: Number of training images, 60,000 for FashionMNIST's size; a fifth as many for test.
-        data_seed: Of the images, apart from the seed of split and order.
+        data_seed: Seed of the images, apart from the seed of split and order.
         **kwargs: As for `ImageData`.
     """
 

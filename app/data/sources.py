@@ -1,4 +1,4 @@
-"""Where images come from: what a data set is, where its files lie, and how they become uint8 tensors."""
+"""Sources of images: data sets, their files, and their decoding into uint8 tensors."""
 
 import ctypes
 import hashlib
@@ -62,14 +62,14 @@ class _Items(Dataset[Any]):
 
 
 class Workers(DataLoader[Tensor]):
-    """Processes that read images, batch by batch; what is wrong with an image is raised here as it was there.
+    """Processes that read images batch by batch, and raise a reader's error here.
 
     Args:
         read: Makes an image, uint8 (C, H, W), of an item.
         batches: A sequence of items for each batch.
         image_shape: (C, H, W).
         num_workers: Number of processes; with 0 this one reads.
-        pin_memory: Whether the batches shall lie where an accelerator copies from at once.
+        pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Workers(DataLoader[Tensor]):
             yield images
 
     def with_errors(self) -> Iterator[tuple[Tensor, dict[int, UserError]]]:
-        """The images of each batch that can be read, and what is wrong with the others, by their place in it."""
+        """Return a batch's readable images, and the errors of the others by their place in it."""
         return super().__iter__()
 
 
@@ -143,11 +143,11 @@ class Split(Dataset[Tensor]):
         return self._images
 
     def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Tensor]:
-        """All images in order, in parts (n, C, H, W) of about 1 MiB.
+        """Yield all images in order, in parts (n, C, H, W) of about 1 MiB.
 
         Args:
-            num_workers: Processes that decode them, where they must be decoded.
-            wrong: Takes what is wrong with images that cannot be read, by their place; these are left out.
+            num_workers: Processes that decode.
+            wrong: Receives the errors of unreadable images by their place; these images are skipped.
 
         Raises:
             UserError: When an image cannot be read, and there is no `wrong`.
@@ -175,9 +175,9 @@ class Source(ABC):
         image_shape: (C, H, W).
         mean: Per channel, of pixels scaled to 0…1; subtracted.
         std: Per channel, of pixels scaled to 0…1; divided by.
-        splits: The splits that it has; validation is carved out of training where it has none of its own.
-        files: Those that must be there, where they are known.
-        skips: Whether images that cannot be read are left out.
+        splits: Its splits; a missing validation split is taken from training.
+        files: Its files, if they are known.
+        skips: Whether unreadable images are skipped.
     """
 
     class_names: Sequence[str]
@@ -190,10 +190,10 @@ class Source(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the files ready: called in one process per node, before the others read.
+        """Prepare the files: called in one process per node, before the others read.
 
         Raises:
-            UserError: When files are missing and cannot be had, or are corrupted.
+            UserError: When files are missing and cannot be downloaded, or are corrupted.
         """
 
     @abstractmethod
@@ -213,7 +213,7 @@ def _download(what: str, root: str, where: Path, files: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
-        lines = str(error).split("\n")  # torchvision's first line names the file, the last one says what was wrong
+        lines = str(error).split("\n")  # torchvision's first line names the file, the last one the reason
         reason = next((line for line in reversed(lines) if line.strip()), type(error).__name__)
         raise UserError(
             f"no {what} in {where}, and it could not be downloaded ({reason}): put {files} there, "
@@ -257,7 +257,7 @@ class CIFAR10Source(Source):
         return Split(torch.from_numpy(images), torch.tensor(labels))
 
     def _unpickled(self, file: Path) -> dict[str, Any]:
-        """Content of a batch whose checksum is right: a pickle can run anything."""
+        """Unpickle a batch whose checksum is right, because a pickle can run any code."""
         if file.exists() and not file.is_file():
             raise UserError(f"{file} is not a file: move it away to have it downloaded again")
         try:
@@ -283,9 +283,9 @@ class FashionMNISTSource(Source):
         self.files = [Path(root, "FashionMNIST", "raw", name) for name in names]
 
     def prepare(self) -> None:
-        """Download what is missing, and check the length of every file against its own header.
+        """Download missing files, and check every file's length against its header.
 
-        torchvision checks the extracted files only for being there.
+        torchvision checks only that the extracted files exist.
         """
         folder = Path(self.root, "FashionMNIST", "raw")
         if not all(file.exists() for file in self.files):

@@ -134,13 +134,13 @@ SHAPES: tuple[Callable[[Floats, Floats, Floats], Floats], ...] = (
 class SyntheticSource(Source):
     """Drawings of ten shapes, in the exact size of CIFAR-10 or FashionMNIST: no files, no download.
 
-    Place, size, angle, colours, shading and noise differ from image to image. An image is the same whatever the number
-    of images, but for that of its split.
+    Place, size, angle, colours, shading and noise differ from image to image. An image does not depend on the number of
+    images of its split.
 
     Args:
         like: The data set whose image size and normalisation to take.
-        size: Number of training images; a fifth as many are made for test.
-        seed: Of the images.
+        size: Number of training images; a fifth as many for test.
+        seed: Seed of the images.
     """
 
     def __init__(self, like: Literal["CIFAR10", "FashionMNIST"], size: int, seed: int) -> None:
@@ -150,7 +150,7 @@ class SyntheticSource(Source):
         self.class_names = [shape.__name__ for shape in SHAPES]
 
     def prepare(self) -> None:
-        """Images are made where they are needed, as many as there is memory for."""
+        """Do nothing: images are drawn when they are loaded."""
         needed, free = self.size * (math.prod(self.image_shape) + 8), psutil.virtual_memory().available
         if needed > free:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What happens to pixels, per batch, on the device: augmentation and normalisation."""
+"""Augmentation and normalisation, per batch, on the device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,14 +14,14 @@ DRAW_RANGE = 2**DRAW_BITS
 
 
 class Choices(NamedTuple):
-    """What the draws choose from, for images of one size on one device: each choice is a row to look up.
+    """Tables for the draws, for images of one size on one device: each choice is a row.
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: Place in the padded image where each row of a crop begins, (crops, H).
-        columns: Place of each column within its row, first those of mirrored images, (2, crops, W).
-        hole_rows: Which rows a hole covers, (H, H).
-        hole_columns: Which columns it covers, (W, W).
+        rows: Start of each row of a crop in the padded image, (crops, H).
+        columns: Place of each column within its row, first for mirrored images, (2, crops, W).
+        hole_rows: Rows that a hole covers, (H, H).
+        hole_columns: Columns that a hole covers, (W, W).
     """
 
     counts: Tensor
@@ -105,7 +105,7 @@ class Transform:
         return self._choices[key]
 
     def _hole(self, size: int) -> Tensor:
-        """What a hole covers of a side whose pixels are its centre in turn, (size, size): the edge may cut it off."""
+        """Return the pixels of a side that a hole covers, for each centre, (size, size); the edge may cut the hole."""
         start = torch.arange(size) - self.cutout // 2
         distance = torch.arange(size) - start[:, None]
         return (distance >= 0) & (distance < self.cutout)

@@ -18,7 +18,7 @@ from app.launch.failures import name_nodes
 from app.launch.rendezvous import Deadline, NodeRendezvous, host_store, reach_store
 from app.system.interconnect import own_addresses, use_interface_to, use_loopback
 
-STORE = "app/store"  # key in the agents' store: port of the one that rank zero hosts
+STORE = "app/store"  # key in the agents' store: port of rank zero's store
 
 
 def gather_objects(mine: Any, group: Any = None) -> list[Any]:
@@ -31,13 +31,13 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 
 
 def host_group(timeout: timedelta) -> Any:
-    """A group of all ranks for what is not the user's, between hosts. Collective.
+    """Make a group of all ranks for messages between hosts, apart from the user's collective calls. Collective.
 
-    A collective call that only one rank makes, by a mistake of the user, is then waited for in vain. In the same group
-    it would meet a call of another size, upon which gloo ends the process.
+    If only one rank makes a collective call, by the user's mistake, it waits in vain. In the same group, the call could
+    meet one of another size, and gloo would end the process.
 
     Args:
-        timeout: For which to wait for another rank.
+        timeout: Time to wait for another rank.
     """
     return distributed.new_group(backend="gloo", timeout=timeout)
 
@@ -49,18 +49,17 @@ def agree(
     settings: dict[str, str],
     rendezvous: NodeRendezvous | None = None,
 ) -> dict[str, Any]:
-    """Have rank zero decide, and every rank check what it has decided. Collective.
+    """Let rank zero decide, and every rank check the decision. Collective.
 
     Args:
-        decide: Called in rank zero with the ids of the launchers of this run; gives what can be pickled.
-        check: Called with the decision on each rank, for what may be wrong with it there.
-        node: Number of this node, for the others to name it.
-        settings: Flags of this process and their values, which must be those of all.
-        rendezvous: Of nodes whose first processes agree before they spawn their ranks.
+        decide: Called on rank zero with the ids of the run's launchers; returns a picklable decision.
+        check: Called with the decision on each rank; raises a UserError if the rank cannot follow it.
+        node: Number of this node, for messages.
+        settings: Flags and values of this process, which must be equal on all ranks.
+        rendezvous: Rendezvous of nodes whose first processes agree before they spawn their ranks.
 
     Raises:
-        UserError: On every rank, when their settings differ, when rank zero cannot decide, or when the decision will
-            not do on one of them.
+        UserError: On every rank, when settings differ, rank zero cannot decide, or a rank rejects the decision.
     """
     gather = rendezvous.gather if rendezvous else gather_objects
     ids, nodes, everyones = zip(*gather((launch_id(), (node, own_addresses()), settings)), strict=True)
@@ -129,7 +128,7 @@ def connect(trainer: Trainer, environment: ClusterEnvironment, timeout: float) -
 
     try:  # torch waits longer than it was told where a foreign listener has the port
         Deadline(timeout).within(begin, what, say=trainer.local_rank == 0)
-    except (RuntimeError, OSError) as error:  # those of gloo are RuntimeErrors
+    except (RuntimeError, OSError) as error:  # gloo raises RuntimeErrors
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
@@ -138,13 +137,13 @@ def connect(trainer: Trainer, environment: ClusterEnvironment, timeout: float) -
 
 
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
-    """Have the process group begin in a store that rank zero hosts; that of the agents tells its port alone.
+    """Start the process group in a store that rank zero hosts; the agents' store only passes on its port.
 
-    The agents' store outlives the ranks, and what those of an earlier round have left there makes the next ones wait
-    for processes that are gone. Source: https://github.com/pytorch/pytorch/issues/135712.
+    The agents' store outlives the ranks. Keys of an earlier round would make the next ranks wait for processes that are
+    gone. Source: https://github.com/pytorch/pytorch/issues/135712.
 
     Returns:
-        The store, to be kept until the process group has begun.
+        The store; keep it until the process group has started.
     """
     address, deadline = os.environ["MASTER_ADDR"], Deadline(timeout)
     agents = distributed.TCPStore(address, int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=timeout))

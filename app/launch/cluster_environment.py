@@ -1,4 +1,4 @@
-"""What started this process: torchrun, srun, another process of the run, or a person; and where it meets the others."""
+"""Launcher of this process: torchrun, srun, another process of the run, or a person; and the ranks' meeting place."""
 
 import os
 import re
@@ -24,7 +24,7 @@ OWN_AGENT = "the application"  # as a launcher of ranks
 
 
 class Launched(NamedTuple):
-    """A launcher, by its name, and what it has started."""
+    """A launcher's name, and the processes it started."""
 
     by: str
     nodes: int
@@ -33,7 +33,7 @@ class Launched(NamedTuple):
 
 
 def launched() -> Launched | None:
-    """The launcher that started this process as one of its own; None for a process that stands alone."""
+    """Return the launcher that started this process as one of several, or None."""
     if is_worker():
         world, here, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
@@ -64,7 +64,7 @@ def in_slurm_job() -> bool:
 
 
 def launch_id() -> str | None:
-    """What stays the same when a launcher starts its processes anew: torchrun's agent on this node, or SLURM's job."""
+    """Return an id that survives restarts by a launcher: of torchrun's agent on this node, or of SLURM's job."""
     launcher = launched()
     if launcher is None:
         return None
@@ -86,9 +86,9 @@ def may_resume() -> bool:
 
 
 class Slurm(SLURMEnvironment):
-    """Tasks of srun, by what SLURM says of the step; Lightning's goes by the job, and by the job's name.
+    """Environment of srun's tasks, read from SLURM's step; Lightning reads the job and its name.
 
-    Requeueing is this application's: Lightning's saves from a signal handler, out of step with the other ranks.
+    This application requeues by itself, because Lightning saves from a signal handler, out of step with other ranks.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Slurm(SLURMEnvironment):
         return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Leave this to the rules of `fit`, which say what to do."""
+        """Do nothing: the rules of `fit` check this and name a remedy."""
 
 
 def environment_of(cluster: Cluster, num_nodes: int) -> ClusterEnvironment | None:

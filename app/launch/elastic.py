@@ -41,21 +41,21 @@ def launch(
     cluster: Cluster,
     on_failure: Callable[[str, str], None],
 ) -> int:
-    """Run a command line as several ranks, of which this node has some.
+    """Run a command line as several ranks, some of them on this node.
 
     Args:
         argv: The arguments of `python -m app`.
         processes: Ranks of this node.
-        rendezvous: How this node meets the others.
+        rendezvous: Rendezvous with the other nodes.
         cluster: Settings of the launch.
-        on_failure: Called with the directory of the run and the reason when a rank of this node has failed.
+        on_failure: Called with the run's directory and the reason when a rank of this node fails.
 
     Returns:
-        Exit code: 0 when all ranks are done, 130 or 143 when a signal has ended them in order.
+        Exit code: 0 when all ranks are done, 130 or 143 when a signal ended them in order.
 
     Raises:
-        UserError: What a user did wrong, as a rank has found.
-        RankError: When a rank has failed otherwise.
+        UserError: For a user's mistake that a rank found.
+        RankError: When a rank failed otherwise.
     """
     error: UserError | RankError
     # torch's own temporary folder would stay behind
@@ -68,7 +68,7 @@ def launch(
             raise UserError(f"--cluster.log_dir {folder}: no folder can be made there ({wrong.strerror})") from wrong
 
         def files(pattern: str) -> list[Path]:
-            """Those of the ranks that were started last; none where the nodes have not met."""
+            """Return the ranks that were started last; none if the nodes have not met."""
             attempts = sorted(folder.glob(f"{rendezvous.run_id}_*/attempt_*"), key=os.path.getmtime)
             return sorted(attempts[-1].glob(pattern)) if attempts else []
 
@@ -77,7 +77,7 @@ def launch(
                 on_failure(note.read_text(), reason)
 
         def refuse_restart() -> None:
-            """Do not start again what a signal has ended in order, or a user's error."""
+            """Do not restart ranks after a signal or a user's error."""
             reason = "a rank has failed"
             for file in files("*/error.json"):
                 kind, _, text = (cause := said(json.loads(file.read_text()))).partition(": ")
@@ -135,7 +135,7 @@ def launch(
 
 @contextmanager
 def _agent(processes: int, timeout: float) -> Iterator[None]:
-    """What the agent's processes inherit, and what torch elastic says of itself: only with --verbose."""
+    """Set the environment of the agent's processes; torch elastic logs only with --verbose."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before, mask = os.environ.copy(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     os.environ[AGENT] = str(os.getpid())
@@ -159,7 +159,7 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
 
 
 def note(name: str, text: str) -> None:
-    """Tell the agent that started this rank, if one did, of RUN_DIR, or of the exit code of a rank that has STOPPED."""
+    """Leave a note for the agent, if one started this rank: RUN_DIR, or STOPPED with an exit code."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if AGENT in os.environ and error_file:
         with suppress(OSError):  # $TMPDIR is full: then the agent does not know

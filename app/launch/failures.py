@@ -1,4 +1,4 @@
-"""Which rank has failed, and what the others see of it."""
+"""The rank that failed, and its traces on the other ranks."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
 from app.system.tracebacks import blamed
 
-# what gloo, NCCL and TCPStore say of a rank that is gone, and of one that does not answer in time
+# messages of gloo, NCCL and TCPStore about a rank that is gone, or that did not answer in time
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
@@ -34,7 +34,7 @@ def name_nodes(nodes: list[tuple[int, list[str]]], own: int) -> None:
 
 
 def node_of(text: str) -> str | None:
-    """The other node whose address stands in an error message."""
+    """Return the other node whose address an error message contains."""
     for address, (node,) in _nodes.items():
         if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", text):
             return f"node {node}"
@@ -42,7 +42,7 @@ def node_of(text: str) -> str | None:
 
 
 def lost(text: str) -> RankError | None:
-    """What an error of a communication tells of another rank, if it does."""
+    """Return the error of a lost or silent rank that a communication error reports, or None."""
     if GONE.search(text):
         return RankLostError(f"lost the connection to {node_of(text) or ANOTHER}: see what that one says")
     if SILENT.search(text) and "DataLoader" not in text:
@@ -51,7 +51,7 @@ def lost(text: str) -> RankError | None:
 
 
 def who_hangs() -> str:
-    """Where the ranks of this run are, as far as the watchdogs have written it in a folder that is seen here."""
+    """Return the places of this run's ranks, as far as their watchdogs' folder is visible here."""
     folder = watchdog.heartbeat and watchdog.heartbeat.folder
     found = folder and watchdog.where(folder)
     unknown = "it hangs, or the link to it is cut"
@@ -61,9 +61,9 @@ def who_hangs() -> str:
 
 
 def leave_nccl() -> None:
-    """Leave the process group, if it is NCCL's, in an error path: what it has begun would wait for the other ranks.
+    """Leave an NCCL process group after an error, because its pending calls would wait for the other ranks.
 
-    So would all that then waits for the device: moving the model back to the host, or the exit of the process.
+    Moving the model to the host and the exit of the process would wait for them, too.
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
     global _has_left
@@ -90,11 +90,11 @@ def explained(error: BaseException) -> BaseException:
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Raise errors as `explained` translates them, and leave the group of NCCL.
+    """Translate exceptions by `explained`, and leave an NCCL group.
 
     Raises:
         RankError: When another rank is gone or silent.
-        UserError: When there is not enough memory, or an object that a flag made raised.
+        UserError: When memory ran out, or an object that a flag made raised.
     """
     try:
         yield
@@ -107,10 +107,10 @@ def explaining_errors() -> Iterator[None]:
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank whose failure ended the others, and its failure.
+    """Return the rank whose failure ended the others, and its failure.
 
-    torch takes the earliest one, to the second. But a rank that has lost the connection to another may end first, the
-    others are ended by a signal, and one that hangs is seen by those that wait for it before it is killed.
+    torch takes the earliest failure, to the second. But a rank that lost a connection may end first, a signal ends the
+    other ranks, and the ranks that wait for a hung rank fail before it is killed.
     """
 
     def is_consequence(rank: int) -> tuple[bool, bool, bool, bool]:
@@ -122,13 +122,13 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
     first = min(failures, key=is_consequence)
     message = said(failures[first].error_file_data)
-    # what several have found, the first one says
+    # several ranks with the same message: report the first
     rank = min(r for r in failures if r == first or (message and said(failures[r].error_file_data) == message))
     return rank, failures[rank]
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
-    """What a failed rank means for the command that started it."""
+    """Return the exception for the command that started a failed rank."""
     message = said(failure.error_file_data)
     name, _, text = message.partition(": ")
     if name == UserError.__name__:
@@ -140,7 +140,7 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
 
 
 def said(error_file: Mapping[str, Any]) -> str:
-    """What a rank has left in torch's error file: the name of the exception, and its text; nothing when killed."""
+    """Return exception name and text from a rank's torch error file; empty for a killed rank."""
     message = error_file.get("message")
     return str(message.get("message", "")) if isinstance(message, dict) else ""
 

@@ -1,4 +1,4 @@
-"""How a process of this application begins, before anything heavy is imported, and how it starts another."""
+"""Start of a process of this application, before heavy imports, and the environment of the runs it starts."""
 
 import ctypes
 import os
@@ -72,9 +72,9 @@ def trust_flags() -> list[str]:
 
 
 def is_task_of_srun() -> bool:
-    """Whether srun has started this process as a task of a step; a batch script and a shell of salloc are none.
+    """Return whether srun started this process as a task of a step; batch scripts and salloc's shells are no tasks.
 
-    Where a site has salloc open its shell on a node, that is a step with a number of its own, SLURM_INTERACTIVE_STEP.
+    Some sites open salloc's shell on a node as a step with a special number, SLURM_INTERACTIVE_STEP.
     Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
     step = os.environ.get("SLURM_STEP_ID", "")
@@ -87,11 +87,10 @@ def is_worker() -> bool:
 
 
 def begin() -> None:
-    """Settle how this process ends: with its parent, where that is ours or an agent; in order on SIGTERM.
+    """Make this process exit with its parent, if that is ours or an agent, and cleanly on SIGTERM.
 
-    NCCL's watchdog would end it in the midst of an error that Python is to report. It is told to end what communicates
-    (2), and to leave the process alone, also in a rank for which torch elastic has set 1, "end the process".
-    Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+    NCCL's watchdog would end the process while Python reports an error. Mode 2 lets it abort communicators only; torch
+    elastic sets 1, "end the process". Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
     """
     if os.environ.get(ON_NCCL_ERROR, "1") == "1":
         os.environ[ON_NCCL_ERROR] = "2"
@@ -121,7 +120,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_in_order() -> None:
-    """From here on, a signal to a worker ends it by an exception, so that what it has begun is brought to an end."""
+    """From here on, let a signal raise an exception in a worker, so that started work ends in order."""
     _handle(signal.default_int_handler, _end)
 
 
@@ -131,7 +130,7 @@ def end_undisturbed() -> None:
 
 
 def _handle(interrupt: Any, terminate: Any) -> None:
-    """Set the handlers of a worker, but for what is ignored."""
+    """Set a worker's signal handlers, except for ignored signals."""
     if is_worker() and threading.current_thread() is threading.main_thread():
         for number, handler in ((signal.SIGINT, interrupt), (signal.SIGTERM, terminate)):
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -143,9 +142,9 @@ def _end(*_: object) -> None:
 
 
 def requeue() -> bool:
-    """Have SLURM start this job again, which it has announced to end: SLURM then ends its tasks with SIGTERM.
+    """Requeue this SLURM job, which SLURM is about to end by SIGTERM.
 
-    Returns whether it will, as far as this task knows.
+    Returns whether SLURM accepted, as far as this task knows.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it comes twice
     if os.environ["SLURM_PROCID"] != "0":
@@ -164,10 +163,10 @@ def requeue() -> bool:
 
 
 def environment_of_a_run() -> dict[str, str]:
-    """Environment for a run that starts on its own and shall not outlive this process.
+    """Return the environment of a run that starts independently and exits with this process.
 
-    Without what a launcher has set for this one. Not a `preexec_fn`, which could see to the end with its parent, too:
-    Python runs hooks after such a fork, and a Ctrl-C that comes in one of them is lost.
+    It lacks the variables of this process's launcher. A `preexec_fn` could tie it to its parent, too, but Python runs
+    hooks after such a fork, and loses a Ctrl-C that arrives meanwhile.
     """
     theirs = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
     own = {key: value for key, value in os.environ.items() if key not in theirs and key[:6] != "SLURM_"}

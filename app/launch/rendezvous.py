@@ -1,7 +1,7 @@
-"""How the nodes of a run find each other without a launcher: at a TCP address, through a shared file, or by variables.
+"""Rendezvous of nodes without a launcher: at a TCP address, through a shared file, or by environment variables.
 
-torch elastic's static rendezvous, to which this adds what a user needs: it says for whom it waits and for how long,
-refuses nodes that do not fit together with the flag in question, and ends in time where something else has the port.
+It extends torch elastic's static rendezvous. It reports which nodes are missing and for how long, rejects nodes whose
+flags differ and names the flag, and times out when another program owns the port.
 """
 
 import json
@@ -38,16 +38,15 @@ PAUSE = 0.25  # seconds between two looks
 
 @dataclass
 class Cluster:
-    """How the processes of a run are started, and how nodes find each other without torchrun or SLURM.
+    """How processes start, and how nodes find each other without torchrun or SLURM.
 
     Args:
-        init_method: Where nodes meet: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a file that all nodes
-            share; `env://`, which several nodes take by default: MASTER_ADDR, MASTER_PORT and NODE_RANK.
+        init_method: Meeting place of nodes: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a file that all
+            nodes share; `env://`, the default of several nodes: MASTER_ADDR, MASTER_PORT and NODE_RANK.
         node_rank: Number of this node, from 0.
-        timeout: Seconds to wait for the other nodes and processes to start, and later for an answer of another rank.
-        max_restarts: How often the processes are started again when one of them fails; they go on from the last
-            checkpoint of the run.
-        log_dir: Folder in which each rank's output is kept; rank zero's comes to the terminal, too.
+        timeout: Seconds to wait for other nodes and processes at the start, and later for another rank's answer.
+        max_restarts: Number of restarts when a process fails; they resume from the run's last checkpoint.
+        log_dir: Folder for each rank's output; rank zero also prints to the terminal.
     """
 
     init_method: str | None = None
@@ -58,13 +57,13 @@ class Cluster:
 
 
 class Deadline:
-    """Says now and then what is waited for, and ends the wait after so many seconds."""
+    """A wait that reports its reason now and then, and times out."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
 
     def check(self, what: str, remark: str = "", say: bool = True) -> None:
-        """Say what is missing, unless another process does.
+        """Report missing nodes, unless another process does.
 
         Raises:
             UserError: When time is up.
@@ -78,7 +77,7 @@ class Deadline:
             self.due = min(2 * self.due, self.due + 30)
 
     def within(self, call: Callable[[], T], what: str, say: bool = True) -> T:
-        """Call what may wait for ever, in a thread that is left behind when time is up."""
+        """Call a function that may block forever in a thread, and abandon the thread when time is up."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -226,7 +225,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         return store
 
     def _join(self, deadline: Deadline) -> TCPStore:
-        """Any other node: find node 0, say who this is, and wait until all are there."""
+        """Find node 0, introduce this node, and wait until all nodes have come."""
         remark, node0 = "", f"node 0 of {self.world_size} at {self.where}"
         while True:
             for address, port, name in self._candidates():
@@ -250,7 +249,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             time.sleep(PAUSE)
 
     def _introduce(self, store: TCPStore, name: str | None) -> None:
-        """Say who this is, and refuse what does not fit to node 0, or a number that another node has."""
+        """Introduce this node; reject settings that differ from node 0's, and a number that another node has."""
         if name not in (None, store.get("node0").decode()):
             raise ValueError("what listens there is another run")
         for flag, value in json.loads(store.get("flags")).items():
@@ -262,7 +261,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             raise UserError(f"another node has --cluster.node_rank {self.rank}: give each its own")
 
     def _wait_for_all(self, store: Store, deadline: Deadline) -> None:
-        """Wait until all nodes are there; node 0 looks who is missing, and tells the others."""
+        """Wait until all nodes have come; node 0 reports missing nodes to the others."""
         while True:
             if self.rank == 0:
                 absent = [str(node) for node in range(self.world_size) if not store.check([f"node{node}"])]
@@ -275,7 +274,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             time.sleep(PAUSE)
 
     def _doubt(self) -> str:
-        """What is odd about the address of node 0, which this is."""
+        """Return a warning about node 0's address; this is node 0."""
         with suppress(OSError):
             found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.master_addr, None)}
             if found & set(own_addresses()) or any(address.startswith("127.") for address in found):
@@ -294,7 +293,7 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     @contextmanager
     def _told_in_file(self) -> Iterator[None]:
-        """Tell the other nodes through the file where node 0 is, while they come."""
+        """Write node 0's address to the shared file while the other nodes come."""
         if self.file is None:
             yield
             return

@@ -1,7 +1,6 @@
-"""Ctrl-C, SIGTERM and SLURM's warning: training ends after the step in hand, with a checkpoint to go on from.
+"""Ctrl-C, SIGTERM and SLURM's warning: training stops after the current step, with a checkpoint to resume from.
 
-A signal handler only takes note. Several ranks agree, and end one step later, so that none leaves the others waiting in
-a collective call.
+A signal handler only sets a flag. Several ranks agree and stop one step later, so that none waits in a collective call.
 """
 
 import multiprocessing
@@ -38,10 +37,10 @@ IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # announces the end of the job:
 
 
 class Signals(SignalConnector):
-    """Takes note of SIGINT and SIGTERM while a model is trained; elsewhere they end the process at once.
+    """Notes SIGINT and SIGTERM during training; at other times they end the process at once.
 
-    It stands in for Lightning's, whose handler makes a collective call out of step with the other ranks. `noted` is the
-    number of the signal that this process got, `stopped_by` that of the one for which all ranks have stopped, or 0.
+    It replaces Lightning's connector, whose handler makes a collective call out of step with other ranks. `noted` is
+    the signal that this process received, `stopped_by` the signal for which all ranks stopped; 0 for none.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -55,14 +54,14 @@ class Signals(SignalConnector):
         self._process = os.getpid()
         meant = IN_SLURM if in_slurm_job() else CAUSES
         heard = [number for number in meant if signal.getsignal(number) is not signal.SIG_IGN]
-        super().register_signal_handlers()  # which also remembers what `teardown` restores
+        super().register_signal_handlers()  # it also stores the handlers that `teardown` restores
         for number in heard:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
-        told = is_worker() or multiprocessing.parent_process() is not None  # by what has started it, too
+        told = is_worker() or multiprocessing.parent_process() is not None  # by the launcher, too
         if self.noted:
             # of Ctrl-C twice an agent makes SIGINT, then SIGTERM
             if number != self.noted if told else number == signal.SIGINT:
@@ -87,11 +86,11 @@ class StopTogether(Callback):
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
-        self._group: Any = None  # None: that of the ranks, which is of the host's
-        self._asked: tuple[np.ndarray, Any] | None = None  # what was asked, and when it is answered
+        self._group: Any = None  # None: the default group, if it is between hosts
+        self._asked: tuple[np.ndarray, Any] | None = None  # the question, and its pending answer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out Lightning's own agreement, a broadcast on every step, which raises instead of saving."""
+        """Skip Lightning's own agreement, a broadcast on every step that raises instead of saving."""
         leave_out_sigterm_broadcast(trainer)
         self._asked = None
         if trainer.world_size > 1:
@@ -103,21 +102,21 @@ class StopTogether(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop here if that was asked for and no gradients are being accumulated."""
+        """Stop if a signal requires it and no gradients are being accumulated."""
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if whole and self._agree(trainer):
             stop_training(trainer, batch_idx)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait for no other rank from here on: not where Lightning moves the model back to the host, either."""
+        """Leave NCCL first: moving the model to the host would wait for other ranks."""
         leave_nccl()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hear of what came in the last step, or in the last validation: no test shall follow."""
+        """Agree on a signal of the last step or validation, so that no test follows."""
         self._agree(trainer, at_once=True)
 
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
-        """The signal that any rank had noted a step ago, or has now, if at once or alone; or 0.
+        """Return the signal that any rank noted by the last step, or by now if `at_once` or alone; 0 for none.
 
         Of several signals the lowest, the same on every rank. Collective.
         """
@@ -146,11 +145,11 @@ class StopTogether(Callback):
 
 
 def stop_training(trainer: Trainer, batch_idx: int) -> None:
-    """End training with the step in hand, such that a run that goes on from there misses nothing."""
+    """Stop training after the current step, so that a resumed run misses nothing."""
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
-        return  # a validation that is due would not be made good by the run that goes on
+        return  # a resumed run would not repeat a validation that is due
     trainer.limit_val_batches = 0
     for callback in trainer.early_stopping_callbacks:  # they would miss the validation
         check_after_validation_only(callback)
@@ -163,6 +162,6 @@ def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
 
 
 def cause(trainer: Trainer) -> str | None:
-    """What a training was stopped by."""
+    """Return the signal that stopped a training, or None."""
     number = getattr(signal_connector(trainer), "stopped_by", 0)
     return IN_SLURM[number] if number else None

@@ -1,4 +1,4 @@
-"""`ddp_spawn`, `ddp_fork`, `ddp_notebook`: Lightning's launcher, whose processes end together and in order."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`, whose processes end together and in order."""
 
 import multiprocessing
 import os
@@ -33,14 +33,14 @@ _LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProces
 
 @expects(f"{_LAUNCHER}._wrapping_function", f"{_LAUNCHER}._strategy", f"{_LAUNCHER}._start_method")
 class SpawnLauncher(lightning_patches.SpawnLauncher):
-    """Starts the processes of a strategy, and passes SIGINT and SIGTERM on to them.
+    """Lightning's launcher, which passes SIGINT and SIGTERM on to its processes.
 
-    The first signal lets them end in order, the second Ctrl-C ends them.
+    The first signal ends them in order, the second Ctrl-C at once.
 
     Attributes:
-        timeout: Seconds for which the ranks wait for each other, or None where there is one.
-        stacks: Folder for the stacks of ranks that hang, once the run has one.
-        stopped_by: Number of the signal that this process got, or 0.
+        timeout: Seconds that ranks wait for each other, or None for a single rank.
+        stacks: Folder for the stacks of hung ranks, once the run has one.
+        stopped_by: The signal that this process received, or 0.
     """
 
     def __init__(self, strategy: Any, start_method: Any, timeout: float | None) -> None:
@@ -56,9 +56,9 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
 
         Raises:
             KeyboardInterrupt: When they ended out of order after Ctrl-C.
-            SystemExit: When they did so after SIGTERM.
-            RankError: When one of them has failed.
-            UserError: What a user did wrong, as one of them has found; or model or data cannot be pickled.
+            SystemExit: When they ended out of order after SIGTERM.
+            RankError: When a rank failed.
+            UserError: For a user's mistake that a rank found, or a model or data that cannot be pickled.
         """
         handlers = {}
         if threading.current_thread() is threading.main_thread():
@@ -87,7 +87,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         return results
 
     def _explained(self, error: Exception) -> BaseException:
-        """What an error of the launch means; no process is left."""
+        """Return the exception that explains a failed launch; ends all processes."""
         first = self._strategy.node_rank * self._strategy.num_processes  # type: ignore[attr-defined]
         failures = {
             first + index: ProcessFailure(index, process.pid, process.exitcode, self._error_file.format(index))

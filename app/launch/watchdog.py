@@ -1,10 +1,10 @@
-"""A small process beside each rank, which says where the rank is when it hangs, and ends it where nobody else would.
+"""A small process beside each rank that reports where the rank hangs, and ends it if nobody else would.
 
-The others give up by themselves after `--cluster.timeout`. A rank that hangs would stay for ever, with its GPU and its
-port, and may be alone on its node. Before the others give up, each watchdog has its rank write the Python stacks of its
-threads, so that they can say for whom they have waited.
+The other ranks time out after `--cluster.timeout`. A hung rank would stay forever, with its GPU and its port. Before
+that, each watchdog makes its rank write the Python stacks of its threads, so that the others can name the rank for
+which they waited.
 
-The process runs this file alone: the standard library is all that it can import.
+The process runs this file alone, so it imports the standard library only.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-LATER = 5  # seconds, in which the others have said that it does not answer
-BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # what is sent to all processes of a run, to end in order
-# what a rank is doing; nobody waits for one that is elsewhere
+LATER = 5  # seconds in which the other ranks report the silent one
+BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # signals that end all processes of a run in order
+# a rank's activity; nobody waits for a rank in another one
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
 WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # nobody else's; a process that does not expect it would end
@@ -56,7 +56,7 @@ class Heartbeat:
         """
         self.folder, file = folder, folder / f"rank_{rank}.txt"
         file.unlink(missing_ok=True)
-        # of NCCL's flight recorder, which writes when a call times out; the second name is that of torch 2.10
+        # NCCL's flight recorder writes when a call times out; the second name is torch 2.10's
         for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
             os.environ.setdefault(name, f"{folder}/nccl_rank_")
         self._write(PATH, os.fsencode(file))
@@ -65,7 +65,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Note the connections to the other ranks that begin within: lost, they tell that these have left."""
+        """Record connections to other ranks that are opened within; losing them means that the ranks left."""
         before = connections(os.getpid())
         yield
         sockets = b" ".join(os.fsencode(each) for each in sorted(connections(os.getpid()) - before))
@@ -96,7 +96,7 @@ def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) ->
         yield
         return
     mine, before = Heartbeat(), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    try:  # the file alone, without what it takes to import this package
+    try:  # the file alone: importing the package would take seconds
         command = [sys.executable, "-IS", __file__, str(os.getpid()), str(timeout), *map(str, mine.files)]
         watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=mine.files)
     finally:
@@ -142,7 +142,9 @@ def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
         still, last = (still + passed if now == last and now[1] != ELSEWHERE else 0.0), now
         with contextlib.suppress(OSError):
             stopped = stopped + passed if state(process) == "T" else 0.0
-            if not still and written and now[1] != ELSEWHERE:  # it goes on; else it ends, and says who hangs
+            if (
+                not still and written and now[1] != ELSEWHERE
+            ):  # the rank continues; otherwise it ends and reports the hung rank
                 file.unlink(missing_ok=True)
                 written = False
             others_give_up = still > 1 and any(other != file for other in file.parent.glob("rank_*.txt"))
@@ -169,7 +171,7 @@ def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
 
 
 def state(process: int) -> str:
-    """What the kernel says of a process: `T` where it is stopped."""
+    """Return the kernel's state of a process: `T` when stopped."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -181,7 +183,7 @@ def connections(process: int) -> set[str]:
         for table in ("tcp", "tcp6"):
             rows += Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]
         for file in Path(f"/proc/{process}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile, as the one by which this folder is read
+            with contextlib.suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
                 sockets.add(os.readlink(file))
     return sockets & {f"socket:[{row.split()[9]}]" for row in rows if row.split()[3] == "01"}
 
@@ -237,7 +239,7 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Place":
-        """From what `watch` has written."""
+        """Parse a file that `watch` wrote."""
         head, _, rest = text.partition("\n")
         step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
         stacks = [threads(part) for part in rest.split("\nprocess ")[1:]]
@@ -269,11 +271,11 @@ def threads(text: str) -> list[Frame]:
 
 
 def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
-    """Say where the ranks are whose stacks are there: first those that hang, then those that wait for them.
+    """Describe the ranks that have written stacks: first hung ranks, then the ranks that wait for them.
 
     Args:
         folder: `stacks` of a run.
-        ranks: Which ones; by default all.
+        ranks: Ranks to describe; by default all.
     """
     places = {}
     for file in folder.glob("rank_*.txt"):
@@ -289,7 +291,7 @@ def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
         steps = {rank for rank in waiting if places[rank].waits_for == "gradients"}
         waiting = steps if steps and len(waiting) == len(places) else waiting
     hanging = set(places) - waiting
-    if theirs := {rank for rank in hanging if places[rank].theirs}:  # the others wait for them, wherever that is
+    if theirs := {rank for rank in hanging if places[rank].theirs}:  # the others wait for these ranks
         waiting, hanging = set(places) - theirs, theirs
     said = []
     for rank in sorted(hanging):

@@ -16,7 +16,7 @@ from app.parallel.ddp import DDP
 
 
 class FixedHook(DDP):
-    """`ddp` with a communication hook of its own.
+    """`ddp` with a fixed communication hook.
 
     Args:
         kwargs: Arguments of `DDP`, except hook and state.
@@ -27,9 +27,9 @@ class FixedHook(DDP):
 
 
 class FP16(FixedHook):
-    """`ddp` that sends gradients as float16: half the bytes, and gradients above 65,504 overflow.
+    """`ddp` with float16 gradients on the wire: half the bytes, and gradients above 65,504 overflow.
 
-    Sums are rounded, too, so that losses differ from those of `ddp`; torch's `fp16_compress_hook`.
+    Sums are rounded, too, so that losses differ from `ddp`'s. Source: torch's `fp16_compress_hook`.
     """
 
     strategy_name = "ddp_fp16"
@@ -37,9 +37,9 @@ class FP16(FixedHook):
 
 
 class BF16(FixedHook):
-    """`ddp` that sends gradients as bfloat16: half the bytes, no overflow, but only 8 bits of precision.
+    """`ddp` with bfloat16 gradients on the wire: half the bytes, no overflow, but only 8 bits of precision.
 
-    Sums are rounded, too, so that losses differ from those of `ddp`; torch's `bf16_compress_hook`.
+    Sums are rounded, too, so that losses differ from `ddp`'s. Source: torch's `bf16_compress_hook`.
     """
 
     strategy_name = "ddp_bf16"
@@ -49,19 +49,19 @@ class BF16(FixedHook):
 class PowerSGD(FixedHook):
     """`ddp` that sends the gradient of each matrix as a product of two thin ones.
 
-    Losses differ from those of `ddp`. Each rank adds to its next gradient what the last approximation left out: this
-    error is not in a checkpoint, so that a resumed run takes other steps than one that was never stopped. Source:
-    Vogels et al., https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook`.
+    Losses differ from `ddp`'s. Each rank adds the last approximation's error to its next gradient. A checkpoint lacks
+    this error, so that a resumed run takes other steps than an uninterrupted one. Source: Vogels et al.,
+    https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook`.
 
     Args:
         matrix_approximation_rank: Columns of the thin matrices: the more, the better the approximation.
-        start_powersgd_iter: Steps at the beginning of a run that average whole gradients; torch suggests 10 % of all.
-        min_compression_rate: A matrix is left whole unless it shrinks by more than this.
-        use_error_feedback: Add to the next gradient what the approximation left out.
+        start_powersgd_iter: First steps of a run, which average whole gradients; torch suggests 10 % of all.
+        min_compression_rate: Send a matrix whole unless it shrinks by more than this.
+        use_error_feedback: Add the approximation's error to the next gradient.
         warm_start: Begin with the thin matrices of the last step.
         orthogonalization_epsilon: Added to the norm of a column, against division by zero.
         batch_tensors_with_same_shape: Approximate matrices of one shape together.
-        kwargs: Those of `DDP`.
+        kwargs: Arguments of `DDP`.
     """
 
     strategy_name = "ddp_powersgd"
@@ -120,17 +120,17 @@ class PowerSGD(FixedHook):
 
 
 class LocalSGD(FixedHook):
-    """`ddp` whose nodes train by themselves after a while, and average their weights every few steps.
+    """`ddp` whose nodes train independently after a while, and average their weights every few steps.
 
-    Gradients are averaged within each node on every step. Losses differ from those of `ddp`; validation scores the
-    images of each rank with its node's weights, and a checkpoint holds those of rank zero. Source: Lin et al.,
-    https://arxiv.org/abs/1808.07217; torch's `post_localSGD_hook` and `PeriodicModelAverager`, from whose
-    documentation the defaults are.
+    Gradients are averaged within each node on every step. Losses differ from `ddp`'s; validation scores the images of
+    each rank with its node's weights, and a checkpoint holds rank zero's weights. Source: Lin et al.,
+    https://arxiv.org/abs/1808.07217; torch's `post_localSGD_hook` and `PeriodicModelAverager`, which document the
+    defaults.
 
     Args:
-        start_localsgd_iter: Steps at the beginning of a run that average gradients over all nodes.
-        period: Steps from one average of the weights to the next.
-        kwargs: Those of `DDP`.
+        start_localsgd_iter: First steps of a run, which average gradients over all nodes.
+        period: Steps between two averages of the weights.
+        kwargs: Arguments of `DDP`.
     """
 
     strategy_name = "ddp_localsgd"
@@ -186,7 +186,7 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
 
 
 def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.ProcessGroup | None) -> int:
-    """Send to the next rank and receive from the one before; both at once, or all would wait for each other."""
+    """Send to the next rank and receive from the previous one, at once to avoid a deadlock."""
     ends = ((dist.isend, out, (rank + 1) % world), (dist.irecv, into, (rank - 1) % world))
     operations = [dist.P2POp(do, tensor, group=group, group_peer=peer) for do, tensor, peer in ends if len(tensor)]
     for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -196,12 +196,12 @@ def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.Proce
 
 @dataclass
 class Traffic:
-    """What the ring has carried.
+    """Traffic of the ring.
 
     Attributes:
         steps: Steps whose gradients were averaged.
-        gradients: Bytes of gradients in all of them.
-        sent: Bytes that this rank sent for them.
+        gradients: Bytes of their gradients.
+        sent: Bytes that this rank sent.
     """
 
     steps: int = 0
@@ -225,7 +225,7 @@ def ring_hook(state: Traffic, bucket: dist.GradBucket) -> torch.futures.Future[T
 
 
 class Ring(FixedHook):
-    """`ddp` whose all-reduce is written out, to learn from and to measure against: `app.parallel.comm_hooks`."""
+    """`ddp` with an explicit all-reduce, to learn from and to measure against: `app.parallel.comm_hooks`."""
 
     strategy_name = "ddp_ring"
     fixed_hook = staticmethod(ring_hook)
@@ -236,7 +236,7 @@ class Ring(FixedHook):
         return Traffic()
 
     def on_train_end(self) -> None:
-        """Say what was sent."""
+        """Report the traffic."""
         super().on_train_end()
         traffic = self.connected_state
         assert isinstance(traffic, Traffic)

@@ -1,7 +1,7 @@
 """`dp`: one process whose devices each take a part of every batch.
 
-Lightning removed this strategy in 2.0. As in `net = nn.DataParallel(net)`, only the forward runs on the
-replicas; loss, metrics and logging run once, on the main device, on the gathered output.
+Lightning removed this strategy in 2.0. As in `net = nn.DataParallel(net)`, only the forward pass runs on the replicas;
+loss, metrics and logging run once, on the main device, on the gathered output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,13 @@ from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tre
 
 
 class Replica(nn.Module):
-    """Calls the forward of a model on one part of the batch, in the autocast state of the caller.
+    """Calls the forward of a model on one part of the batch, in the caller's autocast state.
 
-    Of an `ImageClassifier`, whose forward is that of its network, the network alone is copied to the devices: not its
-    metrics, nor the module around them. Of any other LightningModule, all of it.
+    Of an `ImageClassifier`, only the network is copied to the devices, because its forward is the network's; of any
+    other LightningModule, the whole module.
 
-    Threads begin with default autocast state, and `parallel_apply` hands on only whether it is enabled, so
-    that bf16 would quietly become fp16.
+    Threads begin with the default autocast state, and `parallel_apply` passes on only whether it is enabled. bf16 would
+    silently become fp16.
 
     Attributes:
         index: Number of this replica.
@@ -65,11 +65,11 @@ class Replica(nn.Module):
 
 
 class SplitForward(Traits, Strategy):
-    """What spreads the forward of a model over the devices of one process, whatever else a strategy does.
+    """Mixin that spreads a model's forward pass over the devices of one process.
 
     Attributes:
         parallel_devices: The devices; the first one holds the model and the loss.
-        replica: What each of them runs.
+        replica: The module that each device runs.
     """
 
     replicas_communicate = False  # they are copies of one model: SyncBatchNorm would have nobody to talk to
@@ -180,7 +180,7 @@ class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
 
 
 def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor], args: Any, kwargs: Any) -> Any:
-    """What `nn.DataParallel` does, for replicas on one CPU: scatter, apply in threads, gather."""
+    """Do the work of `nn.DataParallel` for replicas on one CPU: scatter, apply in threads, gather."""
     leaves, structure = tree_flatten((args, kwargs))
     chunks = [leaf.chunk(len(threads)) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
     used = max((len(chunk) for chunk in chunks if chunk is not None), default=1)

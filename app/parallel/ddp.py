@@ -19,12 +19,12 @@ class DDP(Traits, DDPWithHooks):
         ddp_comm_hook: Averages each bucket of gradients in place of an all-reduce: the import path of a function, such
             as `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook`.
         ddp_comm_state: First argument of the hook.
-        ddp_comm_wrapper: Is given the hook and returns the one to use, such as `default_hooks.fp16_compress_wrapper`.
-        find_unused_parameters: Look on each step for parameters that had no part in the loss. Costs time.
+        ddp_comm_wrapper: Wraps the hook, such as `default_hooks.fp16_compress_wrapper`.
+        find_unused_parameters: Search on each step for parameters that the loss does not use. Costs time.
         static_graph: Promise that every step uses the same parameters. Not with gradient accumulation.
-        gradient_as_bucket_view: Let gradients be views of the buckets that are communicated, not copies.
-        bucket_cap_mb: Size of the buckets in MiB; torch's own is 25.
-        start_method: How the processes are started: `popen` runs the command line again.
+        gradient_as_bucket_view: Let gradients be views of the communicated buckets, not copies.
+        bucket_cap_mb: Size of the buckets in MiB; torch's default is 25.
+        start_method: Start method of the processes: `popen` runs the command line again.
     """
 
     strategy_name = "ddp"
@@ -61,7 +61,7 @@ class DDP(Traits, DDPWithHooks):
         return {"bucket_cap_mb": 0}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Resume, and say what of this strategy is not in the checkpoint."""
+        """Resume, and warn of state that the checkpoint lacks."""
         super().load_optimizer_state_dict(checkpoint)
         if self.not_in_checkpoint:
             rank_zero_warn(f"{self.strategy_name}: the checkpoint does not hold {self.not_in_checkpoint}")
