@@ -5,13 +5,13 @@ NUMBERS = 12_800  # of all points together
 
 
 class Course:
-    """Keeps what was measured again and again, thinned evenly, so that a long run takes no more room than a short one.
+    """Repeated measurements, thinned evenly, so that a long run takes no more room than a short one.
 
     Args:
-        width: Figures that are measured at once.
+        width: Figures of each measurement.
 
     Attributes:
-        points: When, in seconds, and the figures.
+        points: Seconds and figures of each kept measurement.
     """
 
     def __init__(self, width: int = 1) -> None:
@@ -20,7 +20,7 @@ class Course:
         self._every, self._seen = 1, 0
 
     def add(self, seconds: float, *figures: float) -> None:
-        """Add what was measured now."""
+        """Add a measurement."""
         if self._seen % self._every == 0:
             self.points.append([round(number, 4) for number in (seconds, *figures)])
             if len(self.points) > self._most:

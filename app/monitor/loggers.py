@@ -36,13 +36,13 @@ if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
     import pandas as pd
 
 
-PROBE_TIMEOUT = 3  # seconds for a server to say that it is there
+PROBE_TIMEOUT = 3  # seconds to wait for a server's first answer
 MODES = ("off", "offline", "online")  # of the tracker, the most private one first
 WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
-    """Let training go on where the tracker fails, and say so once."""
+    """Catch the tracker's exceptions and warn once, so that training continues."""
 
     @wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ def tracking_mode(flag: str | bool | None) -> str:
 
 
 def logged_in() -> bool:
-    """Look for a key of Weights & Biases; the server is not asked."""
+    """Return whether a key of Weights & Biases exists, without asking the server."""
     import wandb
 
     try:
@@ -98,8 +98,8 @@ def trial() -> str | None:
 class Tracker(WandbLogger):
     """Weights & Biases: one run per training, whatever the world size.
 
-    A run goes offline when the server does not answer. When the server stops answering, training does not wait:
-    unsent data stays in the run's directory, to be uploaded later.
+    A run goes offline when the server does not answer. Training never waits for the server: unsent data stays in the
+    run's directory for a later upload.
 
     Args:
         run_dir: Directory of the run; the tracker's files go into its `wandb` folder.
@@ -108,11 +108,11 @@ class Tracker(WandbLogger):
         project: Project of the run.
         group: Group of the run.
         tags: Tags of the run.
-        resumed: Id of an earlier run that this one goes on with, under its name there.
+        resumed: Id of an earlier run to continue.
 
     Attributes:
         id: Id of the run.
-        unsent: Whether a part of it could not be uploaded in time.
+        unsent: Whether some data could not be uploaded in time.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Tracker(WandbLogger):
         if mode == "online" and not logged_in():
             rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
             self.mode = "offline"
-        self._answers: Future[bool] | None = None  # asked while model and data are made ready
+        self._answers: Future[bool] | None = None  # probes the server while model and data are prepared
         if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
             future, url = Future[bool](), wandb.setup().settings.base_url
             self._answers = future
@@ -212,7 +212,7 @@ class Tracker(WandbLogger):
         os.register_at_fork(after_in_child=attach)
 
     def _fall_back(self, mode: str) -> None:
-        """Begin a run of another mode; with an id of its own, for the tracker takes the first one to be in use."""
+        """Begin a run of another mode with a new id, because the tracker considers the first id in use."""
         self.id = trial() or uuid.uuid4().hex[:8]
         self.mode = mode
         tracker_settings(self).update(mode=mode, id=self.id, resume=None)
@@ -225,7 +225,7 @@ class Tracker(WandbLogger):
         return f"{self.mode}; watch it in another terminal with  {shlex.join(['wandb', 'leet', str(folder)])}"
 
     def where(self) -> str:
-        """Say where the run can be seen, or the command that uploads what was not sent."""
+        """Return the run's address, or the command that uploads unsent data."""
         folders = sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))
         if self.unsent:
             folders += sorted(Path(str(self.save_dir), "wandb").glob(f"run-*-{self.id}"))
@@ -279,7 +279,7 @@ class Tracker(WandbLogger):
 
     @_never_fatal
     def finalize(self, status: str) -> None:
-        """Close what Lightning closes after each stage."""
+        """Finish a stage as Lightning does."""
         super().finalize(status)
 
     def finish(self) -> None:

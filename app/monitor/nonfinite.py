@@ -16,20 +16,19 @@ NONE = 2**62
 
 
 class NonFinite(Callback):
-    """Stops a run whose loss or weights are not finite, or says so, or leaves such steps out.
+    """Reacts to a loss or weights that are not finite: stops the run, warns, or skips the updates.
 
-    Each rank keeps the losses of a logging window where they are and looks at them when it ends; also before a
-    checkpoint is written, together with its weights: what has been saved is finite. To leave a step out, the gradients
-    are looked at before each update, which costs a read of the device and a small all-reduce on each step; in float16
-    the scaler of the gradients does so anyway.
+    Each rank keeps the losses of a logging window on the device and reads them at its end. It also reads losses and
+    weights before a checkpoint is written, so that saved weights are finite. Skipping needs the gradients before each
+    update: a device read and a small all-reduce per step; in float16 the gradient scaler does that anyway.
 
     Args:
-        action: `stop` ends the run with an error; `warn` says it once; `skip` leaves out the updates whose gradients
-            are not finite, on all ranks.
+        action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates whose gradients are not
+            finite, on all ranks.
 
     Attributes:
-        since: Epoch in which it was first noticed.
-        skipped: Number of updates left out.
+        since: First epoch with a loss that is not finite.
+        skipped: Number of skipped updates.
     """
 
     def __init__(self, action: Literal["stop", "warn", "skip"]) -> None:
@@ -46,7 +45,7 @@ class NonFinite(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss, and look at those of a window that ends here."""
+        """Keep the loss, and check the losses of a window that ends here."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self._losses.append((batch_idx, loss))
@@ -60,7 +59,7 @@ class NonFinite(Callback):
         self._look(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Look at what is to be saved; of weights alone, Lightning tells no callback."""
+        """Check losses and weights before they are saved; Lightning has no hook for saving weights alone."""
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
             self._look(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])

@@ -16,10 +16,10 @@ PER_SECOND = 4
 
 
 class ProgressBar(LightningBar):
-    """Shows the epoch, its steps, what is logged for the bar, samples/s, and the time left of the whole training.
+    """Shows the epoch, its steps, the logged metrics, samples/s, and the time left of the whole training.
 
-    It is brought up to date 4 times a second: on every step it would cost time, and redraw a notebook. Where there is
-    neither a terminal nor a notebook there is none, and the lines on the epochs remain.
+    It refreshes 4 times a second, because a refresh on every step costs time and redraws a notebook. Without a terminal
+    or a notebook there is no bar; the lines of the epochs remain.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ProgressBar(LightningBar):
         self._is_enabled, self._due = True, 0.0
         self._progress: Progress | None = None
         self._record: RunRecord | None = None
-        self._epoch: tuple[str, float] = "", 0.0  # what is shown, and of how many steps, when no evaluation is
+        self._epoch: tuple[str, float] = "", 0.0  # description and number of steps, between evaluations
 
     def disable(self) -> None:
         """Show nothing: another rank does."""
@@ -93,7 +93,7 @@ class ProgressBar(LightningBar):
         self._record = next((each for each in callbacks if isinstance(each, RunRecord)), None)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an epoch, or go on in one."""
+        """Begin or resume an epoch."""
         limit = trainer.max_epochs
         of = f"/{limit}" if limit is not None and limit > 0 else ""
         self._epoch = f"epoch {trainer.current_epoch + 1}{of}", self.total_train_batches
@@ -113,7 +113,7 @@ class ProgressBar(LightningBar):
             self._show(batch_idx + 1, "  ".join(figures))
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """What was logged for the bar."""
+        """Return the metrics that were logged for the bar."""
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         return shown
@@ -129,7 +129,7 @@ class ProgressBar(LightningBar):
             self._begin(f"{self._epoch[0]}, validation".removeprefix(", "), total)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the epoch."""
+        """Resume the epoch."""
         self.reset_dataloader_idx_tracker()
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._begin(*self._epoch, trainer.fit_loop.batch_idx + 1)

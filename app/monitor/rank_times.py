@@ -26,7 +26,7 @@ from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 SLOWER = 0.1  # than the median of the other ranks
 DEVIATIONS = 4  # standard deviations of a fair coin, by which a slow rank's slower windows exceed half of all
 ADAPTED = (2, 4)  # windows after which fewer threads may be taken
-KEPT = 1000  # windows, of which the medians are taken
+KEPT = 1000  # windows kept for the medians
 
 
 class RankTimes:
@@ -157,14 +157,14 @@ NAMES = ("data", "compute", "wait")
 
 
 def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, str]:
-    """The ranks that take longer for a step than the others, without the time in which they wait for each other.
+    """Find the ranks that take longer for a step than the others, waits for other ranks excluded.
 
     Args:
         rows: Data, compute and wait of each rank, in any unit.
-        nodes: On which node each rank is.
+        nodes: Node of each rank.
 
     Returns:
-        A line for each such rank, which says by how much, and in what.
+        By rank, a line with the excess and its phase.
     """
     found = {}
     for rank, row in enumerate(rows):

@@ -61,7 +61,7 @@ BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) fo
 
 
 def leave_report(directory: str) -> None:
-    """Write the report of the run in a directory, if there is a record; training has ended, whatever fails here."""
+    """Write the report of the run in a directory, if it has a record; errors are printed, because training is over."""
     path = Path(directory, "report.html")
     if not path.with_name("run.json").exists():
         return
@@ -162,7 +162,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the lines of metrics.csv, without the empty cells; no lines where there is no file."""
+    """Read metrics.csv without its empty cells; an empty list if there is no file."""
     if not path.exists():
         return []
     with io.TextIOWrapper(open_file(path), newline="") as file:
@@ -173,7 +173,7 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict
     epochs = record.epochs
     lines = {name: _line(epochs, name) for name in ("train_loss", "val_loss", "val_acc", "lr")}
     lines["train_acc"] = np.array([(row["epoch"] + 1, row["train_acc"]) for row in metrics if "train_acc" in row]).T
-    # an epoch's figures are logged at its last step, of which there may be fewer than batches
+    # an epoch's figures are logged at its last step; with accumulation there are fewer steps than batches
     ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
     length = ends[-1] if ends else record.steps_per_epoch or 1
 

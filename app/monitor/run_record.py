@@ -235,7 +235,7 @@ class RunRecord(Callback):
         self.record.model = model
         self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
-            if device.type == "cuda":  # not where a GPU is there, and the run is on the CPU
+            if device.type == "cuda":  # not for a run on the CPU of a machine with a GPU
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -419,7 +419,7 @@ def _memory(trainer: Trainer) -> list[DeviceMemory]:
 
 
 def _continued(before: list[list[float]], points: list[list[float]], earlier: float) -> list[list[float]]:
-    """Append this part's points to those of earlier parts, if they are of as many ranks.
+    """Append this part's points to those of earlier parts, if both have as many ranks.
 
     Args:
         before: Rows of seconds and figures.

@@ -1,4 +1,4 @@
-"""What `--profile` shows: a trace of some steps for each rank, and where their time goes."""
+"""Trace of some steps for each rank, and the bottleneck: `--profile`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from app.system.torch_patches import all_threads
 
 OPERATIONS = ("aten::", "autograd::", "c10d::", "gloo:", "record_param_comms")  # on a CPU; all else is Python
 SHARES = ("data", "forward", "backward", "communication", "optimizer", "rest")
-# the largest share first; each with what to try, on a GPU and on a CPU
+# a remedy for the largest share, on a GPU and on a CPU
 REMEDIES = {
     "host": ("--model.cuda_graph true, or a larger --data.batch_size", "a larger --data.batch_size"),
     "data": ("--data.placement device", "--data.placement memory, or more --data.num_workers"),
@@ -33,14 +33,13 @@ REMEDIES = {
 
 
 class StepTrace(Callback):
-    """Traces 8 steps of every rank with torch's profiler, when `StepClock` has timed its own.
+    """Traces 8 steps of every rank with torch's profiler, after `StepClock` has timed its own.
 
-    The trace is `trace_rankN.json.gz` in the directory of the run, for https://ui.perfetto.dev; the parts of a step are
+    The trace is `trace_rankN.json.gz` in the run's directory, for https://ui.perfetto.dev; the parts of a step are
     marked in it.
 
     Attributes:
-        rows: What was found of each rank, once training has ended: milliseconds of each part of a step, the share of it
-            in which no operation ran (`host`, 0 to 1), and the file of the trace.
+        rows: After training, each rank's phases, the share of a step without an operation, and the trace's file.
     """
 
     steps = 8
@@ -79,7 +78,7 @@ class StepTrace(Callback):
         self._end(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collect what was found. Collective."""
+        """Gather all ranks' results. Collective."""
         self._end(trainer)
         timed = next((c.time_per_step for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
         phases = vars(timed) if timed else {}
@@ -127,7 +126,7 @@ class _Marks(PassThroughProfiler):
 
 
 def _covered(intervals: Iterable[tuple[float, float]], begins: float, ends: float) -> float:
-    """Length of what the intervals cover together between two times."""
+    """Return the total length that intervals cover between two times."""
     total, until = 0.0, begins
     for start, end in sorted(intervals):
         start, end = max(start, until), min(end, ends)
@@ -148,11 +147,11 @@ def profile_table(rows: Sequence[ProfiledRank]) -> Table:
 
 
 def limit(rows: Sequence[ProfiledRank], cuda: bool) -> str:
-    """Say in one sentence what limits a run, and what to try.
+    """Name the bottleneck of a run and a remedy, in one sentence.
 
     Args:
-        rows: Of each rank, as `StepTrace.rows`.
-        cuda: Whether it was on a GPU.
+        rows: `StepTrace.rows`.
+        cuda: Whether the run was on a GPU.
     """
     known = [row for row in rows if row.n]
     if not known:

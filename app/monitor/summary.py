@@ -95,13 +95,13 @@ def epoch_line(
 
     Args:
         row: The epoch's row of the run record.
-        of: Number of epochs, where it is known.
-        metrics: Everything logged, by name.
+        of: Number of epochs, or None if unknown.
+        metrics: All logged metrics, by name.
         validated: Whether the epoch was validated.
-        is_best: Whether none before it was as accurate.
-        memory: Peak of this process, GiB.
-        left: Seconds to the end of the training, where they are known.
-        width: Columns of the terminal; memory is left out where there are too few.
+        is_best: Whether the epoch has the best accuracy so far.
+        memory: Peak memory of this process, GiB.
+        left: Seconds to the end of training, or None if unknown.
+        width: Columns of the terminal; a narrow one gets no memory.
     """
     number = f"{row.epoch + 1}/{of}" if of and of > 0 else str(row.epoch + 1)
     parts = [f"epoch {number:>{2 * len(str(of or 0)) + 1}}"]

@@ -29,16 +29,16 @@ def open_file(path: str | Path) -> BinaryIO:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to be written; under its name it appears when it is whole and on the disk, or not at all.
+    """Open a file for writing that appears under its name when it is complete and on the disk, or not at all.
 
-    It is written beside that name, where there is room if there is room for it at all, and locked meanwhile, so that
-    `remove_parts` knows it from what a killed process has left.
+    It is written beside that name, on the same file system. A lock distinguishes it from the remains of a killed
+    process, which `remove_parts` removes.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
 
     Raises:
-        OSError: When it cannot be written; what stood there before stands there still.
+        OSError: When the file cannot be written; an existing file stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part, file = _part(path)
@@ -78,9 +78,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove what killed processes have left of files that they were writing."""
+    """Remove incomplete files of killed processes."""
     for part in folder.glob(f".*{PART}"):
-        with suppress(OSError), part.open("r+b") as file:  # NFS locks what is open for writing
+        with suppress(OSError), part.open("r+b") as file:  # NFS locks only files that are open for writing
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while it is written
             part.unlink()
 

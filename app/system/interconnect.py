@@ -160,9 +160,9 @@ def use_loopback() -> None:
 
 
 def use_interface_to(address: str) -> None:
-    """Have gloo and NCCL use the network interface over which the main node is reached, unless one was chosen.
+    """Let gloo and NCCL use the network interface towards the main node, unless the user chose one.
 
-    gloo takes the one that the host's name resolves to, which is often the loopback.
+    By default gloo takes the interface of the host's name, which is often the loopback.
     """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
@@ -170,7 +170,7 @@ def use_interface_to(address: str) -> None:
             probe.connect(target)  # sends nothing
             own = probe.getsockname()[0]
             if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-                # this host, whose own name is often on the loopback: by which way it reaches any other
+                # this host's name often means the loopback: find the interface towards any other host
                 probe.connect(NOBODY)
                 own = probe.getsockname()[0]
     except OSError:

@@ -1,6 +1,6 @@
-"""What uses private names of Lightning, one function or class each.
+"""Private names of Lightning, one function or class for each use.
 
-At an upgrade, `tests/test_patches.py` says which names are gone; each docstring says what else to look at.
+At an upgrade, `tests/test_patches.py` lists missing names; each docstring names further things to check.
 """
 
 import inspect
@@ -65,7 +65,7 @@ HIDDEN = (  # beginnings of lines
 
 
 def hide_lines() -> None:
-    """Leave out Lightning's advertisements, and what our own lines say; not with --verbose."""
+    """Hide Lightning's advertisements, and lines that repeat ours; not with --verbose."""
     for name in SPEAKERS:
         logging.getLogger(name).addFilter(_is_shown)
 
@@ -86,14 +86,14 @@ def cluster_environment(trainer: Trainer) -> ClusterEnvironment:
 
 @expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}._strategy_flag")
 def strategy_name(trainer: Trainer) -> str:
-    """The strategy by the name that was typed; `auto` is what Lightning took for it. For the run record."""
+    """Return the strategy's name on the command line; for `auto`, Lightning's choice."""
     flag = trainer._accelerator_connector._strategy_flag
     return flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__)
 
 
 @expects(f"{_TRAINER}._signal_connector")
 def signal_connector(trainer: Trainer) -> SignalConnector:
-    """What handles signals in this run."""
+    """Return the object that handles signals in this run."""
     return trainer._signal_connector
 
 
@@ -132,9 +132,9 @@ _CONNECTOR_OF_CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_con
     f"{_CONNECTOR_OF_CHECKPOINTS}.dump_checkpoint",
 )
 class Restoring(_CheckpointConnector):
-    """Restores a run from a checkpoint, and says in one line that it cannot: Lightning reads whatever stands there.
+    """Restores a run from a checkpoint, and reports a damaged one in one line.
 
-    At an upgrade: are these methods still what `Trainer._run` and `save_checkpoint` call?
+    At an upgrade: do `Trainer._run` and `save_checkpoint` still call these methods?
     """
 
     @classmethod
@@ -147,7 +147,7 @@ class Restoring(_CheckpointConnector):
             super()._restore_modules_and_callbacks(*args, **kwargs)
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """What is to be saved, after a look at it by the callbacks that have one, also where it is weights alone."""
+        """Return the checkpoint to save, after callbacks with `before_saving` have checked it."""
         checkpoint = super().dump_checkpoint(weights_only)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "before_saving"):
@@ -176,7 +176,7 @@ def _nothing() -> None:
 
 @expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")
 def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
-    """Leave out Lightning's agreement on SIGTERM: a broadcast on every step, which raises instead of saving.
+    """Skip Lightning's agreement on SIGTERM: a broadcast on every step that raises instead of saving.
 
     Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call it?
     """
@@ -213,7 +213,7 @@ def is_attached(module: LightningModule) -> bool:
 
 @expects("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin._device")
 def set_device(module: LightningModule, device: torch.device) -> None:
-    """What `self.device` says in the forward of a replica; torch's `replicate` copies the root's."""
+    """Set `self.device` for the forward of a replica, because torch's `replicate` copies the root's."""
     module._device = device
 
 
@@ -251,7 +251,7 @@ def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
 
 @expects(f"{_CONNECTOR}._choose_auto_accelerator")
 def default_accelerator() -> str:
-    """The name of the accelerator that `auto` means on this machine. At an upgrade: is there a public way to ask?"""
+    """Return the name of the accelerator that `auto` means here. At an upgrade: is there a public function?"""
     return _AcceleratorConnector._choose_auto_accelerator()
 
 
@@ -269,20 +269,20 @@ def default_accelerator() -> str:
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
 )
 class DDPWithHooks(DDPStrategy):
-    """Lightning's DDP, which registers its communication hook on every device, and wraps the model where it computes.
+    """Lightning's DDP, with a communication hook on every device, and without a separate stream.
 
-    Lightning registers the hook on CUDA only and drops it in silence elsewhere. Source: strategies/ddp.py,
-    `_register_ddp_hooks`. It wraps the model on a stream of its own, where the nodes that accumulate gradients then
-    live, so that each backward pass waits for that stream. Source:
-    https://github.com/Lightning-AI/pytorch-lightning/pull/21746. At an upgrade: is the period of model averaging still
-    read in `setup_optimizers`, and does `_setup_model` still enter a new stream?
+    Lightning registers the hook on CUDA only and drops it silently elsewhere. Source: strategies/ddp.py,
+    `_register_ddp_hooks`. It wraps the model on a new stream. Nodes that accumulate gradients stay on that stream, so
+    that each backward pass waits for it. Source: https://github.com/Lightning-AI/pytorch-lightning/pull/21746. At an
+    upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter a
+    new stream?
     """
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
         if (
             distributed.is_initialized() and distributed.get_backend() == "gloo"
-        ):  # which ends a process whose call meets another one of the user's
+        ):  # gloo ends a process whose call meets a different call of the user's in the same group
             level = distributed.get_debug_level()
             # under DETAIL, torch's DDP logger mistakes the wrapper that checks calls for gloo itself, and crashes
             distributed.set_debug_level(distributed.DebugLevel.OFF)
@@ -297,7 +297,7 @@ class DDPWithHooks(DDPStrategy):
 
     @property
     def connected_state(self) -> object | None:
-        """The first argument that the hook has had."""
+        """Return the first argument that the hook received."""
         return self._ddp_comm_state
 
     def average_weights_every(self, steps: int) -> None:
@@ -335,7 +335,7 @@ def start_method(strategy: Strategy) -> str | None:
 
 @expects("lightning.pytorch.loggers.wandb:WandbLogger._wandb_init")
 def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
-    """What the logger gives to `wandb.init` when it is first used, to be changed before."""
+    """Return the logger's arguments for `wandb.init`, to change them before its first use."""
     return logger._wandb_init
 
 
@@ -344,7 +344,7 @@ def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
     "lightning.pytorch.loggers.csv_logs:CSVLogger._experiment",
 )
 def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
-    """What the logger writes to, if it has begun; the public `experiment` begins it."""
+    """Return the logger's open experiment, or None; the public `experiment` opens it."""
     return logger._experiment
 
 
@@ -361,19 +361,19 @@ _CLI = "lightning.pytorch.cli:LightningCLI"
     f"{_CLI}._parser",
 )
 class CommandLine(LightningCLI):
-    """LightningCLI whose steps can be extended by public methods.
+    """LightningCLI with public methods to extend its steps.
 
-    At an upgrade: are the private ones still called by `LightningCLI.__init__` and by each other?
+    At an upgrade: do `LightningCLI.__init__` and the private methods still call each other?
     """
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the model as it was asked for: one from another checkpoint is an error, not a substitute."""
+        """Keep the requested model: a checkpoint of another model is an error."""
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         return super()._prepare_subcommand_kwargs(subcommand) | self.more_arguments()
 
     def more_arguments(self) -> dict[str, Any]:
-        """Arguments for the Trainer's method, in place of those of the command line."""
+        """Return arguments that replace the command line's for the Trainer's method."""
         return {}
 
     def _set_seed(self) -> None:

@@ -23,7 +23,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")  # of version 2
 
 
 def versions() -> dict[str, str | None]:
-    """List the versions of Python, of what the app builds on, and of the app itself with its commit."""
+    """List the versions of Python, of the main libraries, and of the app with its commit."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -65,10 +65,10 @@ def usable_cores() -> int:
 
 
 def busy() -> str | None:
-    """Say how busy other processes keep this machine, and what helps; None where enough cores are free.
+    """Describe how busy other processes keep this machine, and a remedy; None if enough cores are free.
 
-    The load average of a minute is that of the whole host, and at the start of a command hardly its own. A process that
-    may use only some of the cores is disturbed where the others are taken, too.
+    The one-minute load average is the whole host's; at the start of a command, hardly its own. Load on the host's other
+    cores slows down a process that may use only some.
     """
     load, cores = psutil.getloadavg()[0], usable_cores()
     if load <= max(cores, (os.cpu_count() or 1) - cores):
@@ -137,15 +137,15 @@ def _control_groups() -> list[Path]:
 
 
 def driver() -> str | None:
-    """Ask for the version of NVIDIA's driver, where there is one.
+    """Return the version of NVIDIA's driver, or None.
 
-    Not by `torch.utils.collect_env`, which looks for a heading that nvidia-smi 610 no longer prints.
+    `torch.utils.collect_env` fails, because it expects a heading that nvidia-smi 610 no longer prints.
     """
     return next(iter(_nvidia_smi("driver_version")), None)
 
 
 def _nvidia_smi(field: str) -> list[str]:
-    """Ask for a field of each GPU; nothing where there is no driver."""
+    """Return a field of each GPU; an empty list without a driver."""
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -166,8 +166,8 @@ def _cpu_name() -> str:
 def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
     """Measure the peak memory of this process in GiB, a row for each of its devices: there, and on the host.
 
-    On CUDA, allocated and reserved are the peaks of torch's allocator. `in_use_gib` is what the driver counts now, and
-    so has CUDA's context, the libraries, NCCL's buffers and other processes, too.
+    On CUDA, allocated and reserved are the peaks of torch's allocator. `in_use_gib` is the driver's current count, with
+    CUDA's context, libraries, NCCL's buffers and other processes.
     """
     rows = []
     for device in devices:

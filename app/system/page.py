@@ -1,7 +1,7 @@
-"""Makes a page: one HTML file that needs no other, without scripts, for light and dark screens and for paper.
+"""HTML pages for reports: one file without scripts, for light and dark screens and for paper.
 
-A page has a title that says the result, a few lines below it, and sections of Markdown with figures in them. What is
-secondary is folded. All reports of this application are such pages.
+A page has a title with the result, a lead, and sections of Markdown with figures. Secondary sections are folded. All
+reports of this application are such pages.
 """
 
 import base64
@@ -15,9 +15,9 @@ import matplotlib
 from cycler import cycler
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
+from matplotlib.figure import Figure  # not pyplot, because notebooks share its state
 
-# as they are drawn; in a page they become variables, of which a dark screen has others
+# colours of figures; in a page they become variables, with other values on a dark screen
 INK, PAPER = "#1f2933", "#fffffe"
 BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#2f62c9", "#d9650a", "#11876c", "#8b5fd6", "#8d98a5", "#a9c1f0"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
@@ -79,13 +79,13 @@ summary { cursor: pointer; font-weight: 600 }
 
 
 class Section(NamedTuple):
-    """A part of a page.
+    """A section of a page.
 
     Attributes:
         heading: Its heading.
-        text: Markdown. `![what is to be seen](name "title")` is the figure of that name; several, each on a line of
-            its own, stand side by side where there is room.
-        folded: Whether a reader has to open it.
+        text: Markdown. `![description](name "title")` shows the figure of that name; figures on consecutive lines stand
+            side by side if there is room.
+        folded: Whether the reader has to open it.
     """
 
     heading: str
@@ -97,10 +97,10 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
     """Make a page.
 
     Args:
-        title: What came out, in a line of plain text.
-        lead: Markdown below it.
-        sections: What follows; those without text are left out.
-        figures: The figures that are named in the text: drawn, or a PNG file's content.
+        title: The result in a line of plain text.
+        lead: Markdown below the title.
+        sections: The sections; empty ones are dropped.
+        figures: Figures by their names in the text: drawn, or a PNG file's content.
     """
 
     def image(renderer: Any, tokens: Sequence[Any], index: int, options: Any, env: Any) -> str:
@@ -111,7 +111,7 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     markdown.add_render_rule("image", image)
-    # what a name could make of itself: a link, or an image from elsewhere
+    # characters with which a name could form a link, or an image from elsewhere
     markdown.validateLink = lambda url: url in figures or url.startswith("#")  # type: ignore[method-assign]
     body = [f"<h1>{html.escape(title)}</h1>", markdown.render(lead)]
     for heading, text, folded in sections:
@@ -127,7 +127,7 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
 
 
 def plain(text: object) -> str:
-    """Escape what Markdown would take for markup."""
+    """Escape Markdown's markup."""
     return re.sub(r"([\\`*\[\]<>|~#\"]|(?<!\w)_|_(?!\w))", r"\\\1", str(text))
 
 
@@ -175,13 +175,13 @@ def draw_plot(
 
 
 def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None) -> Figure:
-    """Draw a figure in the look of the pages, whose layout follows what is in it.
+    """Draw a figure in the style of the pages, with a layout that follows its content.
 
     Args:
         paint: Fills the axes.
-        width: In inches.
-        height: In inches.
-        title: Stands above it, where it is not for a page, which has a caption.
+        width: Inches.
+        height: Inches.
+        title: Title above the axes, for a figure outside of a page.
     """
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -245,7 +245,7 @@ def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
         text = text.replace(colour, variable)
     text = text.replace("xlink:href", "href")
     text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{re.sub(r'[^a-z0-9]', '-', name)}-", text)
-    width = 96 * figure.get_figwidth() * 1.2  # CSS pixels: text is not blown up where there is much room
+    width = 96 * figure.get_figwidth() * 1.2  # CSS pixels: a wide page does not enlarge the text
     view = re.search(r'viewBox="[^"]*"', text)
     assert view is not None
     head = f'<svg role="img" aria-label="{alt}" {view[0]} style="max-width: {width:.0f}px">'

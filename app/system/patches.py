@@ -1,8 +1,8 @@
-"""What our patches expect of the libraries that they touch, so that an upgrade fails with a name.
+"""Declarations of private names of libraries, so that an upgrade fails with a name.
 
-Most uses of private names stand in the modules named for a library: `lightning_patches`, `lightning_step_patches`,
-`torch_patches`, `wandb_patches`, `deferred_imports`. Each function or class that uses one declares it with `expects`;
-`tests/test_patches.py` looks each declared name up in the installed library, and finds undeclared ones.
+Most uses of private names stand in `lightning_patches`, `lightning_step_patches`, `torch_patches`, `wandb_patches` and
+`deferred_imports`. Each function or class that uses one declares it with `expects`. `tests/test_patches.py` looks each
+declared name up in the installed library, and finds undeclared ones.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ def expects(*names: str) -> Callable[[Patch], Patch]:
 
 
 def missing(patch: str) -> str | None:
-    """Say which name a patch misses, and in which version of the library; None when all are there."""
+    """Return a patch's missing name with the library's version; None if all exist."""
     for name in EXPECTED[patch]:
         module, _, path = name.partition(":")
         try:

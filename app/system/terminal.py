@@ -1,4 +1,4 @@
-"""What a command shows in a terminal while it works."""
+"""Progress line of a long command."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def working(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show in the last line what is being done, and for how long; nothing where there is no terminal.
+    """Show the current activity and its duration in the last line of a terminal.
 
     Yields:
-        A function that is told what begins now.
+        A function that takes the name of the next activity.
     """
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,4 +1,4 @@
-"""What uses private names of torch, one function each. At an upgrade, `tests/test_patches.py` says which are gone."""
+"""Private names of torch, one function for each use. At an upgrade, `tests/test_patches.py` lists missing ones."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -47,17 +47,17 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
 
 @expects("torch.distributed.distributed_c10d:_abort_process_group")
 def abort_process_group() -> None:
-    """Leave the process group without waiting for the others, as NCCL's would when this process exits.
+    """Leave the process group without waiting for the other ranks; NCCL's exit would wait.
 
-    Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown. At an upgrade: is there a public one?
+    Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown. At an upgrade: is there a public function?
     """
     distributed.distributed_c10d._abort_process_group()
 
 
 @expects("torch.profiler:_ExperimentalConfig")
 def all_threads() -> Any:
-    """Have torch's profiler record what other threads do, too: dp computes in some.
+    """Let torch's profiler record all threads, because dp computes in several.
 
-    At an upgrade: does `torch.profiler.profile` do that without it?
+    At an upgrade: does `torch.profiler.profile` record them by itself?
     """
     return torch.profiler._ExperimentalConfig(profile_all_threads=True)

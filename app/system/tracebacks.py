@@ -50,11 +50,11 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a user error that names the flag whose object raised; None where no flag made it.
+    """Return a user error that names the flag whose object raised; None if no flag made the object.
 
     Args:
         error: The exception.
-        message: Replaces the exception's text; with it, an error is returned without a flag, too.
+        message: Replaces the exception's text; with a message, an error without a flag is returned, too.
     """
     flag = maker(error)
     if flag is None:

@@ -1,4 +1,4 @@
-"""What uses private names of wandb, one function each. At an upgrade, `tests/test_patches.py` says which are gone."""
+"""Private names of wandb, one function for each use. At an upgrade, `tests/test_patches.py` lists missing ones."""
 
 import sys
 
@@ -7,9 +7,9 @@ from app.system.patches import expects
 
 @expects("wandb.sdk.lib.module:unset_globals")
 def forget_run() -> None:
-    """In a forked process, have wandb know nothing of the run of its parent, to whose threads it leads.
+    """Let wandb forget the parent's run in a forked process, because its threads exist only in the parent.
 
-    At an upgrade: does `wandb.run` still come with a fork, and `wandb.setup` begin anew in one?
+    At an upgrade: does `wandb.run` still survive a fork, and does `wandb.setup` start anew in one?
     """
     from wandb.sdk.lib.module import unset_globals
 
