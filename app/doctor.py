@@ -1,8 +1,8 @@
-"""Says what this machine has and what will work on it: `python -m app doctor`.
+"""Report of this machine, and a test of what works on it: `python -m app doctor`.
 
-Every line is green, yellow (it works, but look at it) or red (it does not work), with what to do. A self-test ends it:
-a training step under each strategy that can run here, an all-reduce of two processes, a checkpoint written and read.
-What is not done in time is red on a quiet machine alone: on a busy or slow one, nobody knows.
+Every line is green, yellow (it works, with a caution) or red (it does not work), with a remedy. A self-test ends the
+report: a training step under each strategy that can run here, an all-reduce of two processes, a checkpoint written and
+read. A timeout is red on a quiet machine only, because a busy or slow one proves nothing.
 """
 
 import importlib.metadata
@@ -52,13 +52,13 @@ SLOW, LEAST, TIMES = 30.0, 60.0, 10
 
 @dataclass
 class Check:
-    """One line of the report.
+    """A line of the report.
 
     Attributes:
-        name: What was looked at.
+        name: Name of the check.
         level: `green`, `yellow` or `red`.
-        found: What was found.
-        remedy: What to do, where there is something to do.
+        found: The result.
+        remedy: The remedy, or an empty string.
     """
 
     name: str
@@ -100,7 +100,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _line(check: Check) -> Table:
-    """Set level, name and what was found side by side, and what to do below."""
+    """Set level, name and result side by side, and the remedy below."""
     grid = Table.grid(Column(width=6), Column(width=14), Column(overflow="fold"), padding=(0, 2, 0, 0))
     text = Text(check.found)
     if check.remedy:
@@ -113,8 +113,8 @@ def examine(data_root: str, say: Callable[[str], None] = lambda what: None) -> I
     """Make every check, in order; the self-test comes last.
 
     Args:
-        data_root: Where the data sets are.
-        say: Is told what is looked at next, where that takes more than a moment.
+        data_root: Folder of the data sets.
+        say: Receives the name of the next check, if it takes more than a moment.
     """
     say("this machine")
     yield _load()
@@ -243,7 +243,7 @@ def _data(root: str) -> Iterator[Check]:
             continue
         try:
             source.prepare()
-            source.load("train")  # CIFAR's checksums are those of what is read
+            source.load("train")  # loading checks CIFAR's checksums
             source.load("test")
         except UserError as error:
             yield Check(name, "red", str(error))
@@ -261,7 +261,7 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
     several = "2" if gpus != 1 else "1"
     runs = {"auto": "1", "dp": several, "ddp": several, "ddp_spawn": several}
     if not gpus:
-        runs["ddp_fork"] = several  # not where CUDA may be in use
+        runs["ddp_fork"] = several  # a fork must not follow the use of CUDA
     losses: dict[str, float] = {}
     limit, took = LONGEST, 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +300,7 @@ AGAIN = "run doctor again when nothing else runs here"
 
 
 def _not_done(name: str, limit: float, one_step: float, remedy: str) -> Check:
-    """Judge what was not done in time, where one step on one device has taken so many seconds."""
+    """Judge a timeout, given the seconds that one step on one device took."""
     if one_step > SLOW or busy():
         return Check(name, "yellow", f"not done after {limit:.0f} s, on a busy or slow machine", AGAIN)
     return Check(name, "red", f"not done after {limit:.0f} s", remedy)

@@ -1,4 +1,4 @@
-"""Says in sentences what the figures of a comparison mean, and claims nothing that they do not show."""
+"""Sentences about the figures of a comparison, which claim only what the figures show."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,8 +8,8 @@ import pandas as pd
 from app.record import PHASES
 from app.system.page import plain
 
-OVERHEAD = 0.35  # share of a step from which on a phase, other than the model's own work, is what limits it
-LAUNCH_BOUND = 0.9  # share of its own work from which on a GPU waits for the host to launch it
+OVERHEAD = 0.35  # a phase above this share of a step, other than the model's work, is the bottleneck
+LAUNCH_BOUND = 0.9  # above this share of its work, a GPU waits for the host's launches
 MOSTLY = 0.65  # share of a step that the model's own work should have
 NEARLY_FULL = 80.0  # percent of a device's memory
 BUSY = 0.1  # share of the cores from which on it matters that other programs take them
@@ -17,11 +17,11 @@ NAMED = 3  # variants that a sentence names
 
 
 class Verdict(NamedTuple):
-    """What a comparison has found.
+    """Result of a comparison.
 
     Attributes:
-        said: In a line of plain text.
-        taken: The variant to take, or None where nothing was measured.
+        said: The result in a line of plain text.
+        taken: The recommended variant, or None without a measurement.
     """
 
     said: str
@@ -37,15 +37,15 @@ def ranked(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
-    """Say which variant is the fastest, or that several runs of each do not tell.
+    """Name the fastest variant, or state that the runs do not decide.
 
     Two variants differ when the ranges of their runs do not overlap and their medians differ by more than either
-    range; with a single run there is no range, and nothing is claimed. Of those that do not differ, the one with the
-    fewest devices is to be taken. A variant whose loss is not finite is left out.
+    range; a single run has no range, and decides nothing. Of equally fast variants, the one with the fewest devices is
+    recommended. A variant whose loss is not finite is excluded.
 
     Args:
-        table: As `app.compare.results.tabulate` makes it.
-        baseline: The variant that the others are compared with.
+        table: Table of `app.compare.results.tabulate`.
+        baseline: Name of the baseline.
     """
     rows = ranked(table)
     if rows.empty:
@@ -106,12 +106,12 @@ def diverged(table: pd.DataFrame) -> str | None:
 
 
 def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
-    """Recommend what to use here, in sentences of Markdown.
+    """Recommend a variant for this machine, in sentences of Markdown.
 
     Args:
-        table: As `app.compare.results.tabulate` makes it.
-        baseline: The variant that the others are compared with.
-        cores: Of this machine.
+        table: Table of `app.compare.results.tabulate`.
+        baseline: Name of the baseline.
+        cores: Cores of this machine.
     """
     rows, taken = ranked(table), verdict(table, baseline).taken
     if taken is None:
@@ -163,7 +163,7 @@ def _times(one: pd.Series, other: pd.Series) -> str:
 
 
 def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str]:
-    """Say what several devices of one processor mean, by the threads that were counted."""
+    """Explain results of several devices on one processor, from the threads of the runs."""
     several = rows[(rows["accelerator"] == "cpu") & (rows["replicas"] > 1)]
     if several.empty:
         return []
@@ -191,7 +191,7 @@ def apart(one: pd.Series, other: pd.Series) -> bool:
 
 
 def _as_good(rows: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -> list[pd.Series]:
-    """List the variants that the runs do not tell apart from the best one, where either has several."""
+    """List the variants that equal the best one within the spread of the runs, if either has several runs."""
     rates = [name for name in rows.columns if name.startswith("samples_per_s")]
 
     def scaled(row: pd.Series) -> pd.Series:
@@ -202,7 +202,7 @@ def _as_good(rows: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -> 
 
 
 def ranks(table: pd.DataFrame) -> dict[str, int]:
-    """The place of each variant, the fastest first; those that the runs do not tell apart from it share the first."""
+    """Rank the variants, the fastest first; variants that equal it within the spread share the first place."""
     rows = ranked(table)
     if rows.empty:
         return {}
@@ -211,7 +211,7 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
 
 
 def _limit(best: pd.Series, rows: pd.DataFrame) -> list[str]:
-    """Say what limits a variant, and what to try next that was not tried here."""
+    """Name a variant's bottleneck, and a remedy that was not tried here."""
     said = []
     fullest = max(best["memory_main_percent"], best["memory_others_percent"], key=lambda v: -1 if pd.isna(v) else v)
     if fullest >= NEARLY_FULL:
@@ -256,7 +256,7 @@ def _limit(best: pd.Series, rows: pd.DataFrame) -> list[str]:
 
 
 def _for_data(best: pd.Series) -> str:
-    """Say what may help a variant that waits for its data."""
+    """Return a remedy for a variant that waits for its data."""
     if best["placement"] == "disk":
         return "another `--data.num_workers`, or `--data.placement memory` where nothing is augmented image by image"
     return "`--data.placement device`, or less augmentation" if best["placement"] == "memory" else "less augmentation"

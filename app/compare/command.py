@@ -51,8 +51,8 @@ def run(arguments: list[str]) -> int:
         Exit code: 0 when every variant was measured or skipped, 1 when one failed.
 
     Raises:
-        UserError: For what a user did wrong, also when no variant can run here.
-        KeyboardInterrupt: On Ctrl-C, after a report on what there is.
+        UserError: For a user's mistake, or when no variant can run here.
+        KeyboardInterrupt: On Ctrl-C, after a report of the runs so far.
     """
     options, experiment, typed = _parse(arguments)
     variants = expand(experiment, typed)
@@ -141,7 +141,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Collect what must be the same for runs to belong together."""
+    """Collect the settings that must be equal for runs to belong together."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},

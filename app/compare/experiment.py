@@ -18,9 +18,9 @@ class PublishedRow:
     """Figures published for one configuration.
 
     Args:
-        what: What it was.
+        what: Name of the configuration.
         figures: Figures by their names in results.csv: numbers, or text such as `over 3000`.
-        variant: The variant to which it corresponds here.
+        variant: The corresponding variant here.
     """
 
     what: str
@@ -33,9 +33,9 @@ class Published:
     """Figures published elsewhere.
 
     Args:
-        hardware: What they were measured on.
+        hardware: Hardware of the measurement.
         rows: The figures.
-        note: What to bear in mind.
+        note: A caution.
     """
 
     hardware: str
@@ -45,28 +45,28 @@ class Published:
 
 @dataclass
 class Experiment:
-    """What to compare, and how to measure it.
+    """An experiment: its variants, and how to measure them.
 
     Args:
-        name: Name of the experiment; by default that of its file.
-        description: What it asks, in a sentence or two; the report opens with it.
+        name: Name of the experiment; by default its file's name.
+        description: Its question, in a sentence or two; the report opens with it.
         configs: Config files of `fit` under every variant.
-        flags: Flags of `fit` under every variant: `trainer.precision: bf16-mixed`. One that is null is left out.
-        variants: Name of each variant, and the flags of `fit` that make it.
-        grid: Values of each flag; every combination is a variant, beside those of `variants`.
-        exclude: Combinations to leave out of the grid, each given by some of its flags.
+        flags: Flags of `fit` under every variant: `trainer.precision: bf16-mixed`. A null drops a flag.
+        variants: Name of each variant, and its flags of `fit`.
+        grid: Values of each flag; every combination is a variant, in addition to `variants`.
+        exclude: Combinations to drop from the grid, each given by some of its flags.
         baseline: The variant to which speed-up and efficiency refer; by default the first.
         repeats: Runs of each variant, in turn: A B C, A B C.
         warmup_epochs: First epochs, which do not count for throughput.
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
-        time_limit: Seconds after which a run is told to end. One that does is slow, and measured on its steps so far;
-            one that does not is hanging; one without a first step is still setting up.
-        scale_batch: Let the global batch and the learning rate grow with the number of replicas, instead of holding
-            both fixed.
-        quick: Take the experiment's small form, for any machine with two cores.
+        time_limit: Seconds after which a run is stopped. A run that stops in order is slow, and measured on its steps
+            so far; otherwise it is hanging, or starting if it had no step yet.
+        scale_batch: Let the global batch and the learning rate grow with the number of replicas, instead of fixing
+            both.
+        quick: Use the experiment's small form, for any machine with two cores.
         quick_form: Settings that replace the others in the small form; its `flags` are added to the others.
-        published: Figures published elsewhere, to stand beside those measured here.
+        published: Figures published elsewhere, shown beside those measured here.
     """
 
     name: str | None = None
@@ -92,11 +92,11 @@ def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({
     """Make the variants of an experiment, and check every flag.
 
     Args:
-        experiment: What to compare.
+        experiment: The experiment.
         flags: Flags of `fit` from the command line, added to every variant.
 
     Raises:
-        UserError: When there is nothing to compare, or a variant cannot be read by `fit`.
+        UserError: When there is no variant, or `fit` rejects one.
     """
     for name in ("configs", "flags", "variants", "grid", "exclude", "repeats", "warmup_epochs", "time_limit"):
         if getattr(experiment, name) is None:

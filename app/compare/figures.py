@@ -25,14 +25,14 @@ WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 
 
 class Picture(NamedTuple):
-    """A figure that is to be drawn.
+    """A figure.
 
     Attributes:
-        title: What it shows, or better, what is to be seen in it.
-        alt: What it shows, for those who do not see it.
+        title: The observation, or else the content.
+        alt: The content, for readers who do not see it.
         paint: Fills its axes.
-        width: In inches.
-        height: In inches.
+        width: Inches.
+        height: Inches.
     """
 
     title: str
@@ -214,7 +214,7 @@ def _step(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 def _groups(lines: dict[str, pd.DataFrame], baseline: str) -> list[list[str]]:
-    """Variants whose curves lie upon each other, those of the baseline first."""
+    """Group variants whose curves coincide, the baseline's group first."""
     losses = [line["loss"] for line in lines.values()]
     close = ALIKE * (max(loss.max() for loss in losses) - min(loss.min() for loss in losses))
     groups: list[list[str]] = []
@@ -247,7 +247,7 @@ def _coinciding(lines: dict[str, pd.DataFrame], baseline: str) -> tuple[str, lis
 
 
 def _loss(axes: Axes, lines: dict[str, pd.DataFrame], baseline: str, taken: str | None) -> None:
-    """Draw a line for all variants whose curves coincide: the median of the runs, with a band for their range."""
+    """Draw one line for each group of coinciding curves: the median of the runs, with a band for their range."""
     groups = _groups(lines, baseline)
     colours = _colours([group[0] for group in groups], baseline, taken)
     ends = []
@@ -286,7 +286,7 @@ def _loss_in_time(axes: Axes, lines: dict[str, pd.DataFrame], baseline: str, tak
 
 
 def _colours(names: Sequence[str], baseline: str, taken: str | None) -> dict[str, str]:
-    """A colour for each; of many, only what is recommended and the baseline stand out."""
+    """Choose a colour for each variant; of many, only the recommended one and the baseline stand out."""
     if len(names) <= NAMED:
         return dict(zip(names, COLOURS, strict=False))
     return {name: BLUE if name == taken else ORANGE if name == baseline else GREY for name in names}

@@ -26,16 +26,16 @@ def write_report(
 ) -> tuple[str, str | None, pd.DataFrame, dict[str, Path]]:
     """Write report.html, report.md, results.csv, results.json and the pictures.
 
-    Where the load of other programs may explain the differences, the report has no verdict, ranking or advice.
+    If the load of other programs may explain the differences, the report has no verdict, ranking or advice.
 
     Args:
-        experiment: What was compared.
-        outcomes: What became of each variant.
-        head: What it was measured on: command, date, versions, hardware, driver, usable cores, load.
+        experiment: The experiment.
+        outcomes: The outcome of each variant.
+        head: Circumstances: command, date, versions, hardware, driver, usable cores, load.
         folder: The directory of the report.
 
     Returns:
-        Markdown for the terminal; the command to type next, or None; the table; title and file of each picture.
+        Markdown for the terminal; the next command, or None; the table; title and file of each picture.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
     found, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
@@ -201,7 +201,7 @@ def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, pl
 
 
 def _details(found: pd.DataFrame) -> list[Section]:
-    """Further tables, of what was measured."""
+    """Make the detailed tables."""
     rows = [row for _, row in found.iterrows() if not pd.isna(row["devices"])]
 
     def training(row: pd.Series) -> list[str]:
@@ -233,7 +233,7 @@ def _details(found: pd.DataFrame) -> list[Section]:
 
 
 def _published(experiment: Experiment, found: pd.DataFrame) -> str:
-    """Set what was published beside what was measured here."""
+    """Set published figures beside those measured here."""
     published = experiment.published
     if not published:
         return ""
@@ -253,7 +253,7 @@ def _published(experiment: Experiment, found: pd.DataFrame) -> str:
 
 
 def _tails(outcomes: Sequence[Outcome]) -> str:
-    """The last lines of output of what has failed."""
+    """Return the last lines of output of failed runs."""
     tails = [outcome for outcome in outcomes if outcome.tail and outcome.status != "skipped"]
     return "\n\n".join(f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in tails)
 
@@ -281,7 +281,7 @@ def _method(experiment: Experiment) -> str:
 
 
 def _head(head: dict[str, Any]) -> str:
-    """Say on what it was measured, when, and how to do it again."""
+    """Describe the circumstances of the measurement, and the command to repeat it."""
     hardware, versions = head["hardware"], head["versions"]
     gpus = f"{', '.join(hardware['gpus'])} (driver {head['driver']})" if hardware["gpus"] else "no GPU"
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)

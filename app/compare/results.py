@@ -13,7 +13,7 @@ from app.monitor.rank_times import slow_ranks
 from app.record import PHASES
 from app.system.machine import usable_cores
 
-# name in results.csv: how it is headed in the report, with its unit
+# name in results.csv: heading in the report, with its unit
 COLUMNS = {
     "variant": "variant",
     "status": "status",
@@ -50,7 +50,7 @@ COLUMNS = {
     "others_cores": "cores taken by other programs",
 }
 
-# figure: where it stands in a run record, and how those of several runs become one
+# figure: its field of the run record, and how to combine several runs
 FIGURES = {
     "devices": ("devices", "first"),
     "nodes": ("num_nodes", "first"),
@@ -87,11 +87,11 @@ def rate(rates: Sequence[float]) -> str:
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     """Make one row for each variant, in order; the columns are those of `COLUMNS`, missing figures NaN.
 
-    samples_per_s is the median over the runs of each run's median over its windows; min and max are over the
-    same. Times, losses and accuracies are medians over the runs; peak memory is the largest. Speed-up is the ratio of
-    samples/s to the baseline's. Efficiency is the speed-up divided by the ratio of device counts. Except for the
-    baseline, it is NaN where these counts are equal, or where the baseline uses all cores already. The phases of a step
-    add up to the step time of samples_per_s, in the proportions of the timed steps.
+    samples_per_s is the median over the runs of each run's median over its windows, with min and max of the same
+    medians. Times, losses and accuracies are medians over the runs; peak memory is the largest. Speed-up is the ratio
+    of samples/s to the baseline's. Efficiency is the speed-up divided by the ratio of device counts; except for the
+    baseline, it is NaN if these counts are equal or the baseline uses all cores. The phases of a step add up to the
+    step time of samples_per_s, in the proportions of the timed steps.
     """
     records = [
         {**asdict(record), "variant": outcome.variant.name, "repeat": repeat}
@@ -119,9 +119,9 @@ def _figures(records: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _accuracy(records: list[dict[str, Any]]) -> pd.Series:
-    """Take the validation accuracy of each run's last epoch that has one, and their median for each variant.
+    """Take the validation accuracy of each run's last validated epoch, and the median for each variant.
 
-    All are left out where guessing may reach most of them: they are not above chance by three standard deviations.
+    All are dropped if guessing may reach most of them: if they are not above chance by three standard deviations.
     """
     fields = ["data.classes", "data.images.val"]
     epochs = pd.json_normalize(records, "epochs", [*RUN]).reindex(columns=[*RUN, "val_acc"]).astype({"val_acc": float})

@@ -102,7 +102,7 @@ class Runner:
         return last.isoformat(timespec="seconds")
 
     def progress(self) -> Record:
-        """Return the record of the current run, as far as it is written."""
+        """Return the current run's record so far."""
         return self._read(self.running[0].variant, self.running[1]) if self.running else Record()
 
     def commands(self, variant: Variant, repeat: int) -> str:

@@ -66,18 +66,18 @@ def latency(text: str) -> float:
 
 @dataclass
 class Basis:
-    """What a plan is made from.
+    """Basis of a plan.
 
     Attributes:
-        step: On one device.
+        step: A step on one device.
         batch: The global batch.
-        config: The resolved configuration that was measured.
+        config: The resolved configuration of the measurement.
         cuda: Whether the device is a GPU.
-        threads: Of a process on a CPU.
-        source: A sentence on where the step comes from.
-        hardware: Of the machine of the step.
-        devices: Number of processes that get a GPU, or cores, of their own on that machine.
-        cautions: Sentences on what the predictions leave out.
+        threads: Threads of a process on a CPU.
+        source: A sentence on the source of the step.
+        hardware: Hardware of the measurement.
+        devices: Number of processes with exclusive GPUs, or cores, on that machine.
+        cautions: Sentences on effects that the predictions ignore.
     """
 
     step: Step
@@ -101,7 +101,7 @@ def run(arguments: list[str]) -> int:
         Exit code.
 
     Raises:
-        UserError: For what a user did wrong.
+        UserError: For a user's mistake.
     """
     own, flags = split_flags(arguments)
     options = _parse(own)
@@ -169,7 +169,7 @@ def _parse(arguments: list[str]) -> Namespace:
     parser = PlainParser(prog="python -m app plan", usage=USAGE)
     parser.add_argument("--max_devices", type=int, default=16, metavar="N", help="up to how many devices to predict")
     parser.add_argument("--scale_batch", type=bool, default=False, help="let the global batch grow with the devices")
-    unsaid: dict[str, dict[str, Any]] = {  # what is taken instead is said in words
+    unsaid: dict[str, dict[str, Any]] = {  # the help text names the substitute
         "per_node": {"type": int, "metavar": "N", "help": "devices of a node; else those of this machine"},
         "bandwidth": {"metavar": "X", "help": "within a node, such as 25GB/s; else measured"},
         "latency": {"metavar": "X", "help": "within a node, such as 20us; else measured"},

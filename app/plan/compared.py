@@ -1,4 +1,4 @@
-"""Finds what `compare` has measured of the training that is planned, on this machine."""
+"""Measurements of `compare` for the planned training on this machine."""
 
 import sys
 from collections.abc import Mapping
@@ -49,20 +49,20 @@ class Results:
 def add_measured(
     table: pd.DataFrame, root: Path, config: Mapping[str, Any], hardware: dict[str, Any], cuda: bool
 ) -> tuple[pd.DataFrame, str]:
-    """Set beside the predictions what the newest comparison has measured of the same training on the same machine.
+    """Add the newest comparison's measurements of the same training on the same machine to the predictions.
 
-    Only a comparison with a verdict counts: the machine was quiet.
+    Only a comparison with a verdict counts, because its machine was quiet.
 
     Args:
-        table: As `app.plan.cost_model.predict` makes it, with the threads of a process.
-        root: The folder of comparisons.
-        config: The resolved configuration of what is planned.
-        hardware: Of the machine of the predictions.
-        cuda: Whether it is planned for GPUs.
+        table: Table of `app.plan.cost_model.predict`, with the threads of a process.
+        root: Folder of comparisons.
+        config: The resolved configuration of the plan.
+        hardware: Hardware of the predictions.
+        cuda: Whether the plan is for GPUs.
 
     Returns:
-        The table, with samples/s that were measured, and those of the slowest and the fastest run; and a sentence on
-        where they are from, or why there are none.
+        The table with measured samples/s and those of the slowest and the fastest run; and a sentence on their source,
+        or on why there are none.
     """
     here, key = table[table["nodes"] == 1].reset_index(), KEY[:-1] if cuda else KEY
     files = sorted(root.glob("*/version_*/results.json"), key=lambda file: file.stat().st_mtime, reverse=True)

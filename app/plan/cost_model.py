@@ -64,11 +64,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are added up together.
+    """Gradients that are reduced together.
 
     Attributes:
         size: Bytes.
-        ready: Part of the backward pass after which the last of them is there, 0…1.
+        ready: Share of the backward pass after which the last gradient is ready, 0…1.
     """
 
     size: int
@@ -87,7 +87,7 @@ class Step:
         rest: Everything else.
         buckets: The gradients, in the order in which they become ready.
         launch_known: Whether the lines were fitted to more than one batch size.
-        spread: The fastest and the slowest that was measured, as parts of what the lines say.
+        spread: The fastest and the slowest measurement, relative to the lines.
     """
 
     data: Line
@@ -168,11 +168,11 @@ class Timed:
 
 
 def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucket]) -> Step:
-    """Fit the step of one device to what batches of several sizes have taken.
+    """Fit the step of one device to measurements with several batch sizes.
 
     Args:
-        measured: With one batch size alone, data, forward and backward are taken to be in proportion to the images.
-        backward: The part of forward and backward that is backward, 0…1.
+        measured: The measurements; with one batch size, data, forward and backward are proportional to the images.
+        backward: Share of forward and backward that is backward, 0…1.
         buckets: The gradients.
     """
     images = [timed.images for timed in measured]
@@ -208,12 +208,12 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
 
 
 def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int) -> tuple[float, float]:
-    """Find the fastest and the slowest all-reduce that was measured, as parts of what a link says.
+    """Find the fastest and the slowest measured all-reduce, relative to a link's prediction.
 
     Args:
         measured: Bytes and seconds.
-        link: What was fitted to them.
-        ranks: Number of ranks that took part.
+        link: The fitted link.
+        ranks: Number of ranks of the measurement.
     """
     off = [seconds / link.all_reduce(size, ranks) for size, seconds in measured]
     return min(1.0, *off), max(1.0, *off)
@@ -243,10 +243,10 @@ class Machines:
 
     Attributes:
         per_node: Devices of a node.
-        link: Between the devices of a node.
-        node_link: Between nodes; None where unknown, so that only one node can be predicted.
-        shared: Whether the devices of a node share one memory and are fed by one thread, as cores of a CPU are.
-        link_spread: The fastest and the slowest all-reduce that was measured, as parts of what `link` says.
+        link: Link between the devices of a node.
+        node_link: Link between nodes; None if unknown, so that only one node can be predicted.
+        shared: Whether the devices of a node share one memory and one feeding thread, as cores of a CPU do.
+        link_spread: The fastest and the slowest measured all-reduce, relative to `link`.
         price_per_hour: Price of one device for an hour, or None.
     """
 
@@ -273,9 +273,9 @@ def predict(
 
     Args:
         step: A step on one device.
-        batch: The global batch; that of each device with `scale_batch`.
+        batch: The global batch; each device's batch with `scale_batch`.
         counts: Numbers of devices.
-        machines: What they are.
+        machines: The machines.
         scale_batch: Whether the global batch grows with the devices.
 
     Returns:
@@ -314,7 +314,7 @@ def predict(
 
 
 def _seconds(strategy: str, step: Step, images: int, count: int, machines: Machines, sending: float) -> float:
-    """Predict the seconds of a step on several devices, whose link takes so many times longer than it says."""
+    """Predict the seconds of a step on several devices, with a link that is slower by a factor."""
     link = machines.slowest(count)
     link = Link(link.bandwidth / sending, link.latency * sending)
     if strategy == "ddp":

@@ -37,10 +37,10 @@ def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda what
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
-        say: Is told what is measured next.
+        say: Receives a description of the next measurement.
 
     Returns:
-        What was measured, the global batch first; that one alone where the data cannot take another batch size.
+        The measurements, the global batch's first; only that one if the data cannot take another batch size.
 
     Raises:
         UserError: When such a run fails.
@@ -95,7 +95,7 @@ def read_record(path: str) -> Record:
     """Read the record of a run whose steps were timed on each device.
 
     Raises:
-        UserError: When there is no record, or it has not what is needed.
+        UserError: When there is no record, or it lacks a field.
     """
     file = Path(path) if path.endswith(".json") else Path(path, "run.json")
     try:
@@ -111,15 +111,15 @@ def read_record(path: str) -> Record:
 
 
 def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tuple[int, float]]]:
-    """Run the model forward and back, and note when each gradient is ready.
+    """Run forward and backward passes, and time when each gradient is ready.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
         batch: Images of a batch.
 
     Returns:
-        The part of both passes that is backward, and the bytes of each gradient with the part of the backward pass
-        after which it is there, in order.
+        The backward pass's share of both, and each gradient's bytes with the share of the backward pass after which it
+        is ready, in order.
     """
     model, data = build(arguments)
     if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):

@@ -1,4 +1,4 @@
-"""Says and draws what is predicted, beside what was measured."""
+"""Sentences and pictures of predictions, beside measurements."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, whose state a notebook shares
+from matplotlib.figure import Figure  # not pyplot, because notebooks share its state
 from matplotlib.lines import Line2D
 from rich import box
 from rich.table import Column, Table
@@ -72,7 +72,7 @@ def _range(row: pd.Series, name: str, form: str) -> str:
 
 
 def _measured(row: pd.Series) -> str:
-    """What was measured, and by how much the prediction is off."""
+    """Return the measurements, and the error of the predictions."""
     rate = row["measured_samples_per_s"]
     return "—" if pd.isna(rate) else f"{_rate(rate)} ({row['samples_per_s'] / rate - 1:+.0%})"
 
@@ -169,7 +169,7 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
 
 
 def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure | bytes]:
-    """Draw throughput and efficiency against the number of devices, with what was measured."""
+    """Draw predicted throughput and efficiency against the number of devices, with the measurements."""
     single, share = table[table["devices"] == 1].iloc[0], 100 / table["devices"]
     rates = table[["strategy", "devices", *ENDS, *FIGURES]]
     shares = rates.assign(**{name: share * table[name.replace("samples_per_s", "speed_up")] for name in ENDS})
@@ -218,7 +218,7 @@ def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, machines: Mach
 
 
 def _mark_devices(axes: Axes, counts: list[int], per_node: int) -> None:
-    """Mark the numbers of devices, and up to where they are those of one node."""
+    """Mark the numbers of devices, and the end of one node."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=60 if len(counts) > 8 else 0)
     axes.set_xticks([], minor=True)

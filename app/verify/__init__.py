@@ -18,7 +18,7 @@ def same_training(
     steps: int = 30,
     quick: bool = False,
 ) -> "Verdict":
-    """Find whether a training is the same in every way of running.
+    """Return whether a training is the same in every way of running.
 
     In a test: `assert same_training("my.Model", "my.Data")`.
 
@@ -26,15 +26,15 @@ def same_training(
         model: Import path of the LightningModule.
         data: Import path of the LightningDataModule.
         flags: Flags of `fit`, without dashes: `{"data.batch_size": 32}`.
-        ways: Further ways of running: names, with their flags of `fit`.
+        ways: Further variants: names, with their flags of `fit`.
         steps: Optimizer steps of each run.
         quick: Only one device, two processes, and stop and resume.
 
     Returns:
-        What was found: true where all ways are the same; its text is the table, with the causes.
+        The verdict: true when all variants are the same; its text is the table, with the causes.
 
     Raises:
-        UserError: When the training cannot be run on one device.
+        UserError: When the training fails on one device.
     """
     from app.verify.proof import Prover, Settings
 

@@ -1,4 +1,4 @@
-"""Why a way of running parts from the reference, where that can be told, and what to do about it."""
+"""Causes of a variant's differences from the reference, as far as they are known, and remedies."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ from app.verify.differences import COLUMNS, TOLERANCE, Parting, Recorded, apart,
 
 
 class Cause(NamedTuple):
-    """What makes a difference.
+    """Cause of a difference.
 
     Attributes:
-        columns: Those that it explains.
-        said: What it is, with figures.
-        remedy: What to do.
+        columns: Columns that it explains.
+        said: The cause, with figures.
+        remedy: The remedy.
     """
 
     columns: tuple[str, ...]
@@ -22,12 +22,12 @@ class Cause(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A way of running that parts from the reference.
+    """A variant that differs from the reference.
 
     Attributes:
-        reference: What the reference has recorded.
-        way: What the way has recorded.
-        found: Where they part, by column.
+        reference: The reference's recording.
+        way: The variant's recording.
+        found: First differences, by column.
         replicas: Devices that share a batch.
     """
 
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
     @property
     def splits(self) -> bool:
-        """Whether what the network sees at once is a part of what it sees in the reference."""
+        """Return whether the network sees smaller batches than in the reference."""
         return self.replicas > 1 or self.way.facts["accumulate"] > self.reference.facts["accumulate"]
 
 
@@ -145,7 +145,7 @@ def _split(case: Case) -> Iterator[Cause]:
 
 
 def _same_order(recorded: Recorded) -> bool:
-    """Whether the second epoch has the first one's order, as far as it was run."""
+    """Return whether the second epoch repeats the first one's order, as far as it ran."""
     orders = [[list(map(str, step.samples)) for step in recorded.epoch(number)] for number in (0, 1)]
     count = min(map(len, orders))
     return bool(count) and orders[0][:count] == orders[1][:count]
@@ -227,7 +227,7 @@ def _rates(case: Case) -> Iterator[Cause]:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """BatchNorm, and what is drawn in the step."""
+    """Find differences by BatchNorm and by random numbers within the step."""
     facts = case.way.facts
     if "samples" in case.found or not ({"loss", "gradients", "weights"} & case.found.keys()):
         return
@@ -290,7 +290,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
 
 
 def _state(case: Case) -> Iterator[Cause]:
-    """What ranks have of their own, and what lies in attributes."""
+    """Find state that differs between ranks, and state in attributes."""
     way, reference = case.way, case.reference
     first = way.ranks[0]["digests"]
     apart_on = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]

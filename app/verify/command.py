@@ -1,4 +1,4 @@
-"""`python -m app verify`: reads its flags, runs the ways, and says what differs and why."""
+"""`python -m app verify`: reads its flags, runs the variants, and reports differences and causes."""
 
 import shlex
 import sys
@@ -32,10 +32,10 @@ def run(arguments: list[str]) -> int:
         arguments: The arguments after `verify`.
 
     Returns:
-        Exit code: 0 when all ways are the same training, 1 when one is not.
+        Exit code: 0 when all variants are the same training, 1 when one is not.
 
     Raises:
-        UserError: For what a user did wrong, also when the training cannot be run on one device.
+        UserError: For a user's mistake, or when the training fails on one device.
     """
     console = Console() if sys.stdout.isatty() else Console(width=110)
     options, prover = _parse(arguments)

@@ -1,4 +1,4 @@
-"""Where two recordings of one training part, from the samples of a step to what the optimizer ends with."""
+"""First differences of two recordings of a training, from the samples of a step to the final optimizer state."""
 
 import json
 import math
@@ -14,21 +14,21 @@ from app.errors import UserError
 from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
-TOLERANCE = 1e-5  # of float32: of losses and gradients relative, else of what is larger than 1
-TINY = 1e-3  # a loss, or share of the largest gradient, below which differences are no longer relative: what is so
-# small may be a difference of larger numbers
-EXACT = 1e-10  # of float64, in which only rounding shrinks so
+TOLERANCE = 1e-5  # for float32: relative for losses and gradients, and for other values above 1
+TINY = 1e-3  # smaller losses, or shares of the largest gradient, are compared absolutely: they may be
+# differences of larger numbers
+EXACT = 1e-10  # for float64, in which only rounding becomes so small
 
 
 class Recorded:
-    """What was recorded of a run, by all of its ranks.
+    """Recording of a run, by all of its ranks.
 
     Args:
         run_dir: Directory of the run.
-        earlier: What was recorded before it was stopped and went on.
+        earlier: Recording of the part before a resume.
 
     Raises:
-        UserError: When it has recorded nothing.
+        UserError: When the run recorded nothing.
     """
 
     def __init__(self, run_dir: Path, earlier: "Recorded | None" = None) -> None:
@@ -85,7 +85,7 @@ class Step:
 
     @property
     def labels(self) -> list[str]:
-        """Digests of what is integer in them."""
+        """Digests of the integers in the samples."""
         return [label for rank in self.ranks for batch in rank["labels"] for label in batch]
 
     @property
@@ -95,12 +95,12 @@ class Step:
 
     @property
     def micro_batches(self) -> int:
-        """Number of batches of a rank whose gradients were accumulated."""
+        """Number of accumulated batches of a rank."""
         return len(self.ranks[0]["samples"])
 
     @property
     def loss(self) -> float:
-        """The loss whose gradient was followed: the mean over the ranks."""
+        """The minimised loss: the mean over the ranks."""
         return sum(rank["loss"] for rank in self.ranks) / len(self.ranks)
 
     @property
@@ -126,12 +126,12 @@ class Step:
 
 
 class Parting(NamedTuple):
-    """Where a run first parts from the reference.
+    """A run's first difference from the reference.
 
     Attributes:
         where: Step, parameter or metric.
-        figures: What it is there, and in the reference.
-        size: How large the difference is, relative where the value is larger than 1; infinite where it is no number.
+        figures: The values of run and reference.
+        size: Size of the difference, relative for values above 1; infinite for a value that is no number.
         step: Number of the step, if it has one.
     """
 
@@ -145,7 +145,7 @@ class Parting(NamedTuple):
 
 
 def apart(here: float, there: float, scale: float = 1.0) -> float:
-    """Difference of two figures, relative to a scale or to what is larger; none of two that are not finite alike."""
+    """Return the difference of two figures, relative to a scale or to the larger value; 0 if both are NaN."""
     if here == there or (math.isnan(here) and math.isnan(there)):
         return 0.0
     difference = abs(here - there) / max(scale, abs(there))
@@ -241,7 +241,7 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
         yield Parting("samples", f"{' and '.join(said)}, of {sum(wanted.values())}")
     for rank in range(len(way.ranks)):
         ours, theirs = way.metrics(rank), reference.metrics()
-        if rank:  # it may leave to rank zero what to log
+        if rank:  # only rank zero may log
             theirs = {name: value for name, value in theirs.items() if name in ours}
         yield from _metrics(ours, theirs, f" on rank {rank}" if rank else "", tolerance)
 

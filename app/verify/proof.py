@@ -26,11 +26,11 @@ UNUSED = re.compile("find_unused_parameters|finished reduction")
 
 @dataclass
 class Settings:
-    """What `verify` does beside what `fit` is told.
+    """Settings of `verify`, in addition to flags of `fit`.
 
     Args:
         steps: Optimizer steps of each run.
-        ways: Further ways of running: names, with their flags of `fit`.
+        ways: Further variants: names, with their flags of `fit`.
         quick: Only one device, two processes, and stop and resume.
         time_limit: Seconds after which a run is ended and counts as failed.
     """
@@ -45,11 +45,11 @@ class Prover:
     """Runs the variants, and compares their recordings.
 
     Args:
-        settings: What to run.
+        settings: Settings of `verify`.
         configs: Config files of `fit`.
         typed: Flags of `fit`, without dashes.
-        folder: Where the runs are kept.
-        say: Told what is going on, line by line.
+        folder: Folder of the runs.
+        say: Receives the name of each run.
 
     Raises:
         UserError: When a flag cannot be read, or this application sets it.
@@ -85,7 +85,7 @@ class Prover:
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
 
     def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Names and flags of the ways beside the reference; and why some are left out."""
+        """Return the variants' names and flags, and the reasons for skipping others."""
         ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
         left_out: dict[str, str] = {}
         if self.settings.quick:

@@ -1,4 +1,4 @@
-"""What a training does at every step, as a callback sees it on each rank."""
+"""Callback that records every step of a training on each rank."""
 
 import dataclasses
 import hashlib
@@ -40,7 +40,7 @@ class Recording(Callback):
         self._before: dict[str, float] = {}  # metrics, when the last validation began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what a difference may come from, and cut the epochs."""
+        """Record possible causes of differences, and limit the epochs."""
         self.record["facts"] = facts(trainer, pl_module)
         self._scale = scale_of(trainer)
         batches = self.epoch_steps * trainer.accumulate_grad_batches
@@ -97,7 +97,7 @@ class Recording(Callback):
         self._before = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note its metrics: what it has logged."""
+        """Record the logged metrics."""
         after = {name: float(value) for name, value in trainer.callback_metrics.items()}
         own = {name for name, value in after.items() if self._before.get(name) != value} | self.record["metrics"].keys()
         if not trainer.sanity_checking:
@@ -120,7 +120,7 @@ class Recording(Callback):
         self.record["evaluation"].setdefault(str(dataloader_idx), []).append(contents(loader, batch, batch_idx)[0])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write it all, with what the training ends with. Collective."""
+        """Write the recording, with the final weights. Collective."""
         state = {k: v.detach().cpu() for k, v in pl_module.state_dict().items() if isinstance(v, Tensor)}
         self.record["digests"] = {name: digest(value) for name, value in state.items()}
         self.record["parameters"] = [name for name, each in pl_module.named_parameters() if each.requires_grad]
@@ -141,7 +141,7 @@ def digest(value: Tensor) -> str:
 
 
 def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]:
-    """Which samples a batch holds: rows of our own loaders, else digests of each; and digests of what is integer."""
+    """Identify a batch's samples, by rows of our own loaders or else by digests; and digest their integers."""
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
     leaves = [leaf for leaf in tensors(batch) if leaf.ndim]
@@ -153,7 +153,7 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """A sample without what fills it up to the length of others in its batch: the value that its end repeats."""
+    """Strip a sample's padding: the value that repeats at its end."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
     return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
@@ -177,7 +177,7 @@ def size(value: Tensor) -> float:
 
 
 def scale_of(trainer: Trainer) -> float:
-    """By what float16's scaler multiplies the loss; 0 without one."""
+    """Return the factor by which float16's scaler multiplies the loss; 0 without a scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 0.0 if scaler is None else scaler.get_scale()
 
@@ -211,7 +211,7 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
     "torch.nn.modules.dropout:_DropoutNd",
 )
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """What may explain a difference: loaders, schedule, and what in the network computes over a batch or by chance."""
+    """Collect possible causes of differences: loaders, schedule, and layers that use the batch or random numbers."""
     named = list(module.named_modules())
     return {
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
