@@ -1,6 +1,6 @@
-"""How a network is executed: layout in memory, precision of products, compilation, fused updates.
+"""Execution of a network: memory layout, precision of products, compilation, fused updates.
 
-Nothing of what is computed changes by it beyond rounding.
+None of it changes results beyond rounding.
 """
 
 import inspect
@@ -15,18 +15,18 @@ from app.errors import UserError
 Compile = Literal["off", "default", "reduce-overhead"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 
-# how an optimizer computes its update, not which: of this run, and not of the checkpoint that it goes on from
+# settings of an optimizer's implementation: a resumed run takes this run's, not the checkpoint's
 IMPLEMENTATION = {"fused", "foreach", "capturable"}
 
 
 class Execution:
-    """How a model was asked to be executed.
+    """Requested execution of a model.
 
     Args:
-        channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory. `auto`: where there are
+        channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory. `auto`: if there are
             convolutions, on the CPU, and on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`, in this mode.
-        matmul_precision: Of products and convolutions of float32 on a GPU: all of it, or TF32 (`high`), or less.
+        matmul_precision: Precision of float32 products and convolutions on a GPU: full, TF32 (`high`), or less.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Execution:
         self._is_laid_out = self._is_compiled = False
 
     def prepare(self, network: nn.Module, device: torch.device, precision: str) -> dict[str, Any]:
-        """Make a network ready to compute on a device, wherever it lies now; again for another stage.
+        """Prepare a network for a device. Safe to call once per stage; the network may be on any device.
 
         Args:
             network: The network.
-            device: Where it will compute.
-            precision: The Trainer's, such as `bf16-mixed`.
+            device: Device of the computation.
+            precision: The Trainer's precision, such as `bf16-mixed`.
 
         Returns:
-            What was settled, for the run record; null where it does not act on the device.
+            The settings for the run record; null for a setting without effect on the device.
 
         Raises:
             UserError: When the device has no TF32.
@@ -84,18 +84,18 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
 
 
 def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, captured: bool = False) -> Optimizer:
-    """The same optimizer, which updates all weights in one kernel where it can and nothing else was asked for.
+    """Return the optimizer with a fused update, if the device has one and the user requested no other.
 
-    With float16's loss scaler, that saves the one read of the device on each step, too.
+    With float16's loss scaler, a fused update also saves the step's only device read.
 
     Args:
-        optimizer: One that has not made a step.
-        device: Where the weights will be.
-        clips_scaled: Whether gradients are clipped under float16's loss scaler: a fused update leaves no place for it.
-        captured: Whether its update is to be captured in a CUDA graph.
+        optimizer: An optimizer that has not stepped.
+        device: Device of the weights.
+        clips_scaled: Whether gradients are clipped under float16's loss scaler; a fused update cannot do that.
+        captured: Whether a CUDA graph captures the update.
 
     Raises:
-        UserError: When it cannot be captured.
+        UserError: When the update cannot be captured.
     """
     cls, options = type(optimizer), inspect.signature(type(optimizer)).parameters
     chosen = any(group.get(name) for group in optimizer.param_groups for name in {*IMPLEMENTATION, "differentiable"})
@@ -117,16 +117,16 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, capt
 
 
 def _implemented_as_here(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Go on from a checkpoint of another device: it was implemented otherwise there."""
+    """Adapt the optimizer state of another device's checkpoint to this device."""
     groups = [
         {**theirs, **{name: ours[name] for name in IMPLEMENTATION if name in ours}}
-        for ours, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False)  # torch says what is wrong
+        for ours, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False)  # torch reports the error
     ]
     return {**saved, "param_groups": groups + saved["param_groups"][len(groups) :]}
 
 
 def _laid_out_as_here(optimizer: Optimizer) -> None:
-    """Go on from a checkpoint of another layout: a fused update wants the weights' own."""
+    """Give the optimizer state the weights' memory layout, which a fused update needs."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

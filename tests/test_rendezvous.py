@@ -29,7 +29,7 @@ STEPS = ["--trainer.accelerator", "cpu", "--trainer.max_epochs", "2", "--trainer
         (["--cluster.init_method", "tcp://a:99999", "--cluster.node_rank", "0"], "tcp://a:99999: give tcp://"),
         (["--cluster.init_method", "tcp://a:1", "--cluster.node_rank", "2"], "the nodes are 0 to 1"),
         (["--trainer.num_nodes", "1", "--cluster.node_rank", "0"], "--cluster.node_rank 0: there is one node"),
-        (["--cluster.timeout", "0"], "--cluster.timeout 0: give a number of seconds above 0"),
+        (["--cluster.timeout", "0"], "--cluster.timeout 0: give more than 0"),
         (["--trainer.strategy", "dp"], "dp works inside one node, not on 2"),
     ],
 )

@@ -218,7 +218,10 @@ def test_rounding_is_proven(tmp_path: Path) -> None:
         (["--trainer.devices", "2"], "--trainer.devices is what the ways differ in: leave it out"),
         (["--run.root", "x"], "run.root is set by verify itself"),
         (["--ways", "none.yaml"], "--ways none.yaml: there is no such file"),
-        (["--trainer.callbacks+=X", "--trainer.callbacks+=Y"], "--trainer.callbacks+= is given twice, and taken once"),
+        (
+            ["--trainer.callbacks+=X", "--trainer.callbacks+=Y"],
+            "--trainer.callbacks+= is given twice: put the list into",
+        ),
         (["--ways", "TMP/shards.yaml"], "--ways: mine: fsdp keeps a part of the weights on each rank: leave it out"),
         (["--nonsense", "1"], "--nonsense: there is no such flag"),
         (["--model", "no.Such"], "--model no.Such: No module named 'no'"),

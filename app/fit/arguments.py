@@ -64,8 +64,8 @@ class Arguments:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
 
     Attributes:
-        command: The command, in a list; empty where there is none.
-        tokens: The flags, in an order in which they can be read: configs, then classes, then their settings.
+        command: The command, in a list; empty without a command.
+        tokens: The flags in the order that jsonargparse needs: configs, then classes, then their settings.
         configs: Content of each config file, by its path.
 
     Raises:

@@ -1,7 +1,7 @@
-"""A checkpoint as a file: written whole or not at all, and refused where a bit of it has changed.
+"""Checkpoint files: complete or absent, and rejected when a bit has changed.
 
-The file is a zip archive, as `torch.save` makes it, whose comment holds a SHA-256 of all that comes before. Of other
-people's checkpoints the archive's own checksums are compared, at which torch does not look.
+The file is `torch.save`'s zip archive; its comment holds a SHA-256 of everything before. Other people's checkpoints are
+checked by the archive's own checksums, which torch ignores.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from app.errors import UserError, one_line
 from app.system.files import PART, open_file, sync_folder, whole
 
 LAST = "last.ckpt"
-PREVIOUS = "last-1.ckpt"  # the one before
+PREVIOUS = "last-1.ckpt"  # the last checkpoint but one
 MARK, DIGITS = b"sha256:", 64
 LENGTH = 2  # bytes of the comment's length, with which a zip file without a comment ends
 
@@ -29,10 +29,10 @@ class CheckpointFiles(TorchCheckpointIO):
     """How a strategy writes and reads checkpoints; those that are not of this machine's files are Lightning's."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint; of the last one, keep the one before.
+        """Write a checkpoint, and keep the previous last one.
 
         Raises:
-            UserError: When it cannot be written. What stood there before is untouched.
+            UserError: When the file cannot be written. An existing file stays as it is.
         """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -69,7 +69,7 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 
 def _keep(file: Path, name: Path) -> None:
-    """Give a file another name, too; at no moment is there neither it nor what had the name before."""
+    """Give a file a second name. One of the two files always exists."""
     if name.exists() and name.samefile(file):  # after a kill; rename(2) leaves both of two names of one file
         return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
@@ -116,13 +116,13 @@ def _load(path: Path) -> Any:
             wrong = f"it holds {found[1]}, and nothing but tensors and plain values is loaded"
         else:
             wrong = "not a checkpoint"
-    except Exception as error:  # unpickling what is no pickle can raise anything
+    except Exception as error:  # unpickling arbitrary bytes can raise anything
         wrong = f"not a checkpoint, or damaged ({type(error).__name__}: {one_line(str(error))[:80]})"
     raise UserError(f"--ckpt_path {path}: {wrong}")
 
 
 def _damage(file: Any) -> str | None:
-    """What is wrong with a file by its checksums, if anything."""
+    """Return the damage that a file's checksums show, or None."""
     size = file.seek(0, io.SEEK_END)
     sealed = len(MARK) + DIGITS
     file.seek(max(size - sealed, 0))

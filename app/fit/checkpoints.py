@@ -1,4 +1,4 @@
-"""Checkpoints: finding one by name, telling what is wrong with one, and keeping the best."""
+"""Checkpoints: find one by name, check it, and keep the best."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -29,10 +29,10 @@ WEIGHTS_ALONE = "it holds weights alone"
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint` for one run directory after another, and for anybody's model.
+    """Lightning's `ModelCheckpoint` for resumed runs and for any model.
 
-    A resumed run has a directory of its own and still knows the best checkpoint so far, wherever it lies.
-    A model that does not log the monitored metric gets its newest checkpoint kept instead of its best.
+    A resumed run in a new directory still knows the best checkpoint so far. A model that does not log the monitored
+    metric keeps its newest checkpoint instead of its best.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class RunCheckpoint(ModelCheckpoint):
         """Give several kept checkpoints names of their own: one name would overwrite the better by the newer."""
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "-{epoch}-{step}"
-        with warnings.catch_warnings():  # a training goes on in its own folder
+        with warnings.catch_warnings():  # a resumed training uses its own folder
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero and self.dirpath is not None and "://" not in str(self.dirpath):
@@ -76,7 +76,7 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Keep the place where training ends, whenever checkpoints were asked for."""
+        """Save where training ends, if checkpoints are enabled."""
         told = trainer.should_stop and may_stop_early(trainer)
         every = steps_between_checkpoints(self)
         due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
@@ -99,16 +99,16 @@ class RunCheckpoint(ModelCheckpoint):
 
 
 def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> str:
-    """Resolve `last` and `best`; a path stays as it is.
+    """Resolve `last` and `best` to a path; return a path as it is.
 
     Args:
-        name: What was asked for.
-        configs: The config files that were given. One from a run's directory means that run.
+        name: `last`, `best` or a path.
+        configs: The config files of the command line. A config in a run's directory selects that run.
         root: Directory of all runs.
-        run: Name of the run; without such a config, its newest checkpoint is meant.
+        run: Name of the run; without such a config, its newest checkpoint is selected.
 
     Raises:
-        UserError: When there is none, or it is damaged.
+        UserError: When the checkpoint is missing or damaged.
     """
     if name in ("last", "best"):
         records = [path for config in configs if (path := Path(config).with_name("run.json")).is_file()]
@@ -150,7 +150,7 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def _wrong_with(path: Path, whole: bool = False) -> str | None:
-    """What is wrong with a checkpoint; also, if it is to be whole, that it holds weights alone."""
+    """Return the damage of a checkpoint, or None; `whole` also rejects weights alone."""
     try:
         checkpoint = read(path)
     except UserError as error:
@@ -159,15 +159,15 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
-    """The newest checkpoint that can be read, or None where there is none; a damaged one is put aside.
+    """Return the newest readable checkpoint, or None if there is none; rename damaged ones.
 
     Args:
         root: Directory of all runs.
         run: Name of the run.
-        of: Only those of runs with this command that one of these launchers has started.
+        of: A command and ids of launchers: consider only runs of both.
 
     Raises:
-        UserError: When there are some, and none can be read: to begin anew would be a surprise.
+        UserError: When checkpoints exist but none can be read, because a new start would be a surprise.
     """
     folders = list(Path(root, run).glob("version_*/checkpoints"))
     if of is not None:
@@ -202,7 +202,7 @@ def is_newest(path: Path) -> bool:
 
 
 def read_earlier(path: Path) -> Record:
-    """Return the record of an earlier run, an empty one where there is none; print why it cannot be read."""
+    """Return the record of an earlier run, or an empty one; print why it cannot be read."""
     if not path.exists():
         return Record()
     try:
@@ -260,7 +260,7 @@ def check_checkpoint(
 
 
 def _check_resumable(path: str, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-    """Refuse a checkpoint without what Lightning reads of it to go on, or with something else in its place."""
+    """Reject a checkpoint whose training state is missing or malformed."""
     expected = {
         "pytorch-lightning_version": "",
         "epoch": 0,
@@ -304,7 +304,7 @@ def _check_unfinished(path: str, checkpoint: dict[str, Any], trainer: Trainer) -
 
 def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
     here = model.make_optimizer(model.parameters()).param_groups[0]
-    if not here.keys() - IMPLEMENTATION <= saved.keys():  # a scheduler adds keys of its own
+    if not here.keys() - IMPLEMENTATION <= saved.keys():  # a scheduler adds keys
         raise UserError(f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with")
     scheduled = "initial_lr" in saved  # then lr, and for some momentum, are the scheduler's
     own = {"params", *IMPLEMENTATION}

@@ -1,4 +1,4 @@
-"""What cannot work on any machine, however the run is started."""
+"""Rules about flags that hold on any machine, however the run starts."""
 
 import importlib.util
 import inspect
@@ -35,7 +35,7 @@ MINIMA = {
     **{f"{name}_checkpoint.save_top_k": -1 for name in ("best", "last")},
     **{f"{name}_checkpoint.every_n_{what}": 0 for name in ("best", "last") for what in ("epochs", "train_steps")},
 }
-MOST = 2**63 - 1  # what torch takes for a whole number
+MOST = 2**63 - 1  # torch's largest integer
 
 # sections of the configuration that are not chosen by class
 MADE = {
@@ -161,7 +161,7 @@ def _without_hook(s: Resolved) -> Found:
 
 
 def _not_in_a_graph(s: Resolved) -> Found:
-    """What happens between the parts of a step, or to another step than the captured one."""
+    """Find a setting that acts between the parts of a step, or changes the captured step."""
     by_step = s.given("scheduler") and s.given("scheduler_interval") == "step"
     conflicts = (
         ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the gradients are not seen before the update"),

@@ -1,4 +1,4 @@
-"""What `--help` of fit, validate, test and predict shows: the settings that matter first, the rest on demand."""
+"""Help pages of fit, validate, test and predict: important settings first, the rest on demand."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 from app.errors import UserError
 from app.system.patches import expects
 
-SAYS = {  # instead of what Lightning says, or says not
+SAYS = {  # replaces Lightning's descriptions
     "config": "A config file; later ones and flags win",
     "print_config": "Print all settings as a config file, and exit",
     "seed_everything": "Of everything that is random (default: 42)",
@@ -33,7 +33,7 @@ TRAINER = (
     *("strategy", "devices", "num_nodes", "precision", "accelerator", "max_epochs", "max_steps", "max_time"),
     *("accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps", "callbacks"),
 )
-MORE = {  # a section that has a page of its own, and what is on it
+MORE = {  # sections with a page of their own, and its content
     "trainer": "all settings of the Trainer",
     "best_checkpoint": "which checkpoint is the best one",
     "last_checkpoint": "when the last one is written",
@@ -50,7 +50,7 @@ ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # of a sentence
 
 @expects("argparse:HelpFormatter._format_action_invocation", "argparse:HelpFormatter._expand_help")
 class _Formatter(argparse.HelpFormatter):
-    """A flag, what it takes, what it is for, and its default."""
+    """Formats a flag, its value, its description, and its default."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)

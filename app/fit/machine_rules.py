@@ -1,4 +1,4 @@
-"""What cannot work on this machine, or under what started this process."""
+"""Rules about this machine, and about this process's launcher."""
 
 import errno
 import importlib.util
@@ -47,7 +47,7 @@ def _left_over(s: Resolved) -> Found:
 
 
 def _without_srun(s: Resolved) -> Found:
-    """A SLURM job of several tasks whose command was started once."""
+    """Find a SLURM job of several tasks whose command was started without srun."""
     elsewhere = s.config.cluster.init_method is not None or "NODE_RANK" in s.environ
     if not s.stands_alone or "SLURM_JOB_ID" not in s.environ or is_task_of_srun() or elsewhere:
         return False
@@ -78,7 +78,7 @@ def _no_agent(s: Resolved) -> Found:
 
 
 def _no_place(s: Resolved) -> Found:
-    """An address that is none of the three forms; `env://` is asked for by default."""
+    """Find an address that has none of the three forms; the default is `env://`."""
     method = s.config.cluster.init_method or "env://"
     url = urlsplit(method)
     try:
@@ -149,7 +149,7 @@ def _other_numbers(s: Any) -> Found:
 
 
 def _taken_port(s: Resolved) -> Found:
-    """A port that was asked for; otherwise a free one is found."""
+    """Find a requested port that is taken; without a request, any free port is used."""
     port = s.environ.get("MASTER_PORT")
     if port is None or not s.stands_alone or s.other_launcher or s.nodes > 1 or s.world_size == 1:
         return False
@@ -184,7 +184,7 @@ def _not_on_this_device(s: Resolved) -> Found:
 
 
 def _no_compiler(s: Resolved) -> Found:
-    """torch.compile writes C++ for a CPU; for a GPU Triton, whose kernels are started from C."""
+    """Find a missing compiler: torch.compile writes C++ for a CPU, and Triton needs C for a GPU."""
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
     if s.accelerator == "cuda":
         compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]

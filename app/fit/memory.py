@@ -19,7 +19,7 @@ from app.launch.spawn import SpawnLauncher
 from app.runs import run_fit
 from app.system.machine import GIB, free_memory
 
-SPARE = 0.9  # of what is free now: what else takes memory may take more
+SPARE = 0.9  # share of the free memory, because other programs may take more
 CAREFUL = 0.97  # of the way that is left, as it is not quite linear
 TRIES = 5
 LIMIT = 300.0  # seconds of a try
@@ -49,18 +49,18 @@ def agree_micro_batch(
     rendezvous: NodeRendezvous | None,
     timeout: float,
 ) -> int:
-    """Try on each node how much of a batch fits, and take the least of them. Collective.
+    """Find on each node the size of a micro-batch that fits, and return the smallest. Collective.
 
     Args:
         config: Text of the run's config, with all settings.
-        trainer: Of this rank.
-        module: What is trained.
-        data: What it is trained on.
-        rendezvous: Of nodes whose first processes start the others.
-        timeout: Seconds to wait for another rank, beside the time that the tries take.
+        trainer: The trainer of this rank.
+        module: The module to train.
+        data: The data to train on.
+        rendezvous: Rendezvous of nodes whose first processes start the others.
+        timeout: Seconds to wait for another rank, in addition to the trial runs.
 
     Raises:
-        UserError: On all ranks, when it cannot be found on one of them.
+        UserError: On all ranks, when one of them finds no size.
     """
     device, group, found, wrong = trainer.strategy.root_device, None, None, None
     if isinstance(trainer.strategy.launcher, SpawnLauncher) and device.type == "cuda":
@@ -85,17 +85,17 @@ def agree_micro_batch(
 
 
 def settle_micro_batch(config: str, share: int, pixels: int, device: torch.device, most: float) -> int:
-    """The most images of a rank's share that fit into memory at once, from two steps with some of several counts.
+    """Find the largest micro-batch that fits into memory, from runs of two steps with several sizes.
 
-    Memory grows by the same amount with each image, but for what libraries choose by size: the result has been tried.
-    Each try takes two parts, not the whole share, of which the network sees no more at once.
+    Memory grows linearly with the images, except for algorithms that libraries choose by size; so the result is always
+    a size that was tried. Each trial takes two micro-batches, because the network never sees more at once.
 
     Args:
         config: Text of the run's config, with all settings.
         share: Images of a global batch that each rank takes.
         pixels: Values of an image.
-        device: Of this rank.
-        most: GiB that a rank may take.
+        device: Device of this rank.
+        most: GiB that a rank may use.
 
     Raises:
         UserError: When not even one image fits, or the run fails for another reason.
@@ -104,7 +104,7 @@ def settle_micro_batch(config: str, share: int, pixels: int, device: torch.devic
     tried: dict[int, float] = {}
 
     def takes(count: int) -> float:
-        """GiB; infinite where there is no memory for it."""
+        """Return the GiB of a trial; infinity if it runs out of memory."""
         batch = min(2 * count, share)
         flags = {
             "trainer.devices": f"[{device.index}]" if cuda else 1,
@@ -143,12 +143,12 @@ def settle_micro_batch(config: str, share: int, pixels: int, device: torch.devic
 
 
 def largest(takes: Callable[[int], float], share: int, most: float) -> int:
-    """The largest part of a share that was found to take no more than there is; 0 where one image is too many.
+    """Find the largest equal part of a share that fits; 0 if one image is too many.
 
     Args:
-        takes: Measures what a count takes; about linear.
-        share: What is taken in equal parts.
-        most: What there is, in the same unit.
+        takes: Measures the need of a part; about linear.
+        share: The whole, which is divided into equal parts.
+        most: The limit, in the same unit.
     """
 
     def part(count: int) -> int:

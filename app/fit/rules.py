@@ -1,7 +1,7 @@
-"""Whether what was asked for can work: rules in tables, each with what it says and what to do instead.
+"""Checks whether a configuration can work, by tables of rules with messages and remedies.
 
-`FLAGS` hold on any machine, and `resolve` checks them; `HERE` are about this machine and what started this process;
-of `LAUNCHER`, which are among them, the built Trainer may say otherwise. `check` does all, before anything is built.
+`resolve` checks `FLAGS`, which hold on any machine. `HERE` rules concern this machine and this process's launcher.
+`LAUNCHER` rules are checked again on the built Trainer. `check` does all before anything is built.
 """
 
 import os
@@ -20,7 +20,7 @@ from app.launch.cluster_environment import Launched, launched
 
 
 class Built(NamedTuple):
-    """What a Trainer is, in the end: a strategy of the user's own may have processes of its own."""
+    """Sizes of a built Trainer, because a user's strategy may start other processes."""
 
     launcher: Launched | None
     nodes: int
@@ -38,35 +38,35 @@ def _check(rules: Sequence[Rule], asked: Any) -> None:
 
 
 def check_flags(config: Namespace) -> None:
-    """Check what holds on any machine, however the run is started.
+    """Check the rules that hold on any machine.
 
     Args:
         config: Resolved configuration.
 
     Raises:
-        UserError: With what is wrong and the remedy.
+        UserError: With the reason and the remedy.
     """
     _check(FLAGS, Resolved(config, ""))
 
 
 def check(command: str, config: Namespace) -> None:
-    """Check whether a run can work here; nothing is built for it.
+    """Check whether a run can work here, without building anything.
 
     Args:
         command: The command: `fit`, `validate`, `test` or `predict`.
         config: Its resolved configuration.
 
     Raises:
-        UserError: With what is wrong and the remedy.
+        UserError: With the reason and the remedy.
     """
     _check((*FLAGS, *HERE), Resolved(config, command, launched(), os.environ))
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Check what only the built Trainer shows.
+    """Check the sizes of the built Trainer.
 
     Raises:
-        UserError: With what is wrong and the remedy.
+        UserError: With the reason and the remedy.
     """
     processes = getattr(trainer.strategy, "num_processes", 1)
     _check(LAUNCHER, Built(launched(), trainer.num_nodes, processes, trainer.world_size))

@@ -1,4 +1,4 @@
-"""What is settled once for all ranks before a run begins: its checkpoint, its directory, its run in the tracker."""
+"""Decisions of rank zero before a run begins: its checkpoint, its directory, its run in the tracker."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ from app.system.files import remove_parts
 
 @dataclass
 class Run:
-    """Where a run is kept and tracked.
+    """Folder and tracking of a run.
 
     Args:
         name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
@@ -33,12 +33,12 @@ class Run:
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
-        warmup_epochs: Epochs left out of the throughput in run.json.
-        on_nonfinite: What to do when the loss is infinite or NaN: `stop` before a checkpoint has it, `warn` and go on,
-            or `skip` the updates whose gradients are, which takes a read of the device on each step.
-        profile: Whether to trace some steps of every rank, and to say what limits the run; `--profile` for short.
-        threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the cores that other
-            programs leave free, measured when the run starts and after its first windows.
+        warmup_epochs: Epochs excluded from the throughput in run.json.
+        on_nonfinite: Reaction to an infinite or NaN loss: `stop` before a checkpoint has it, `warn` and continue, or
+            `skip` updates with such gradients, which costs a device read on each step.
+        profile: Whether to trace some steps of every rank and name the bottleneck; `--profile` for short.
+        threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the free cores, measured
+            at the start and after the first windows.
         loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is Lightning's own.
     """
 
@@ -70,11 +70,11 @@ def default_name(config: Namespace) -> str:
 
 
 _HELD: list[int] = []  # descriptors of folders
-TRAINING = (  # flags that make a training what it is
+TRAINING = (  # flags that define a training
     *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
 )
-EXECUTION = (  # but for these, of a place, or of how it is computed
+EXECUTION = (  # except flags of places, and of execution
     *(".root", ".predict_dir", ".cache", ".num_workers", ".placement", ".memory_limit", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )
@@ -93,22 +93,22 @@ def decide(
     may_resume: bool,
     is_recorded: bool,
 ) -> dict[str, Any]:
-    """Settle what only one process can. For rank zero.
+    """Decide checkpoint and folder on rank zero.
 
     Args:
-        run: Where the run is kept.
+        run: The run's options.
         name: The run's name: `run.name`, or the default one.
-        command: What was typed.
-        launchers: Ids of what started the processes of the run.
-        checkpoint: What was given as `--ckpt_path`, or None.
-        subcommand: `fit`, or what is done with a run that there is.
-        config: Gives the text of the resolved config.
-        configs: The config files that were given.
-        may_resume: Whether a launcher may have started this run before. Then it wants it to go on, without a flag.
-        is_recorded: Whether the run leaves anything behind.
+        command: The command line.
+        launchers: Ids of the launchers of the run's processes.
+        checkpoint: Value of `--ckpt_path`, or None.
+        subcommand: `fit`, `validate`, `test` or `predict`.
+        config: Returns the text of the resolved config.
+        configs: The config files of the command line.
+        may_resume: Whether a launcher may have restarted this run, so that it resumes without a flag.
+        is_recorded: Whether the run leaves files.
 
     Raises:
-        UserError: When there is no such checkpoint, or no folder can be made for the run.
+        UserError: When the checkpoint is missing, or no folder can be made for the run.
     """
     for pattern in ("version_*", "version_*/checkpoints"):
         for each in Path(run.root, name).glob(pattern):
@@ -144,9 +144,9 @@ def decide(
 def _folder(
     run: Run, name: str, subcommand: str, checkpoint: str | None, record: Record | None, config: Callable[[], str]
 ) -> tuple[Path, Record | None]:
-    """Where a run is kept, and the record of the training that it goes on with, if any.
+    """Return the run's folder, and the record of the training that it continues, or None.
 
-    A training goes on in its own folder from its newest checkpoint; what is done with one is kept below it.
+    A training continues in its own folder from its newest checkpoint; other commands write below it.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
     named = Path(run.root, name)
@@ -170,10 +170,10 @@ def _folder(
 
 
 def _held(folder: Path) -> Path:
-    """Keep a folder for this process, so that no other one goes on in it meanwhile.
+    """Lock a folder for this process, so that no other run continues in it.
 
     Raises:
-        BlockingIOError: When another one has it.
+        BlockingIOError: When another process has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -198,7 +198,7 @@ def _text(file: Path) -> str:
 
 
 def _settings(config: str) -> dict[str, Any]:
-    """The flags of a config that make the training what it is, and their values."""
+    """Return the flags of a config that define the training, with their values."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
