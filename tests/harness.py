@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from cluster.hosts import awaited
 
 ROOT = Path(__file__).parent.parent
+App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
 
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]

@@ -6,19 +6,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, ROOT, error_of, largest_difference, start_app, weights
+from harness import QUIET, ROOT, App, error_of, largest_difference, start_app, weights
 from PIL import Image
 
 from app.record import Record
 
-App = Callable[..., tuple[int, str]]
 REPLACE = "replace it, or --data.on_bad_image skip"
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
 

@@ -1,15 +1,13 @@
 """What an outside tester found to end in a traceback, or to be run: one line now, exit code 2, and nothing is run."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import QUIET, error_of
+from harness import QUIET, App, error_of
 
 from app.cli import main
 
-App = Callable[..., tuple[int, str]]
 TINY = ["--data", "Synthetic", "--data.size", "64", "--trainer.max_epochs", "1", "--run.test", "false", *QUIET]
 RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
 REFUSED = "its code is not trusted"

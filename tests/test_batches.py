@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import QUIET, error_of, fork_app
+from harness import QUIET, App, error_of, fork_app
 from torch import Tensor, nn
 
 from app.data.batches import GlobalBatches
 from app.data.sources import Split
 
-App = Callable[..., tuple[int, str]]
 TWO_STEPS = ["--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, error_of, fork_app, losses
+from harness import QUIET, App, error_of, fork_app, losses
 from test_data import attach
 
 from app.data import CIFAR10, ImageFolder
@@ -24,7 +24,6 @@ from app.data.image_files import FileSplit, FolderSource
 from app.errors import UserError
 from app.system.files import PART, whole
 
-App = Callable[..., tuple[int, str]]
 SLOW = pytest.mark.slow
 STEPS = ["--trainer.max_epochs", "1", "--trainer.max_steps", "2", *QUIET]
 UNTESTED = ["--run.test", "false"]

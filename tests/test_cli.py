@@ -2,17 +2,15 @@
 
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, error_of, start_app
+from harness import QUIET, ROOT, App, error_of, start_app
 
 from app import __version__
 
-App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
 
 

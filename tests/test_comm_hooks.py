@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import QUIET, error_of, fork_app, free_port, largest_difference, losses, start_app, weights
+from harness import QUIET, App, error_of, fork_app, free_port, largest_difference, losses, start_app, weights
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
@@ -20,7 +20,6 @@ from app.compare.experiment import Experiment, expand
 from app.fit.configuration import resolve
 from app.parallel.comm_hooks import ring_all_reduce
 
-App = Callable[..., tuple[int, str]]
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "16", *QUIET]
 CPU = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]

@@ -18,7 +18,7 @@ import pandas as pd
 import psutil
 import pytest
 import yaml
-from harness import ROOT, error_of, start_app
+from harness import ROOT, App, error_of, start_app
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -122,7 +122,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-def test_the_report(app: Callable[..., tuple[int, str]], experiment: Callable[..., Path]) -> None:
+def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(
         description="<script>alert(1)</script> Which?",
         variants={"one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
@@ -177,7 +177,7 @@ def test_the_report(app: Callable[..., tuple[int, str]], experiment: Callable[..
 
 
 def test_no_verdict_on_a_busy_machine(
-    app: Callable[..., tuple[int, str]], experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    app: App, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When other programs take all cores, the report has figures, the load, and how to measure again."""
     cores = os.cpu_count() or 1
@@ -203,7 +203,7 @@ def test_no_verdict_on_a_busy_machine(
 
 @pytest.mark.browser
 @pytest.mark.usefixtures("idle")
-def test_the_report_in_a_browser(app: Callable[..., tuple[int, str]], experiment: Callable[..., Path]) -> None:
+def test_the_report_in_a_browser(app: App, experiment: Callable[..., Path]) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium")
@@ -352,7 +352,7 @@ def test_accuracies_near_chance_are_shown_for_all_or_for_none() -> None:
     assert shown(1000, 128, 1000) == [1000, 128, 1000], "one that learns nothing is seen"
 
 
-def test_nothing_can_run(app: Callable[..., tuple[int, str]], experiment: Callable[..., Path]) -> None:
+def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(flags={"data": "CIFAR10", "data.root": "/nowhere"}, variants={"one": {}})
     assert "no CIFAR-10 in" in error_of(*app("compare", "--experiment", path))
 

@@ -1,11 +1,10 @@
 """The resolved configuration of a command line, and the devices and processes that it means."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import QUIET, error_of
+from harness import QUIET, App, error_of
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator
 
@@ -15,8 +14,6 @@ from app.fit.parser import PlainParser
 from app.fit.resolved import Resolved
 from app.fit.run_options import default_name
 from app.modules import FashionMLP
-
-App = Callable[..., tuple[int, str]]
 
 
 def trainer(**settings: object) -> Resolved:

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import QUIET, ROOT, start_app
+from harness import QUIET, ROOT, App, start_app
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
 from app.modules import CIFARCNN, ImageClassifier
 from app.networks import LeNet
 
-App = Callable[..., tuple[int, str]]
 # 1,800 training images: 113 steps, two logging windows
 MLP = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
 MLP += ["--data.like", "FashionMNIST", "--data.size", "2000", "--data.batch_size", "16"]

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, error_of, largest_difference, losses, start_app, weights
+from harness import QUIET, App, error_of, largest_difference, losses, start_app, weights
 from torch import nn
 
 from app.cli import main
@@ -23,7 +22,6 @@ from app.parallel import DDP, DataParallelStrategy
 from app.parallel.data_parallel import Replica
 from app.system import lightning_patches, machine
 
-App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "16", *QUIET]
 CPU = ["--trainer.accelerator", "cpu"]
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

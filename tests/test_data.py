@@ -2,13 +2,12 @@
 
 import json
 import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, error_of, fork_app, losses
+from harness import QUIET, App, error_of, fork_app, losses
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
@@ -19,7 +18,6 @@ from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
 from app.launch.cluster_environment import Slurm
 
-App = Callable[..., tuple[int, str]]
 TWO_STEPS = ["--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET]
 
 

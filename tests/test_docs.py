@@ -11,7 +11,6 @@ import runpy
 import shlex
 import shutil
 import tomllib
-from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, ForkServer, losses
+from harness import QUIET, ROOT, App, ForkServer, losses
 from jsonargparse import capture_parser
 from PIL import Image
 
@@ -330,7 +329,7 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
             assert code == 0, f"{shlex.join(words)}: {out}"
 
 
-def test_before_and_after(reader: Path, cifar_root: Path, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Path) -> None:
     """The README's script and the module that it becomes, on CIFAR-10's files."""
     before = reader / "train.py"
     assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15

@@ -4,21 +4,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from harness import error_of, start_app
+from harness import App, error_of, start_app
 
 import app.doctor
 from app.doctor import Check, environment, examine
 from app.record import Record
 from app.runs import run_fit
 from app.system.machine import busy
-
-App = Callable[..., tuple[int, str]]
 
 
 def found_before_the_self_test(root: Path) -> dict[str, Check]:

@@ -3,17 +3,15 @@
 import csv
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import QUIET, error_of, fork_app
+from harness import QUIET, App, error_of, fork_app
 from PIL import Image
 
 from app.data.synthetic import SHAPES
 from app.modules import CIFARCNN
 
-App = Callable[..., tuple[int, str]]
 # 1,003 test images in batches of 64: 15 whole ones and one of 43, which neither 2 nor 4 divides
 DATA = ["--data", "Synthetic", "--data.size", "5015", "--data.batch_size", "64", "--data.val_size", "1003", *QUIET]
 SLOW = pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, error_of, largest_difference, losses, weights
+from harness import QUIET, App, error_of, largest_difference, losses, weights
 from torch import nn
 
 from app import step_graph
@@ -21,7 +21,6 @@ from app.execution import Execution, fastest
 from app.fit import machine_rules
 from app.networks import MLP, LeNet
 
-App = Callable[..., tuple[int, str]]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", *QUIET]
 STEPS = ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1", "--run.test", "false"]

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import SHIPPED, error_of
+from harness import SHIPPED, App, error_of
 
 from app.compare.results import COLUMNS
 from app.errors import UserError
-
-App = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture

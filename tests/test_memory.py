@@ -1,14 +1,13 @@
 """How much of a batch is taken at once: what fits into memory, found out before training."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, error_of, fork_app, largest_difference, losses, start_app, weights
+from harness import QUIET, App, error_of, fork_app, largest_difference, losses, start_app, weights
 
 from app.errors import UserError
 from app.fit import memory
@@ -17,7 +16,6 @@ from app.record import Record
 from app.system import machine
 from app.system.machine import free_memory, usable_cores
 
-App = Callable[..., tuple[int, str]]
 # an image takes 0.2 MiB in the network: 1,200 of them 240 MiB, beside what the process takes
 WIDE = ["--model", "FashionMLP", "--model.repeats", "64", "--model.hidden", "[8]", "--data", "Synthetic"]
 WIDE += ["--data.like", "FashionMNIST", "--data.size", "2700", "--data.batch_size", "1216"]

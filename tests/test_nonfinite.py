@@ -1,15 +1,13 @@
 """A loss that is infinite or NaN: said with step, batch and rank; no checkpoint has it; or the step is left out."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, error_of, fork_app, weights
+from harness import QUIET, App, error_of, fork_app, weights
 
-App = Callable[..., tuple[int, str]]
 DATA = ["--data", "Synthetic", "--data.size", "400", "--data.batch_size", "24", "--trainer.max_epochs", "2", *QUIET]
 POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the seventh of the first epoch is the bad one
 

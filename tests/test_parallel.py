@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, error_of, fork_app, start_app, weights
+from harness import QUIET, App, error_of, fork_app, start_app, weights
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
@@ -15,7 +14,6 @@ import app.parallel  # noqa: F401  (registers dp)
 from app.errors import RankLostError, RankSilentError
 from app.launch.failures import lost
 
-App = Callable[..., tuple[int, str]]
 THEIRS = ["--model", "user_code.TheirModel", "--data", "user_code.TheirData", "--trainer.max_epochs", "2", *QUIET]
 SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "12", *QUIET]
 

@@ -1,12 +1,11 @@
 """Every way of running takes the same steps: per-step global loss and final weights, over 60 steps."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, fork_app, largest_difference, losses, weights
+from harness import QUIET, App, fork_app, largest_difference, losses, weights
 
 from app.data.batches import stream
 from app.data.synthetic import SyntheticSource
@@ -77,9 +76,7 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ],
     indirect=["single"],
 )
-def test_parity(
-    single: tuple[str, Path], strategy: str, devices: int, app: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
+def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     model, expected = single
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
     run_app = app if strategy == "dp" else fork_app
@@ -106,7 +103,7 @@ def test_accumulated_gradients(
     batches: int,
     micro_batch: int | None,
     strategy: str,
-    app: Callable[..., tuple[int, str]],
+    app: App,
     tmp_path: Path,
 ) -> None:
     """Of batches and parts of batches, weighted by their samples: the last window has fewer, and smaller ones."""
@@ -133,7 +130,7 @@ def test_accumulated_gradients(
 
 
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
-def test_a_loop_by_hand(model: str, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
     """The app on one device against plain torch over the same batches."""
     flags = ["--data.flip", "false", "--data.crop_padding", "0", "--seed_everything", "7"]
     flags += ["--trainer.precision", "32-true"]
@@ -170,7 +167,7 @@ def test_a_loop_by_hand(model: str, app: Callable[..., tuple[int, str]], tmp_pat
 
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp_spawn", marks=SLOW)])
-def test_another_optimizer_and_scheduler(strategy: str, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_another_optimizer_and_scheduler(strategy: str, app: App, tmp_path: Path) -> None:
     """An optimizer and a scheduler given by flags act under a strategy that pickles the model."""
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     choice = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.0002"]

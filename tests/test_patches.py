@@ -8,16 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
-from harness import QUIET, error_of
+from harness import QUIET, App, error_of
 
 import app
 from app.system.lightning_patches import complaint
 from app.system.patches import EXPECTED, expects, missing
 
-App = Callable[..., tuple[int, str]]
 MODULES = [module.name for module in pkgutil.walk_packages(app.__path__, "app.") if module.name != "app.__main__"]
 for name in MODULES:
     importlib.import_module(name)  # runs its `expects` declarations

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from cluster.hosts import Network
-from harness import QUIET, error_of
+from harness import QUIET, App, error_of
 
 from app.fit.configuration import resolve
 from app.plan.compared import FIGURES, add_measured
@@ -34,7 +34,6 @@ from app.plan.report import advice, heading
 from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
 from app.system.machine import hardware, own_seconds, usable_cores
 
-App = Callable[..., tuple[int, str]]
 AT_H1 = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
 ZERO = Line(0.0, 0.0)
 SLOW = Link(bandwidth=100.0, latency=0.5)  # bytes per second, seconds

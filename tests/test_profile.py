@@ -3,17 +3,15 @@
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import QUIET, error_of, fork_app
+from harness import QUIET, App, error_of, fork_app
 
 from app.monitor.step_trace import _covered, limit
 from app.record import ProfiledRank
 
-App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "640", "--data.batch_size", "16", "--run.test", "false", *QUIET]
 
 

@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import stuck_code
-from harness import QUIET, fork_app, free_port, start_app
+from harness import QUIET, App, fork_app, free_port, start_app
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
 
-App = Callable[..., tuple[int, str]]
 DATA = ["--data.size", "600", "--data.batch_size", "20", *QUIET, "--run.test", "false", "--run.name", "x"]
 CPU = ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "4"]
 

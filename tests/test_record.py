@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, error_of, fork_app, start_app
+from harness import QUIET, ROOT, App, error_of, fork_app, start_app
 from PIL import Image
 from stuck_code import never_ends
 
 from app.monitor.loggers import claim_version
 from app.monitor.report import draw_confusion_matrix
 
-App = Callable[..., tuple[int, str]]
 SLOW = pytest.mark.slow
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
 

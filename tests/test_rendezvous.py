@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from harness import QUIET, error_of, fork_app, free_port, largest_difference, losses, start_app, weights
+from harness import QUIET, App, error_of, fork_app, free_port, largest_difference, losses, start_app, weights
 
-App = Callable[..., tuple[int, str]]
 SLOW = pytest.mark.slow
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", *QUIET]
 STEPS = ["--trainer.accelerator", "cpu", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]

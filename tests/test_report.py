@@ -9,19 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from harness import QUIET, fork_app, start_app, started
+from harness import QUIET, App, fork_app, start_app, started
 from PIL import Image
 
 from app.monitor.course import MOST, Course
 from app.monitor.report import leave_report
 from app.system.page import Section, draw, page, plain, png, table
 
-App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "400", "--data.batch_size", "20", *QUIET, "--run.name", "x"]
 WINDOWS = ["--trainer.log_every_n_steps", "4"]
 DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]

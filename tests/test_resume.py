@@ -6,19 +6,18 @@ The checkpoint to resume from is the one that an undisturbed run wrote on its wa
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from harness import QUIET, error_of, fork_app, largest_difference, weights
+from harness import QUIET, App, error_of, fork_app, largest_difference, weights
 
 from app.networks import LeNet
 from app.verify.differences import Recorded, differences
 
-App = Callable[..., tuple[int, str]]
 # 453 images after validation: 15 steps of an epoch, the last one of 5 images
 DATA = ["--data", "Synthetic", "--data.size", "503", "--data.batch_size", "32", "--data.flip", "true"]
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]

@@ -1,13 +1,12 @@
 """Whether a run can work is decided before anything is built, in one table."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from harness import error_of
+from harness import App, error_of
 from jsonargparse import Namespace
 
 from app.errors import UserError
@@ -15,7 +14,6 @@ from app.fit import rules
 from app.fit.configuration import resolve
 from app.launch.cluster_environment import Launched
 
-App = Callable[..., tuple[int, str]]
 SMALL = ["fit", "--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", "--trainer.accelerator", "cpu"]
 TWO = Launched("torchrun", 1, 2, 2)
 DP, DDP = {"trainer.strategy": "dp"}, {"trainer.strategy": "ddp"}

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from harness import QUIET, ROOT, largest_difference, listening, losses, weights
+from harness import QUIET, ROOT, App, largest_difference, listening, losses, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"
@@ -57,7 +57,7 @@ def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
 
 
 @pytest.mark.usefixtures("clean")
-def test_it_goes_on_exactly(slurm: Slurm, app: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
     """2 nodes × 2 tasks without a flag for them: the losses of one device, and the same weights after two requeues.
 
     In float64: four ranks add up in another order after a restart, since DDP arranges its buckets after a first step;

@@ -6,16 +6,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import QUIET, family, largest_difference, start_app, started, weights
+from harness import QUIET, App, family, largest_difference, start_app, started, weights
 
-App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
 DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
 SLOW = pytest.mark.slow

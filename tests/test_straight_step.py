@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, fork_app, largest_difference, losses
+from harness import QUIET, ROOT, App, fork_app, largest_difference, losses
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from user_code import TheirData
 
 from app.loop.straight_step import StraightLoop
 
-App = Callable[..., tuple[int, str]]
 CALLBACK_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 BATCH_HOOKS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
 MODULE_HOOKS = [

@@ -3,17 +3,15 @@
 import io
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import QUIET
+from harness import QUIET, App
 from rich.console import Console
 
 from app.monitor.progress_bar import ProgressBar
 
-App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
 
 

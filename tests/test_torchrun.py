@@ -3,14 +3,12 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import QUIET, largest_difference, losses, started, weights
+from harness import QUIET, App, largest_difference, losses, started, weights
 
-App = Callable[..., tuple[int, str]]
 pytestmark = pytest.mark.slow
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
 SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]

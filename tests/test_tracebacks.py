@@ -1,13 +1,11 @@
 """Errors from an object that a flag made, and from the user's code."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import QUIET, ROOT, error_of, fork_app, start_app
+from harness import QUIET, ROOT, App, error_of, fork_app, start_app
 
-App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", "--run.test", "false", *QUIET]
 SMALL += ["--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"]
 V2 = "--data.augment torchvision.transforms.v2."

@@ -7,20 +7,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import QUIET, free_port, start_app
+from harness import QUIET, App, free_port, start_app
 
 from app.fit.configuration import resolve
 from app.monitor.loggers import tracking_mode
 
 KEY = "5ec2e7" * 6 + "5ec2"
-App = Callable[..., tuple[int, str]]
 SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
 SLOW = pytest.mark.slow
 

@@ -1,14 +1,14 @@
 """`verify`: what is the same is found to be so, and each mistake is named."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, ForkServer, error_of, start_app
+from harness import QUIET, App, ForkServer, error_of, start_app
 from torch import Tensor
 
 from app.verify import same_training
@@ -17,7 +17,6 @@ from app.verify.differences import Parting, Recorded, Step, _gradients, differen
 from app.verify.recording import contents
 from app.verify.verdict import Result, Verdict
 
-App = Callable[..., tuple[int, str]]
 CPU = ["--trainer.accelerator", "cpu"]
 RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
 WAYS = {

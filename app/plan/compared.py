@@ -10,8 +10,7 @@ import pandas as pd
 
 from app.errors import UserError
 from app.fit.arguments import read_yaml
-from app.record import Record, load_json
-from app.record.record import Count, Positive
+from app.record import Count, Positive, Record, load_json
 
 # settings that leave the time of a step as it is, or nearly so
 BESIDE = {

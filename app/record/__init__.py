@@ -1,45 +1,329 @@
-"""Record of a training run: its fields, its file `run.json`, and words for it."""
+"""The run record: one field per fact. This package alone reads and writes `run.json`.
 
-from app.record.record import (
-    PHASES,
-    Checkpoints,
-    Course,
-    DataSet,
-    DeviceMemory,
-    Epoch,
-    FirstToLast,
-    Hardware,
-    Metrics,
-    Model,
-    Part,
-    Phases,
-    Profile,
-    ProfiledRank,
-    RankTime,
-    Record,
-    Throughput,
-    load_json,
-    mark_failed,
-)
+Every field has a default, because runs end early and older versions wrote fewer fields. Field names are the names in
+the file; `app/monitor/README.md` explains them.
+"""
 
-__all__ = [
-    "PHASES",
-    "Checkpoints",
-    "Course",
-    "DataSet",
-    "DeviceMemory",
-    "Epoch",
-    "FirstToLast",
-    "Hardware",
-    "Metrics",
-    "Model",
-    "Part",
-    "Phases",
-    "Profile",
-    "ProfiledRank",
-    "RankTime",
-    "Record",
-    "Throughput",
-    "load_json",
-    "mark_failed",
-]
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from app.system.files import read_json, write_json
+
+PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # of a step; they add up to all of it
+
+LIMIT = 1e15  # no figure of a run is larger; a file with one is damaged
+Int = Annotated[int, Field(gt=-LIMIT, lt=LIMIT)]
+Float = Annotated[float, Field(gt=-LIMIT, lt=LIMIT)]
+Count = Annotated[int, Field(gt=0, lt=LIMIT)]
+Positive = Annotated[float, Field(gt=0, lt=LIMIT)]
+T = TypeVar("T")
+
+
+@dataclass
+class Epoch:
+    """Figures of an epoch; `whole` is false for an epoch that a stop cut short."""
+
+    epoch: Int
+    whole: bool = True
+    seconds: Float | None = None
+    samples_per_s: Float | None = None
+    lr: Float | None = None
+    train_loss: Float | None = None
+    val_loss: Float | None = None
+    val_acc: Float | None = None
+
+
+@dataclass
+class Metrics:
+    """Loss and accuracy (0 to 1) over a split; null where the model did not log them."""
+
+    loss: Float | None = None
+    acc: Float | None = None
+
+
+@dataclass
+class FirstToLast:
+    """Training loss of the first, middle and last epoch."""
+
+    first: Float | None = None
+    middle: Float | None = None
+    last: Float | None = None
+
+
+@dataclass
+class Throughput:
+    """Global samples per second over logging windows, and the number of windows."""
+
+    median: Positive | None = None
+    min: Positive | None = None
+    max: Positive | None = None
+    n: Int = 0
+    unit: str = "samples/s"
+
+
+@dataclass
+class Phases:
+    """Milliseconds of each phase of a step; `launch` is the host's part of forward and backward."""
+
+    data: Float = 0.0
+    forward_backward: Float = 0.0
+    communication: Float = 0.0
+    optimizer: Float = 0.0
+    rest: Float = 0.0
+    forward: Float = 0.0
+    backward: Float = 0.0
+    launch: Float = 0.0
+    n: Int = 0
+    unit: str = "ms"
+
+    @property
+    def step(self) -> float:
+        """Milliseconds of the whole step."""
+        return sum(getattr(self, phase) for phase in PHASES)
+
+
+@dataclass
+class RankTime:
+    """Median milliseconds of a rank's step: data, compute, and the wait for other ranks' gradients."""
+
+    rank: Int
+    node: Int
+    data: Float
+    compute: Float
+    wait: Float
+    slow: bool | None = None
+    unit: str = "ms"
+
+
+@dataclass
+class ProfiledRank(Phases):
+    """Phases of a rank's traced steps, the share of a step (0 to 1) without an operation, and the trace's file."""
+
+    rank: Int = 0
+    host: Float | None = None
+    trace: str | None = None
+
+
+@dataclass
+class Profile:
+    """Result of `--profile`: the bottleneck in words, and each rank's phases."""
+
+    limit: str
+    ranks: list[ProfiledRank] = field(default_factory=list)
+
+
+@dataclass
+class DeviceMemory:
+    """Peak memory of a rank on a device, GiB."""
+
+    rank: Int
+    device: str
+    allocated_gib: Float | None = None
+    reserved_gib: Float | None = None
+    in_use_gib: Float | None = None
+    host_rss_gib: Float | None = None
+    total_gib: Float | None = None
+
+
+@dataclass
+class Course:
+    """Figures over the seconds of training: rows of seconds and samples/s, and of seconds and each rank's GiB."""
+
+    samples_per_s: list[list[Float]] = field(default_factory=list)
+    memory_gib: list[list[Float]] = field(default_factory=list)
+
+
+@dataclass
+class Checkpoints:
+    """Paths of the best and the last checkpoint."""
+
+    best: str | None = None
+    last: str | None = None
+
+
+@dataclass
+class Model:
+    """Classes of module and network, and the number of parameters."""
+
+    name: str
+    parameters: Int
+
+
+@dataclass
+class DataSet:
+    """Data set, number of classes, and images of each split."""
+
+    name: str
+    classes: Int
+    images: dict[str, Int | None] = field(default_factory=dict)
+
+
+@dataclass
+class Hardware:
+    """Processor, number of cores, and names of the GPUs."""
+
+    cpu: str
+    cores: Int
+    gpus: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Part:
+    """An earlier part of a training that was resumed; `train_s` is its own seconds of training."""
+
+    status: str | None = None
+    error: str | None = None
+    command: str | None = None
+    resumed_from: str | None = None
+    launchers: list[str] | None = None
+    strategy: str | None = None
+    devices: Count | None = None
+    world_size: Count | None = None
+    steps: Int | None = None
+    setup_s: Float | None = None
+    train_s: Float = 0.0
+
+
+@dataclass
+class Record:
+    """What a run was and how it went."""
+
+    # how it went
+    status: str = "running"
+    error: str | None = None
+    command: str | None = None
+    run_dir: str | None = None
+    config: str | None = None
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    resumed_from: str | None = None
+    launchers: list[str] = field(default_factory=list)
+    tracker: str | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    # how it ran
+    strategy: str | None = None
+    devices: Count | None = None
+    num_nodes: Count = 1
+    world_size: Count = 1
+    replicas: Count = 1
+    threads: Count | None = None
+    precision: str | None = None
+    placement: str | None = None
+    global_batch_size: Count | None = None
+    micro_batch: Int | None = None
+    max_epochs: Int | None = None
+    max_steps: Int | None = None
+    seed: Int | None = None
+    loop: str | None = None
+    loop_reason: str | None = None
+    channels_last: bool | None = None
+    compile: str | bool | None = None
+    cuda_graph: bool | None = None
+    matmul_precision: str | None = None
+    benchmark: bool | None = None
+    fused: bool | None = None
+
+    # on what
+    model: Model | None = None
+    data: DataSet | None = None
+    images_left_out: dict[str, Int] | None = None
+    hardware: Hardware | None = None
+    versions: dict[str, str | None] = field(default_factory=dict)
+
+    # what came out
+    steps: Int = 0
+    steps_per_epoch: Float | None = None  # infinite for a loader without a length: null in the file
+    epochs: list[Epoch] = field(default_factory=list)
+    train_loss: FirstToLast | None = None
+    validation: Metrics | None = None
+    test: Metrics | None = None
+    tested: str | None = None
+    not_finite_since: Int | None = None
+    skipped_steps: Int = 0
+
+    # how fast
+    setup_s: Float | None = None
+    train_s: Float | None = None
+    throughput: Throughput = field(default_factory=Throughput)
+    time_per_step: Phases | None = None
+    ranks: list[RankTime] = field(default_factory=list)
+    others_cores: Float | None = None
+    course: Course = field(default_factory=Course)
+    peak_memory: list[DeviceMemory] = field(default_factory=list)
+    profile: Profile | None = None
+
+    # of a run that another command started
+    wall_s: Positive | None = None
+    time_limit: Float | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> "Record":
+        """Read and check a record.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: When the file cannot be read, or a field has a value it cannot have; the message names both.
+        """
+        return load_json(path, cls)
+
+    def save(self, path: Path) -> None:
+        """Write the record, whole or not at all; infinity and NaN become null.
+
+        Raises:
+            OSError: When the file cannot be written.
+        """
+        write_json(path, asdict(self))
+
+    @property
+    def finished(self) -> bool:
+        """Whether training reached the requested epochs or steps."""
+        epochs = max((row.epoch + 1 for row in self.epochs if row.whole), default=0)
+        limits = ((epochs, self.max_epochs), (self.steps, self.max_steps))
+        return any(limit is not None and 0 <= limit <= reached for reached, limit in limits)
+
+    @property
+    def accelerator(self) -> str:
+        """Kind of the devices: `cpu`, `cuda`, …; before they are recorded, the kind that the machine has."""
+        if self.peak_memory:
+            return self.peak_memory[0].device.partition(":")[0]
+        return "cuda" if self.hardware and self.hardware.gpus else "cpu"
+
+
+def mark_failed(directory: str, reason: str) -> None:
+    """Record why a run failed, for one whose own processes could not or saw only the consequence.
+
+    Args:
+        directory: The run's directory.
+        reason: One line.
+    """
+    path = Path(directory, "run.json")
+    with suppress(ValueError, OSError):  # no file, a damaged one, or a full disk
+        record = Record.load(path)
+        if record.status != "completed":
+            record.status, record.error = "failed", reason
+            record.save(path)
+
+
+def load_json(path: Path, form: type[T]) -> T:
+    """Read a JSON object into a dataclass, and check every field's type and range.
+
+    Args:
+        path: The file.
+        form: The dataclass. Other keys are ignored; a null becomes the field's default.
+
+    Raises:
+        ValueError: When the file cannot be read or does not fit; the message names the file and the field.
+    """
+    content = {name: value for name, value in read_json(path).items() if value is not None}
+    try:
+        return TypeAdapter(form).validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).lstrip(".")
+        raise ValueError(f"{path} cannot be read ({place}: {first['msg'][:80]})") from error

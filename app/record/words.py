@@ -1,6 +1,6 @@
 """Words for figures of a run."""
 
-from app.record.record import Record
+from app.record import Record
 
 
 def duration(seconds: float) -> str:
