@@ -178,95 +178,84 @@ def _not_in_a_graph(s: Resolved) -> Found:
 
 
 FLAGS = (
-    Rule(_null, "--{flag} null", "give a value, or leave it out"),
-    Rule(_unknown_strategy, "--trainer.strategy {s.config.trainer.strategy}: unknown{near}", ""),
+    Rule(_null, "--{flag} null: give a value, or leave it out"),
+    Rule(_unknown_strategy, "--trainer.strategy {s.config.trainer.strategy}: unknown{near}"),
     Rule(
         _no_devices,
-        "--trainer.devices {s.config.trainer.devices!r}: the {s.accelerator} accelerator cannot give that",
-        "give a count from 1 on",
+        "--trainer.devices {s.config.trainer.devices!r}: the {s.accelerator} accelerator cannot give that: give a"
+        " count from 1 on",
     ),
-    Rule(_out_of_range, "--{flag} {value}", "{remedy}"),
-    Rule(_no_interval, "--trainer.val_check_interval {s.config.trainer.val_check_interval}", "give more than 0"),
-    Rule(
-        _no_duration, "--trainer.max_time {s.config.trainer.max_time}", "give DAYS:HOURS:MINUTES:SECONDS, 00:12:00:00"
-    ),
+    Rule(_out_of_range, "--{flag} {value}: {remedy}"),
+    Rule(_no_interval, "--trainer.val_check_interval {s.config.trainer.val_check_interval}: give more than 0"),
+    Rule(_no_duration, "--trainer.max_time {s.config.trainer.max_time}: give DAYS:HOURS:MINUTES:SECONDS, 00:12:00:00"),
     Rule(
         _lacks_package,
-        "--trainer.{flag} {value}: the package {package} is not installed",
-        "install it, or leave the flag out",
+        "--trainer.{flag} {value}: the package {package} is not installed: install it, or leave the flag out",
     ),
-    Rule(_no_file_name, "--{flag} {name!r}: {why}", "give a name, and the folder as dirpath"),
+    Rule(_no_file_name, "--{flag} {name!r}: {why}: give a name, and the folder as dirpath"),
     Rule(
         lambda s: type(s.config.seed_everything) is int and not 0 <= s.config.seed_everything < 2**32,
-        "--seed_everything {s.config.seed_everything}",
-        "give a number from 0 to 4294967295",
+        "--seed_everything {s.config.seed_everything}: give a number from 0 to 4294967295",
     ),
-    Rule(_no_folder, "--run.name {s.config.run.name!r}: {why}", "give another name"),
+    Rule(_no_folder, "--run.name {s.config.run.name!r}: {why}: give another name"),
     Rule(
         lambda s: s.config.run.profile and s.command != "fit",
-        "--profile: {s.command} takes no step of training",
-        "give it to fit, or leave it out",
+        "--profile: {s.command} takes no step of training: give it to fit, or leave it out",
     ),
     Rule(
         lambda s: s.config.run.profile and s.config.trainer.profiler is not None,
-        "--profile and --trainer.profiler: one of them can look at a step",
-        "leave the other out",
+        "--profile and --trainer.profiler: one of them can look at a step: leave the other out",
     ),
     Rule(
         lambda s: s.config.run.profile and (s.config.trainer.fast_dev_run or s.config.trainer.barebones),
-        "--profile: a run that leaves no traces has no directory for its own",
-        "leave --trainer.fast_dev_run and --trainer.barebones out",
+        "--profile: a run that leaves no traces has no directory for its own: leave --trainer.fast_dev_run and "
+        "--trainer.barebones out",
     ),
-    Rule(_too_low, "--trainer.strategy.{name} {value}", "give {least} or more"),
-    Rule(_without_hook, "--trainer.strategy.{name} has no effect without a hook", "give ddp_comm_hook, too"),
+    Rule(_too_low, "--trainer.strategy.{name} {value}: give {least} or more"),
+    Rule(_without_hook, "--trainer.strategy.{name} has no effect without a hook: give ddp_comm_hook, too"),
     Rule(
         lambda s: s.hook is not None and "bucket" not in inspect.signature(s.hook).parameters,
-        "--trainer.strategy.ddp_comm_hook {s.hook.__qualname__}: not a hook",
-        "give a function of state and bucket",
+        "--trainer.strategy.ddp_comm_hook {s.hook.__qualname__}: not a hook: give a function of state and bucket",
     ),
     Rule(
         lambda s: s.options.get("static_graph") and (s.trainer.accumulate_grad_batches > 1 or s.micro_batch),
-        "--trainer.strategy.static_graph true: torch fails where gradients are accumulated",
-        "leave it out, or --trainer.accumulate_grad_batches and --data.micro_batch",
+        "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: leave it out, or "
+        "--trainer.accumulate_grad_batches and --data.micro_batch",
     ),
     Rule(
         lambda s: s.given("cuda_graph") and (s.world_size > 1 or s.strategy is not SingleDeviceStrategy),
-        "--model.cuda_graph true is for one GPU, not for --trainer.strategy {s.name}",
-        "leave it out",
+        "--model.cuda_graph true is for one GPU, not for --trainer.strategy {s.name}: leave it out",
     ),
-    Rule(_not_in_a_graph, "--model.cuda_graph true with --{flag}: {why}", "leave one of them out"),
+    Rule(_not_in_a_graph, "--model.cuda_graph true with --{flag}: {why}: leave one of them out"),
     Rule(
         lambda s: s.micro_batch is not None and s.model is None,
-        "--data.micro_batch {s.micro_batch} is for the models of this application",
-        "leave it out, or use --trainer.accumulate_grad_batches",
+        "--data.micro_batch {s.micro_batch} is for the models of this application: leave it out, or use "
+        "--trainer.accumulate_grad_batches",
     ),
     Rule(
         lambda s: s.micro_batch is not None and not issubclass(s.strategy, (*COMPILES, SplitForward)),
-        "--data.micro_batch {s.micro_batch} does not work with --trainer.strategy {s.name}, "
-        "which takes the network apart",
-        "leave it out, or use --trainer.strategy ddp",
+        "--data.micro_batch {s.micro_batch} does not work with --trainer.strategy {s.name}, which takes the "
+        "network apart: leave it out, or use --trainer.strategy ddp",
     ),
     Rule(
         lambda s: s.given("channels_last") is True and not s.model.convolutional,
-        "--model.channels_last true: {s.model.__name__} has no convolutions, to which alone it matters",
-        "leave it out",
+        "--model.channels_last true: {s.model.__name__} has no convolutions, to which alone it matters: leave it out",
     ),
     Rule(
         lambda s: s.compiled and (issubclass(s.strategy, SplitForward) or not issubclass(s.strategy, COMPILES)),
-        "--model.compile does not work with --trainer.strategy {s.name}, which takes the network apart",
-        "leave it out, or use --trainer.strategy ddp",
+        "--model.compile does not work with --trainer.strategy {s.name}, which takes the network apart: leave it "
+        "out, or use --trainer.strategy ddp",
     ),
     Rule(
         lambda s: s.given("compile") == "reduce-overhead" and (s.trainer.accumulate_grad_batches > 1 or s.micro_batch),
-        "--model.compile reduce-overhead: the next batch overwrites the gradients that are accumulated",
-        "use default, or leave --trainer.accumulate_grad_batches and --data.micro_batch out",
+        "--model.compile reduce-overhead: the next batch overwrites the gradients that are accumulated: use "
+        "default, or leave --trainer.accumulate_grad_batches and --data.micro_batch out",
     ),
     Rule(
         lambda s: (
             s.given("optimizer.init_args.fused") and s.trainer.precision == "16-mixed" and s.trainer.gradient_clip_val
         ),
-        "--model.optimizer.fused true with --trainer.gradient_clip_val: under 16-mixed there is no moment between "
-        "unscaling and update in which to clip",
-        "leave one of them out, or use --trainer.precision bf16-mixed",
+        "--model.optimizer.fused true with --trainer.gradient_clip_val: under 16-mixed there is no moment between"
+        " unscaling and update in which to clip: leave one of them out, or use --trainer.precision bf16-mixed",
     ),
 )

@@ -197,141 +197,120 @@ def _no_compiler(s: Resolved) -> Found:
 LAUNCHER = (
     Rule(
         _uneven,
-        "{s.launcher.by} started {s.launcher.world_size} processes on {s.launcher.nodes} nodes, not the same number on "
-        "each",
-        "{remedy}",
+        "{s.launcher.by} started {s.launcher.world_size} processes on {s.launcher.nodes} nodes, not the same "
+        "number on each: {remedy}",
     ),
     Rule(
         _other_numbers,
         "{s.launcher.by} started {s.launcher.nodes} node(s) of {s.launcher.per_node} process(es), but the run is "
-        "--trainer.num_nodes {s.nodes} of {s.processes}",
-        "leave --trainer.num_nodes and --trainer.devices out, and they follow {s.launcher.by}",
+        "--trainer.num_nodes {s.nodes} of {s.processes}: leave --trainer.num_nodes and --trainer.devices out, and"
+        " they follow {s.launcher.by}",
     ),
 )
 HERE = (
     Rule(
         lambda s: s.accelerator_class is None and {"near": nearest(str(s.trainer.accelerator), AcceleratorRegistry)},
-        "--trainer.accelerator {s.trainer.accelerator}: unknown{near}",
-        "leave it out, or use cpu",
+        "--trainer.accelerator {s.trainer.accelerator}: unknown{near}: leave it out, or use cpu",
     ),
     Rule(
         _no_accelerator,
-        "--trainer.accelerator {s.trainer.accelerator}: there is none on this machine",
-        "leave it out, or use cpu",
+        "--trainer.accelerator {s.trainer.accelerator}: there is none on this machine: leave it out, or use cpu",
     ),
     Rule(
         _cannot_give,
-        "--trainer.devices {s.trainer.devices!r}: the {s.accelerator} accelerator cannot give that{there}",
-        "give a count from 1 on",
+        "--trainer.devices {s.trainer.devices!r}: the {s.accelerator} accelerator cannot give that{there}: give a"
+        " count from 1 on",
     ),
-    Rule(_not_on_this_device, "--{flag} has no effect on the {s.accelerator} accelerator", "leave it out"),
-    Rule(_no_compiler, "--model.compile: torch needs {missing} for it", "install it, or leave the flag out"),
+    Rule(_not_on_this_device, "--{flag} has no effect on the {s.accelerator} accelerator: leave it out"),
+    Rule(_no_compiler, "--model.compile: torch needs {missing} for it: install it, or leave the flag out"),
     Rule(
         lambda s: s.launcher and s.launcher.by != OWN_AGENT and s.config.cluster.init_method is not None,
-        "--cluster.init_method: {s.launcher.by} has seen to how the nodes meet",
-        "leave it out",
+        "--cluster.init_method: {s.launcher.by} has seen to how the nodes meet: leave it out",
     ),
     Rule(
         _left_over,
-        "{left} in the environment would make this process one of several, but neither torchrun nor srun has started "
-        "it",
-        "unset {unset}",
+        "{left} in the environment would make this process one of several, but neither torchrun nor srun has "
+        "started it: unset {unset}",
     ),
     Rule(
         _without_srun,
-        "this SLURM job has {count} {what}, but the command was started once, without srun",
-        "put srun before it",
+        "this SLURM job has {count} {what}, but the command was started once, without srun: put srun before it",
     ),
-    Rule(
-        _one_node,
-        "--cluster.{flag} {value}: there is one node",
-        "give --trainer.num_nodes, or leave it out",
-    ),
-    Rule(
-        _no_agent,
-        "--cluster.{flag} {value} has no effect: {by} starts the processes of this run",
-        "{remedy}",
-    ),
+    Rule(_one_node, "--cluster.{flag} {value}: there is one node: give --trainer.num_nodes, or leave it out"),
+    Rule(_no_agent, "--cluster.{flag} {value} has no effect: {by} starts the processes of this run: {remedy}"),
     Rule(
         lambda s: s.traits.single_process and s.nodes > 1,
-        "--trainer.strategy {s.name} works inside one node, not on {s.nodes}",
-        "use --trainer.strategy ddp or ddp_dp",
+        "--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use --trainer.strategy ddp or ddp_dp",
     ),
-    Rule(_no_place, "--cluster.init_method {method}", "give tcp://HOST:PORT, file:///PATH or env://"),
+    Rule(_no_place, "--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"),
     Rule(
         _no_address,
-        "--trainer.num_nodes {s.nodes}: where do the nodes meet?",
-        "give --cluster.init_method tcp://HOST:PORT, or set {missing}, or start them with torchrun or srun",
+        "--trainer.num_nodes {s.nodes}: where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or "
+        "set {missing}, or start them with torchrun or srun",
     ),
-    Rule(_no_port, "MASTER_PORT={port} in the environment", "{remedy}"),
+    Rule(_no_port, "MASTER_PORT={port} in the environment: {remedy}"),
     Rule(
         _no_node_rank,
-        "--trainer.num_nodes {s.nodes}: which of them is this?",
-        "give --cluster.node_rank 0, 1, …, or set NODE_RANK",
+        "--trainer.num_nodes {s.nodes}: which of them is this? give --cluster.node_rank 0, 1, …, or set NODE_RANK",
     ),
-    Rule(_wrong_node_rank, "{where} {rank}", "the nodes are 0 to {last}, for --trainer.num_nodes {s.nodes}"),
+    Rule(_wrong_node_rank, "{where} {rank}: the nodes are 0 to {last}, for --trainer.num_nodes {s.nodes}"),
     Rule(
         lambda s: s.sync_batchnorm and not s.traits.replicas_communicate,
-        "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate",
-        "use --trainer.strategy ddp",
+        "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use "
+        "--trainer.strategy ddp",
     ),
     Rule(
         lambda s: s.launcher and s.launcher.world_size > 1 and s.traits.single_process,
-        "--trainer.strategy {s.name} is one process, but {s.launcher.by} started several, which would train as many "
-        "models",
-        "start it without, or use --trainer.strategy ddp",
+        "--trainer.strategy {s.name} is one process, but {s.launcher.by} started several, which would train as "
+        "many models: start it without, or use --trainer.strategy ddp",
     ),
     Rule(
         lambda s: s.launcher and s.options.get("start_method", "popen") != "popen",
-        "ddp_spawn, ddp_fork and ddp_notebook start their own processes, which {s.launcher.by} has done already",
+        "ddp_spawn, ddp_fork and ddp_notebook start their own processes, which {s.launcher.by} has done already: "
         "use --trainer.strategy ddp, or start without {s.launcher.by}",
     ),
-    Rule(_unusable_backend, "--trainer.strategy.process_group_backend {backend}: {why}", ""),
+    Rule(_unusable_backend, "--trainer.strategy.process_group_backend {backend}: {why}"),
     Rule(
         lambda s: (
             s.traits.sends_between_devices
             and (s.options.get("process_group_backend"), s.accelerator) == ("gloo", "cuda")
         ),
-        "--trainer.strategy.process_group_backend gloo: it cannot send from one GPU to another, as {s.name} does",
-        "leave it out",
+        "--trainer.strategy.process_group_backend gloo: it cannot send from one GPU to another, as {s.name} does:"
+        " leave it out",
     ),
     Rule(
         lambda s: s.hook is not None and s.world_size == 1,
-        "--trainer.strategy {s.name}: {s.hook.__qualname__} changes how processes communicate, but this run is one "
-        "process",
-        "use --trainer.strategy ddp without a hook, or give more --trainer.devices",
+        "--trainer.strategy {s.name}: {s.hook.__qualname__} changes how processes communicate, but this run is "
+        "one process: use --trainer.strategy ddp without a hook, or give more --trainer.devices",
     ),
     Rule(
         lambda s: s.hook in POWER_SGD and s.accelerator == "cpu" and torch.cuda.is_available(),
-        "--trainer.strategy {s.name} on the CPU of a machine that has a GPU: torch's hook synchronises that "
-        "one, and fails",
-        "put CUDA_VISIBLE_DEVICES= before the command",
+        "--trainer.strategy {s.name} on the CPU of a machine that has a GPU: torch's hook synchronises that one, "
+        "and fails: put CUDA_VISIBLE_DEVICES= before the command",
     ),
     Rule(
         _sends_bf16,
-        "--trainer.strategy {s.name}: torch refuses to send bfloat16 where it was built without NCCL",
-        "use --trainer.strategy ddp_fp16",
+        "--trainer.strategy {s.name}: torch refuses to send bfloat16 where it was built without NCCL: use "
+        "--trainer.strategy ddp_fp16",
     ),
     Rule(
         lambda s: s.nodes == 1 and s.traits.needs_several_nodes,
-        "--trainer.strategy {s.name} {s.traits.needs_several_nodes}",
-        "use --trainer.strategy {s.traits.on_one_node}, or give more --trainer.num_nodes",
+        "--trainer.strategy {s.name} {s.traits.needs_several_nodes}: use --trainer.strategy "
+        "{s.traits.on_one_node}, or give more --trainer.num_nodes",
     ),
     Rule(
         lambda s: s.sync_batchnorm and s.world_size == 1,
-        "--trainer.sync_batchnorm has no effect in one process",
-        "use --trainer.strategy ddp, or leave it",
+        "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or leave it",
     ),
     Rule(
         lambda s: s.sync_batchnorm and s.accelerator == "cpu",
-        "--trainer.sync_batchnorm works on GPUs only, says torch",
-        "leave it out on CPU",
+        "--trainer.sync_batchnorm works on GPUs only, says torch: leave it out on CPU",
     ),
     *LAUNCHER,
-    Rule(_taken_port, "MASTER_PORT={port} in the environment: {why}", "unset it, or name a free port"),
+    Rule(_taken_port, "MASTER_PORT={port} in the environment: {why}: unset it, or name a free port"),
     Rule(
         _unshared_batch,
-        "a global batch of {size} cannot be shared equally by {s.world_size} ranks",
-        "use --data.batch_size {near}, or another --trainer.devices",
+        "a global batch of {size} cannot be shared equally by {s.world_size} ranks: use --data.batch_size {near},"
+        " or another --trainer.devices",
     ),
 )

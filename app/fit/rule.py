@@ -10,11 +10,9 @@ class Rule(NamedTuple):
     """One way in which a run cannot work.
 
     Attributes:
-        broken: Return whether a `Resolved` breaks the rule: true, or fields for the texts.
-        message: The flag, its value, and what is wrong; `s` is the `Resolved`.
-        remedy: What to do instead.
+        broken: Return whether a `Resolved` breaks the rule: true, or fields for the message.
+        message: The flag, its value, the reason, and the remedy; `s` is the `Resolved`.
     """
 
     broken: Callable[[Any], Found]
     message: str
-    remedy: str

@@ -28,13 +28,10 @@ class Built(NamedTuple):
     world_size: int
 
 
-def _check(rules: Sequence[Rule], asked: Any) -> None:
+def _check(rules: Sequence[Rule], resolved: Any) -> None:
     for rule in rules:
-        if found := rule.broken(asked):
-            fields = found if isinstance(found, Mapping) else {}
-            colon = "" if rule.message.endswith("?") else ":"
-            text = f"{rule.message}{colon} {rule.remedy}" if rule.remedy else rule.message
-            raise UserError(text.format(s=asked, **fields))
+        if found := rule.broken(resolved):
+            raise UserError(rule.message.format(s=resolved, **(found if isinstance(found, Mapping) else {})))
 
 
 def check_flags(config: Namespace) -> None:
