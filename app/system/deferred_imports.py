@@ -63,8 +63,9 @@ class _StandIn(ModuleType):
         full_name = f"{self.__name__}.{name}"
         if name.startswith("__"):
             raise AttributeError(full_name)
-        is_submodule = full_name in self._deferred.stand_ins
-        return importlib.import_module(full_name) if is_submodule else getattr(self._deferred.load(self.__name__), name)
+        if full_name in self._deferred.stand_ins:
+            return importlib.import_module(full_name)
+        return getattr(self._deferred.load(self.__name__), name)
 
 
 class _NothingCompiled(type):
@@ -74,10 +75,7 @@ class _NothingCompiled(type):
 
 @expects("torch.optim:Optimizer.zero_grad.__wrapped__")
 def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
-    """Exclude a function from tracing, once something is traced.
-
-    torch._disable_dynamo asks without wrapping, and caches the answer in `__dynamo_disable`.
-    """
+    """Exclude a function from tracing. torch._disable_dynamo caches an unwrapped answer in `__dynamo_disable`."""
     if not isinstance(function, FunctionType):
         return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)
     if not wrapping:
