@@ -81,7 +81,7 @@ class Sums:
         return [before + now for before, now in zip(self.epoch, self._of_window(trainer), strict=True)]
 
     def end_window(self, trainer: Trainer) -> Tensor:
-        """Mean loss of the window, on the host; begin another one. Collective."""
+        """Return the mean loss of the window, on the host, and begin the next. Collective."""
         window = self._of_window(trainer)
         self.epoch = [before + now for before, now in zip(self.epoch, window, strict=True)]
         self.window.zero_()
@@ -231,7 +231,7 @@ class ImageClassifier(LightningModule):
         trainer = self.trainer
         loader = trainer.train_dataloader
         self._has_gradients = False
-        if not isinstance(loader, GlobalBatches):  # somebody's own loader: the usual mean of equal shares
+        if not isinstance(loader, GlobalBatches):  # the user's own loader: the usual mean of equal shares
             return self._training_losses(images, labels, batch_idx).mean()
         accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:

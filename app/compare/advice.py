@@ -12,7 +12,7 @@ OVERHEAD = 0.35  # a phase above this share of a step, other than the model's wo
 LAUNCH_BOUND = 0.9  # above this share of its work, a GPU waits for the host's launches
 MOSTLY = 0.65  # share of a step that the model's own work should have
 NEARLY_FULL = 80.0  # percent of a device's memory
-BUSY = 0.1  # share of the cores from which on it matters that other programs take them
+BUSY = 0.1  # above this share of the cores, other programs disturb
 NAMED = 3  # variants that a sentence names
 
 
@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 
 
 def ranked(table: pd.DataFrame) -> pd.DataFrame:
-    """The variants with samples/s and a finite loss, by their names, the fastest first."""
+    """Return the variants with samples/s and a finite loss, by their names, the fastest first."""
     measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
     measured = measured[measured["not_finite_since"].isna()]
     measured = measured.assign(per_device=measured["samples_per_s"] / measured["replicas"])

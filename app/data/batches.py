@@ -182,7 +182,7 @@ class GlobalBatches:
         self.epoch = epoch
 
     def global_count(self, step: int) -> int:
-        """Number of samples of all ranks at a step."""
+        """Return the number of samples of all ranks at a step."""
         return min(self.batch_size, self._samples - step * self.batch_size)
 
     def window_count(self, step: int, length: int, steps: int) -> int:
@@ -197,7 +197,7 @@ class GlobalBatches:
         return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
 
     def samples(self, step: int) -> Tensor:
-        """Rows of the split that this rank has at a step of the epoch, int64 (n,)."""
+        """Return the rows of the split that this rank has at a step of the epoch, int64 (n,)."""
         return self.rows[self._share(self._order(self.epoch), step)]
 
     def _order(self, epoch: int) -> Tensor:

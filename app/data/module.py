@@ -238,12 +238,12 @@ class ImageData(LightningDataModule):
 
     @staticmethod
     def nearest_shares(size: int, world: int) -> str:
-        """The sizes near a global batch that ranks can share equally."""
+        """Return the sizes near a global batch that ranks can share equally."""
         below = size - size % world
         return f"{below} or {below + world}" if below else f"{world}"
 
     def _place(self) -> Placement:
-        """Where to keep the images: the same on all ranks, though each sees another amount of free memory."""
+        """Choose the placement, the same on all ranks although each sees another amount of free memory."""
         if self.requested_placement != "auto":
             return self.requested_placement
         if self.augment is not None:
@@ -308,15 +308,15 @@ class ImageData(LightningDataModule):
         return self._loader("train", train=True)
 
     def val_dataloader(self) -> GlobalBatches | list[Any]:
-        """The validation split, each sample once; no loader when it is empty."""
+        """Return the validation split, each sample once; no loader when it is empty."""
         return self._loader("val") if len(self._splits["val"][1]) else []
 
     def test_dataloader(self) -> GlobalBatches:
-        """The test split, each sample once."""
+        """Return the test split, each sample once."""
         return self._loader("test")
 
     def predict_dataloader(self) -> GlobalBatches:
-        """The images to predict, each once: the test split, or `ImageFolder`'s `predict_dir`."""
+        """Return the images to predict, each once: the test split, or `ImageFolder`'s `predict_dir`."""
         return self._loader("predict")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

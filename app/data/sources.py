@@ -55,7 +55,7 @@ class _Items(Dataset[Any]):
             return wrong
 
     def stack(self, images: list[Tensor | UserError]) -> tuple[Tensor, dict[int, UserError]]:
-        """Images of one batch, (n, C, H, W), where n may be 0; and those that could not be read, by place."""
+        """Return a batch's images, (n, C, H, W) with n from 0, and the errors of unreadable ones by place."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         return torch.stack(right) if right else torch.empty((0, *self.image_shape), dtype=torch.uint8), wrong
@@ -134,7 +134,7 @@ class Split(Dataset[Tensor]):
         return self.tensor()[index]
 
     def tensor(self, num_workers: int = 0) -> Tensor:
-        """All images, uint8 (N, C, H, W).
+        """Return all images, uint8 (N, C, H, W).
 
         Args:
             num_workers: Processes that decode them, where they must be decoded.
@@ -160,7 +160,7 @@ class Split(Dataset[Tensor]):
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Images that stay in a file, uint8 (N, C, H, W), for reading only: private pages would count as memory."""
+    """Return images that stay in a file, uint8 (N, C, H, W), for reading only: private pages would count as memory."""
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -305,7 +305,7 @@ class FashionMNISTSource(Source):
         return np.fromfile(file, np.uint8, offset=8)
 
     def _count(self, file: Path) -> int:
-        """Number of items of an IDX file: magic number, sizes (big-endian), then a byte per value."""
+        """Return the number of items of an IDX file: magic number, sizes (big-endian), then a byte per value."""
         shape = self.image_shape[1:] if "idx3" in file.name else ()
         if not file.is_file():
             raise UserError(f"{file} is not a file: move it away to have it downloaded again")

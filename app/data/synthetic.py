@@ -50,22 +50,22 @@ def _bands(x: Floats, width: Floats | float) -> Floats:
 
 
 def circle(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A filled disc."""
+    """Return a filled disc."""
     return _length(x, y) - 0.9
 
 
 def square(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A filled square."""
+    """Return a filled square."""
     return _box(x, y, 0.78, 0.78)
 
 
 def triangle(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A triangle of equal sides, which stands."""
+    """Return a triangle of equal sides, which stands."""
     return np.maximum(0.866 * abs(x) - 0.5 * y, y) - 0.5
 
 
 def star(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A star with five tips, of different depth."""
+    """Return a star with five tips, of different depth."""
     fifth, inner = 2 * math.pi / 5, 0.4 + 0.1 * kind
     angle = abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)
     # the edge from a tip at (1, 0) to the corner at `inner` between two tips
@@ -76,13 +76,13 @@ def star(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def cross(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A cross with arms of one length, of different width."""
+    """Return a cross with arms of one length, of different width."""
     width = 0.2 + 0.15 * kind
     return np.minimum(_box(x, y, 0.95, width), _box(x, y, width, 0.95))
 
 
 def ring(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A ring of different width."""
+    """Return a ring of different width."""
     width = 0.12 + 0.13 * kind
     return abs(_length(x, y) - 0.95 + width) - width
 
@@ -93,14 +93,14 @@ def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A board: squares of one colour are where x and y are in unlike bands."""
+    """Return a board: squares of one colour are where x and y are in unlike bands."""
     across, down = _bands(x, 0.567), _bands(y, 0.567)
     edge = np.minimum(abs(across), abs(down))
     return np.maximum(_box(x, y, 0.85, 0.85), np.copysign(edge, -across * down))
 
 
 def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A letter that is its own mirror image."""
+    """Return a letter that is its own mirror image."""
     strokes = LETTERS[(kind.ravel() * len(LETTERS)).astype(int), ..., None, None, None] * np.float32(0.85)
     x, nearest = abs(x), np.full_like(x, np.inf)
     for ax, ay, bx, by in (np.moveaxis(strokes[:, i], 1, 0) for i in range(strokes.shape[1])):
@@ -111,7 +111,7 @@ def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def wave(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """A wave of different length."""
+    """Return a wave of different length."""
     pitch = 4.5 + 3 * kind
     steepness = np.sqrt(1 + (0.4 * pitch * np.cos(pitch * x)) ** 2)
     return np.maximum(abs(y - 0.4 * np.sin(pitch * x)) / steepness - 0.16, abs(x) - 1)

@@ -123,7 +123,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
 
 
 def _of_run(name: str, record: Path) -> Path:
-    """The checkpoint that a run calls its last or best one; where its record does not know, by the file's name."""
+    """Return a run's last or best checkpoint, by its record or else by the file's name."""
     kept = getattr(read_earlier(record).checkpoint, name)
     if kept is not None and Path(kept).is_file():
         return Path(kept)
@@ -197,7 +197,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 
 def is_newest(path: Path) -> bool:
-    """Whether a run has nothing newer than this checkpoint; the best one may be written after the last of its step."""
+    """Return whether a checkpoint is its run's newest, apart from the best one of the same step."""
     return path.samefile(next(each for each in _newest_first([path.parent]) if each == path or each.stem != "best"))
 
 

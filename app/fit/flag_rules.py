@@ -86,7 +86,7 @@ def _out_of_range(s: Resolved) -> Found:
 
 
 def _null(s: Resolved) -> Found:
-    """A null that is neither the default nor allowed by the type: jsonargparse accepts it."""
+    """Find a null that is neither the default nor allowed by the type, because jsonargparse accepts it."""
     chosen = {section: class_of(s.config[section]) for section in ("model", "data") if s.config.get(section)}
     for section, cls in {**MADE, **chosen}.items():
         values = s.config.get(section) if section in MADE else s.config[section].get("init_args")
@@ -109,7 +109,7 @@ def _no_duration(s: Resolved) -> Found:
 
 
 def _no_file_name(s: Resolved) -> Found:
-    """A name of checkpoints that leads out of the run's folder, or that no file can have, or no format string."""
+    """Find a checkpoint name that leads out of the run's folder, that no file can have, or that is no format string."""
     for flag in ("best_checkpoint.filename", "last_checkpoint.filename"):
         name = s.config.get(flag)
         if name is None:
@@ -138,7 +138,7 @@ def _lacks_package(s: Resolved) -> Found:
 
 
 def _no_folder(s: Resolved) -> Found:
-    """A name that no folder below the root can have. Source of the limit: NAME_MAX of linux/limits.h."""
+    """Find a name that no folder below the root can have. Source of the limit: NAME_MAX of linux/limits.h."""
     name = s.config.run.name or ""
     path = PurePath(name)
     if "\0" in name:

@@ -84,7 +84,7 @@ class _Formatter(argparse.HelpFormatter):
 def page(
     parser: ArgumentParser, settings: ArgumentParser, classes: Mapping[str, str], section: str | None = None
 ) -> str:
-    """The page of a command, or of a section of its settings.
+    """Return the page of a command, or of a section of its settings.
 
     Args:
         parser: Of the command.

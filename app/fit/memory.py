@@ -152,7 +152,7 @@ def largest(takes: Callable[[int], float], share: int, most: float) -> int:
     """
 
     def part(count: int) -> int:
-        """The size of equal parts that are no larger than a count."""
+        """Return the size of equal parts that are no larger than a count."""
         return math.ceil(share / math.ceil(share / max(count, 1)))
 
     fits, beyond = part(share // 64), share + 1

@@ -22,7 +22,7 @@ STORE = "app/store"  # key in the agents' store: port of rank zero's store
 
 
 def gather_objects(mine: Any, group: Any = None) -> list[Any]:
-    """One picklable object of each rank, in order of rank, on every rank. Collective, in a group or the usual one."""
+    """Return every rank's picklable object, in order of rank, on every rank. Collective, in a group or the default."""
     if not distributed.is_initialized():
         return [mine]
     everyone: list[Any] = [None] * distributed.get_world_size()

@@ -49,17 +49,17 @@ def launched() -> Launched | None:
 
 
 def other_launcher() -> bool:
-    """Whether mpirun or LSF has started this process, with which Lightning deals."""
+    """Return whether mpirun or LSF started this process; Lightning handles both."""
     return LSFEnvironment.detect() or MPIEnvironment.detect()
 
 
 def _interactive() -> bool:
-    """Whether this is a session rather than a job; by Lightning's convention, which SLURM's own names follow."""
+    """Return whether this is an interactive session, by Lightning's convention and SLURM's own names."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def in_slurm_job() -> bool:
-    """Whether SLURM runs this process as a task of a job that it could requeue."""
+    """Return whether SLURM runs this process as a task of a job that it could requeue."""
     return is_task_of_srun() and not _interactive()
 
 
@@ -77,7 +77,7 @@ def launch_id() -> str | None:
 
 
 def may_resume() -> bool:
-    """Whether a launcher may have started this run before: torchrun does not say so when nodes come and go."""
+    """Return whether a launcher may have restarted this run; torchrun does not report it when nodes come and go."""
     launcher = launched()
     if launcher is None:
         return False
@@ -112,7 +112,7 @@ class Slurm(SLURMEnvironment):
 
 
 def environment_of(cluster: Cluster, num_nodes: int) -> ClusterEnvironment | None:
-    """The ClusterEnvironment of a Trainer in this process; None for mpirun and LSF, which Lightning knows."""
+    """Return the Trainer's ClusterEnvironment for this process; None for mpirun and LSF, which Lightning handles."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()

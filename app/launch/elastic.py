@@ -28,7 +28,7 @@ from app.launch.watchdog import watched
 from app.system.machine import usable_cores
 
 TAIL = 30  # lines of a failed rank's output that are shown
-# notes of a rank, beside torch's error file: the directory of its run; that a signal has ended it in order
+# a rank's notes beside torch's error file: its run's directory; the exit code of an orderly end by a signal
 RUN_DIR, STOPPED = "run_dir", "stopped"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])

@@ -67,7 +67,7 @@ def check_environment() -> None:
 
 
 def trust_flags() -> list[str]:
-    """The `--trust` flags that were given."""
+    """Return the command line's `--trust` flags."""
     return [part for module in os.environ.get(TRUST, "").split(",") if module for part in ("--trust", module)]
 
 
@@ -82,7 +82,7 @@ def is_task_of_srun() -> bool:
 
 
 def is_worker() -> bool:
-    """Whether a torch elastic agent has started this process: torchrun's, or our own."""
+    """Return whether a torch elastic agent started this process: torchrun's, or our own."""
     return os.environ.keys() >= WORKER
 
 

@@ -93,7 +93,7 @@ class Deadline:
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """A store that this process hosts.
+    """Host a store.
 
     It listens on the address alone, where that is one of this machine; else on all of them: behind a translated
     address, or where `/etc/hosts` has this host's name on 127.0.1.1, as Debian's installer leaves it.
@@ -122,7 +122,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
 
 
 def reach_store(address: str, port: int, timeout: float = 5.0) -> TCPStore:
-    """A store that another process hosts; where nobody listens, torch would wait, and log it."""
+    """Connect to a store that another process hosts; torch would wait and log if nobody listens."""
     socket.create_connection((address, port), timeout=timeout).close()
     return TCPStore(address, port, timeout=timedelta(seconds=timeout))
 
@@ -186,7 +186,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         return 0
 
     def store(self) -> Store:
-        """The store that all nodes share, when they are all there."""
+        """Wait for all nodes, and return the store that they share."""
         if self._store is None:
             deadline = Deadline(self.timeout.total_seconds())
             self._store = self._host(deadline) if self.rank == 0 else self._join(deadline)
@@ -196,7 +196,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         return self._store
 
     def gather(self, mine: Any, seconds: float | None = None) -> list[Any]:
-        """One picklable object of each node, in their order, on every node.
+        """Return every node's picklable object, in order of the nodes, on every node.
 
         Args:
             mine: This node's.

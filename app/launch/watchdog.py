@@ -176,7 +176,7 @@ def state(process: int) -> str:
 
 
 def connections(process: int) -> set[str]:
-    """The TCP connections of a process that are established, by the numbers of their sockets."""
+    """Return the TCP connections of a process that are established, by the numbers of their sockets."""
     rows: list[str] = []
     sockets: set[str] = set()
     with contextlib.suppress(OSError):
@@ -255,13 +255,13 @@ class Place(NamedTuple):
 
 
 def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Those that the training or evaluation has called."""
+    """Return the frames below the training or evaluation loop."""
     ends = (index for index, (path, _, name) in enumerate(frames) if LOOP.search(f"{path} {name}"))
     return frames[: next(ends, None)]
 
 
 def threads(text: str) -> list[Frame]:
-    """The frames of a process's main thread, innermost first: file, line and function."""
+    """Return the frames of a process's main thread, innermost first: file, line and function."""
     parts = re.split(r"^(Current thread|Thread) .*$", text, flags=re.MULTILINE)
     kinds, stacks = parts[1::2], parts[2::2]
     if not stacks:

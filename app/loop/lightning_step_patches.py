@@ -59,7 +59,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     @staticmethod
     def hands_over(data_fetcher: Any) -> bool:
-        """Whether `training_step` takes the iterator of the data instead of a batch."""
+        """Return whether `training_step` takes the iterator of the data instead of a batch."""
         return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
 
     def count_step(self) -> None:
@@ -133,5 +133,5 @@ def unpack_outputs(loop: EpochLoop, outputs: Any, micro_batches: int) -> tuple[T
 
 @expects(f"{_DDP}._model_averager")
 def averages_weights(strategy: Strategy) -> bool:
-    """Whether the strategy averages the weights of all ranks after some of the optimizer's steps."""
+    """Return whether the strategy averages weights of all ranks after some steps."""
     return getattr(strategy, "_model_averager", None) is not None

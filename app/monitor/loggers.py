@@ -80,7 +80,7 @@ def logged_in() -> bool:
 
 
 def answers(url: str) -> bool:
-    """Whether a server says anything at all within a few seconds; the tracker would wait for a minute and more."""
+    """Return whether a server answers within a few seconds; the tracker would wait for more than a minute."""
     import requests
 
     try:
@@ -91,7 +91,7 @@ def answers(url: str) -> bool:
 
 
 def trial() -> str | None:
-    """The id that the agent of a sweep has given to the run of this process: the tracker takes no other one."""
+    """Return the run id that a sweep's agent requires, or None."""
     return os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
 
 

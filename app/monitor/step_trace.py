@@ -136,7 +136,7 @@ def _covered(intervals: Iterable[tuple[float, float]], begins: float, ends: floa
 
 
 def profile_table(rows: Sequence[ProfiledRank]) -> Table:
-    """One line for each rank: milliseconds of each part of a step, and the share of it that the host took alone."""
+    """Make a table with each rank's milliseconds per phase, and the host's share without any operation."""
     names = [*("comm." if name == "communication" else name for name in SHARES), "host"]
     title = "milliseconds of a step; host: share without any operation"
     table = Table("rank", *(Column(name, justify="right") for name in names), title=title)

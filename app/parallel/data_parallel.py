@@ -203,7 +203,7 @@ def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor],
 
 
 def _gather(*outputs: Any) -> Any:
-    """One result of all replicas: a batch dimension is concatenated, a scalar becomes a vector."""
+    """Return one result of all replicas: a batch dimension is concatenated, a scalar becomes a vector."""
     if not isinstance(outputs[0], Tensor):
         return outputs[0]
     return torch.cat([output if output.ndim else output[None] for output in outputs])

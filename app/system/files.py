@@ -56,7 +56,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _part(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside the path, locked; another process may take it for left over until it is."""
+    """Create a locked file beside the path; until it is locked, another process may remove it."""
     while True:
         part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
         file = part.open("xb")
@@ -126,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """A value as JSON has it: NaN and infinity are null."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

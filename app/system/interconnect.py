@@ -142,7 +142,7 @@ def own_addresses() -> list[str]:
 
 
 def outward_address() -> str:
-    """The address of this machine at which others reach it: on the interface that was chosen, or on the way out."""
+    """Return this machine's address for other hosts: on the chosen interface, or on the default route."""
     chosen = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
     given = [entry.address for entry in chosen if entry.family == socket.AF_INET]
     try:

@@ -80,7 +80,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 @expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}.cluster_environment")
 def cluster_environment(trainer: Trainer) -> ClusterEnvironment:
-    """The environment that the run uses; a strategy of one process has no attribute for it."""
+    """Return the environment that the run uses; a strategy of one process has no attribute for it."""
     return trainer._accelerator_connector.cluster_environment
 
 
@@ -185,7 +185,7 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
 
 @expects(f"{_FIT_LOOP}._can_stop_early")
 def may_stop_early(trainer: Trainer) -> bool:
-    """Whether min_epochs and min_steps are reached, so that `should_stop` counts."""
+    """Return whether min_epochs and min_steps are reached, so that `should_stop` counts."""
     return trainer.fit_loop._can_stop_early
 
 
@@ -193,7 +193,7 @@ def may_stop_early(trainer: Trainer) -> bool:
 
 
 def complaint(error: Exception) -> str | None:
-    """Return the message of an error that Lightning itself raises, which is about its settings; None for others."""
+    """Return Lightning's own message about its settings, with the flag; None for other errors."""
     if isinstance(error, MisconfigurationException):
         return one_line(str(error))
     file = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
@@ -207,7 +207,7 @@ def complaint(error: Exception) -> str | None:
 
 @expects(f"{_MODULE}._trainer")
 def is_attached(module: LightningModule) -> bool:
-    """Whether a Trainer has the module; the public `trainer` raises where none has."""
+    """Return whether a Trainer has the module; the public `trainer` raises without one."""
     return module._trainer is not None
 
 
@@ -228,13 +228,13 @@ _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 @expects(f"{_CHECKPOINT}._every_n_train_steps")
 def steps_between_checkpoints(checkpoint: ModelCheckpoint) -> int:
-    """The `every_n_train_steps` that was given, or 0."""
+    """Return the `every_n_train_steps` that was given, or 0."""
     return checkpoint._every_n_train_steps
 
 
 @expects(f"{_CHECKPOINT}._every_n_train_steps", f"{_CHECKPOINT}._train_time_interval")
 def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
-    """Whether it may save after any step, or only when an epoch or a validation ends."""
+    """Return whether the callback may save within an epoch."""
     return checkpoint._every_n_train_steps > 0 or checkpoint._train_time_interval is not None
 
 
@@ -292,7 +292,7 @@ class DDPWithHooks(DDPStrategy):
         return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
 
     def comm_state(self) -> object | None:
-        """The first argument of the hook, made when the processes are connected."""
+        """Return the first argument of the hook, made when the processes are connected."""
         return self._ddp_comm_state
 
     @property
@@ -325,7 +325,7 @@ def set_launcher(strategy: Strategy, launcher: Any) -> None:
 
 @expects("lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._start_method")
 def start_method(strategy: Strategy) -> str | None:
-    """How Lightning starts the processes of ddp_spawn and ddp_fork itself; None where it does not."""
+    """Return the start method of ddp_spawn and ddp_fork; None for other strategies."""
     launcher = strategy.launcher
     return launcher._start_method if isinstance(launcher, SpawnLauncher) else None
 

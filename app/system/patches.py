@@ -45,7 +45,7 @@ def missing(patch: str) -> str | None:
 
 
 def _has(owner: object, path: str) -> bool:
-    """Whether a name can be reached, or is annotated in the class, or set on `self` somewhere in it."""
+    """Return whether a name exists, is annotated in the class, or is set on `self` somewhere in it."""
     name, _, rest = path.partition(".")
     if hasattr(owner, name):
         return not rest or _has(getattr(owner, name), rest)

@@ -47,7 +47,7 @@ OURS = "subclass app.data.ImageData, whose ranks share one permutation and every
 
 
 def causes(case: Case) -> list[Cause]:
-    """The causes of the differences, the first one first."""
+    """Return the causes of the differences, the first one first."""
     return [cause for look in LOOKS for cause in look(case)] if case.found else []
 
 

@@ -52,7 +52,7 @@ class Recorded:
         return [Step(number, list(ranks)) for number, ranks in enumerate(together)]
 
     def epoch(self, number: int) -> list["Step"]:
-        """The steps of an epoch."""
+        """Return the steps of an epoch."""
         return [step for step in self.steps if step.epoch == number]
 
     @cached_property
@@ -153,7 +153,7 @@ def apart(here: float, there: float, scale: float = 1.0) -> float:
 
 
 def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Parting]:
-    """Where a way of running parts from the reference, by column; a column that is not in it is the same."""
+    """Return a variant's first difference from the reference, by column; equal columns are absent."""
     found: dict[str, Parting] = {}
     for name, look in (("samples", _samples), ("learning rate", _rates), ("loss", _losses), ("gradients", _gradients)):
         pairs = zip(way.steps, reference.steps, strict=False)
@@ -173,7 +173,7 @@ def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE
 
 
 def largest(reference: Recorded, way: Recorded) -> float:
-    """The largest difference of losses, gradients and weights, over all steps."""
+    """Return the largest difference of losses, gradients and weights, over all steps."""
     pairs = list(zip(way.steps, reference.steps, strict=False))
     places = [place for here, there in pairs for look in (_losses, _gradients) for place in look(here, there, 0.0)]
     return max((place.size for place in [*places, *weights_apart(reference, way, 0.0)]), default=0.0)

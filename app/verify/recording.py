@@ -135,7 +135,7 @@ class Recording(Callback):
 
 
 def digest(value: Tensor) -> str:
-    """A short digest of the bytes of a tensor."""
+    """Return a short digest of the bytes of a tensor."""
     plain = value.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(plain.numpy().tobytes(), digest_size=8).hexdigest()
 
@@ -172,7 +172,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def size(value: Tensor) -> float:
-    """The norm of a tensor."""
+    """Return the norm of a tensor."""
     return value.detach().cpu().double().norm().item()
 
 
@@ -183,7 +183,7 @@ def scale_of(trainer: Trainer) -> float:
 
 
 def sizes(state: Any) -> Any:
-    """The same structure with the norm in place of each tensor."""
+    """Return the same structure with the norm in place of each tensor."""
     if isinstance(state, Tensor):
         return size(state)
     if isinstance(state, dict):
