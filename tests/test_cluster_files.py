@@ -155,7 +155,7 @@ def test_skypilot(tmp_path: Path) -> None:
         own = {**task["envs"], **machines, "FLAGS": f"{flags} --trainer.max_epochs {count}"}
         ranks = [{**own, "SKYPILOT_NODE_RANK": str(rank)} for rank in range(nodes)]
         said = run_nodes([["bash", "-eu", "-c", script]] * nodes, ranks, ROOT)
-    assert "going on from" in said[0]
+    assert "resuming from" in said[0]
     assert epochs(tmp_path)[-1] == (2, 2)
     alone = {**own, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "FLAGS": "--print_config"}
     assert "num_nodes: 1" in run_nodes([["bash", "-eu", "-c", script]], [alone], ROOT)[0]

@@ -240,7 +240,7 @@ def test_compare_varies_strategies_and_their_options() -> None:
         (f"ddp ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper", "has no effect without a hook"),
         ("ddp_fp16 ddp_comm_hook user_code.speaking_hook", "the chosen class has no such setting"),
         ("ddp_powersgd start_powersgd_iter 1", "--trainer.strategy.start_powersgd_iter 1: give 2 or more"),
-        ("ddp_localsgd", "averages weights between nodes, of which there is one: use --trainer.strategy ddp"),
+        ("ddp_localsgd", "averages weights between nodes, but there is only one: use --trainer.strategy ddp"),
         ("ddp_dp", "use --trainer.strategy dp, or give more --trainer.num_nodes"),
         ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
         ("ddp_ring --trainer.devices 1", "ring_hook changes how processes communicate, but this run is one process"),

@@ -25,13 +25,13 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
     assert said.startswith(
         "error: the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0): lower the"
     )
-    assert "--run.on_nonfinite warn goes on all the same" in said
+    assert "--run.on_nonfinite warn continues anyway" in said
     written = record(tmp_path / "runs")
     assert (written["status"], written["error"]) == ("failed", said.removeprefix("error: "))
     last = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     assert last.exists() == (every[:1] == ["--last_checkpoint.every_n_train_steps"])
     if last.exists():
-        assert f"and go on from {last}" in said
+        assert f"and resume from {last}" in said
         assert torch.load(last, weights_only=True)["global_step"] == 6
         assert all(weight.isfinite().all() for weight in weights(last).values())
 

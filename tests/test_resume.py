@@ -91,7 +91,7 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(*(pd.read_csv(runs / f"version_{n}" / "metrics.csv") for n in (0, 1)), atol=1e-6)
     code, out = app("fit", *flags, "--trainer.max_epochs", "4", "--ckpt_path", "last", "--model.optimizer.lr", "0")
     assert code == 2
-    assert "--model.optimizer.lr 0.0: a resumed run goes on with the checkpoint's optimizer, where it is 0.05" in out
+    assert "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, where it is 0.05" in out
 
 
 def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -> None:
@@ -266,12 +266,12 @@ def test_auto(app: App, tmp_path: Path) -> None:
         if not earlier:
             first = record
             last.with_name("newer.ckpt").write_bytes(last.read_bytes()[:1000])
-    assert f"going on from {last}" in out
+    assert f"resuming from {last}" in out
     assert set(first) == set(record)
     (runs / "version_0" / "run.json").write_text("")  # after a loss of power
     code, out = app("fit", *flags, "2")
     assert code == 0, out
-    assert f"going on from {last}" in out
+    assert f"resuming from {last}" in out
 
 
 FLAGS = [*CNN[:-2], *QUIET, "--run.name", "x", "--run.test", "false", "--trainer.max_epochs"]
@@ -299,7 +299,7 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     (folder / "best.ckpt").unlink()
     code, out = app("fit", *FLAGS, "3", "--ckpt_path", "auto")
     assert code == 0, out
-    assert f"{last} is damaged: it is kept as last.ckpt.damaged, and the run goes on from {folder}/last-1.ckpt" in out
+    assert f"{last} is damaged: it is kept as last.ckpt.damaged, and the run continues from {folder}/last-1.ckpt" in out
     second = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
     assert (second["resumed_from"], len(second["epochs"])) == (str(folder / "last-1.ckpt"), 3)
     assert (folder / "last.ckpt.damaged").exists()
@@ -322,7 +322,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     for key in ("pytorch-lightning_version", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
         torch.save({name: value for name, value in good.items() if name != key}, bad)
         said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
-        assert said.startswith(f"error: --ckpt_path {bad}: it holds no {key}, without which no training goes on"), said
+        assert said.startswith(f"error: --ckpt_path {bad}: it holds no {key}, without which no training resumes"), said
         torch.save({**good, key: 3.5}, bad)
         said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
         assert said == f"error: --ckpt_path {bad}: its {key} is not what it should be: give another one"
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     assert "it holds no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path", "last"))
     code, out = app("fit", *FLAGS, "2", "--run.name", "y", "--ckpt_path", "auto")
     assert code == 0, out
-    assert "going on from" in out, "from best.ckpt, though weights alone are newer"
+    assert "resuming from" in out, "from best.ckpt, though weights alone are newer"
 
 
 def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> None:

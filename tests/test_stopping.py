@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: every process ends, the record says why, and the run goes on from there to the bit."""
+"""Ctrl-C and SIGTERM: every process ends, the record says why, and the run continues from there to the bit."""
 
 import json
 import os
@@ -132,7 +132,7 @@ def test_one_process_of_a_job_asks_for_its_requeue(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ASKS], env={**os.environ, **task}, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.splitlines() == ["then", "SLURM starts job 7 again, which goes on from its last checkpoint"]
+    assert done.stdout.splitlines() == ["then", "SLURM starts job 7 again, which resumes from its last checkpoint"]
     assert (tmp_path / "scontrol.said").read_text() == "requeue 7\n"
 
 

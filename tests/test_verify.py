@@ -98,7 +98,7 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("PlainMean", "Data", "ddp", {"gradients"}, "a mean of means, of unequal shares (3, 2 samples)"),
     ("Model", "Data", "accumulation", {"gradients"}, "a mean of means, of unequal shares (4, 1 samples)"),
     ("Model", "Data", "ragged", {"gradients"}, "the last window of an epoch accumulates 1 of 2 batches, divided as if"),
-    ("ByBatch", "Data", "accumulation", RATE, "the learning rate advances with each batch, of which a step accum"),
+    ("ByBatch", "Data", "accumulation", RATE, "the learning rate advances with each of the"),
     ("PlainMean", "Stock", "resume", {"samples"}, "lost on resume: step 5 repeats those of step 1"),
 ]  # fmt: skip
 
@@ -214,7 +214,7 @@ def test_rounding_is_proven(tmp_path: Path) -> None:
     ("flags", "said"),
     [
         (["--steps", "3"], "--steps 3: give 4 or more"),
-        (["--trainer.devices", "2"], "--trainer.devices is what the ways differ in: leave it out"),
+        (["--trainer.devices", "2"], "--trainer.devices is a flag of the variants: leave it out"),
         (["--run.root", "x"], "run.root is set by verify itself"),
         (["--ways", "none.yaml"], "--ways none.yaml: there is no such file"),
         (

@@ -129,7 +129,7 @@ def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({
             raise UserError(f"trainer.{limit}: the experiment sets {limit} for all variants: give only --{limit}")
     for flag in flags:
         if flag in varied:
-            raise UserError(f"--{flag} is what the variants differ in: leave it out, or change the experiment")
+            raise UserError(f"--{flag} is a flag of the variants: leave it out, or change the experiment")
     named = {**experiment.variants, **_product(experiment)}
     if not named:
         raise UserError("the experiment has neither variants nor a grid: give one of them")

@@ -121,7 +121,7 @@ def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[st
     """Return the experiment's description, cautions, and unmeasured variants, as Markdown."""
     open_ = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
     if open_:
-        cautions.append(f"**Not complete: {plain(', '.join(open_))}.** The same command goes on.")
+        cautions.append(f"**Not complete: {plain(', '.join(open_))}.** The same command continues.")
     asked = f"{plain(experiment.name)}: {plain(experiment.description)}" if experiment.description else ""
     return "\n\n".join([asked or plain(experiment.name), *(f"> {caution}" for caution in cautions if caution)])
 

@@ -184,13 +184,13 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
             for each in (path for path, wrong in unusable if not wrong.endswith(WEIGHTS_ALONE)):
                 aside = each.with_name(f"{each.name}.damaged")
                 each.replace(aside)
-                rank_zero_info(f"{each} is damaged: it is kept as {aside.name}, and the run goes on from {path}")
+                rank_zero_info(f"{each} is damaged: it is kept as {aside.name}, and the run continues from {path}")
             return str(path)
         rank_zero_info(wrong)
         unusable.append((path, wrong))
     if unusable:
         raise UserError(
-            f"from none of the {len(unusable)} checkpoints under {Path(root, run)} can training go on: give another "
+            f"from none of the {len(unusable)} checkpoints under {Path(root, run)} can training resume: give another "
             "--run.name to begin anew, or --ckpt_path with one elsewhere"
         )
     return None
@@ -282,7 +282,7 @@ def _check_resumable(path: str, checkpoint: dict[str, Any], trainer: Trainer) ->
     for key, form in expected.items():
         if key not in checkpoint:
             raise UserError(
-                f"--ckpt_path {path}: it holds no {key}, without which no training goes on: it has weights alone, or "
+                f"--ckpt_path {path}: it holds no {key}, without which no training resumes: it has weights alone, or "
                 "is of another version: give another one"
             )
         if place := differs(form, checkpoint[key], key):
@@ -311,6 +311,6 @@ def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -
     for key in here.keys() - ({*own, "lr", "momentum", "betas"} if scheduled else own):
         if saved[key] != here[key]:
             raise UserError(
-                f"--model.optimizer.{key} {here[key]}: a resumed run goes on with the checkpoint's optimizer, where "
+                f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer, where "
                 f"it is {saved[key]}: leave it out, or begin a new run"
             )

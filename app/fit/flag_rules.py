@@ -239,7 +239,7 @@ FLAGS = (
     ),
     Rule(
         lambda s: s.given("channels_last") is True and not s.model.convolutional,
-        "--model.channels_last true: {s.model.__name__} has no convolutions, to which alone it matters: leave it out",
+        "--model.channels_last true: {s.model.__name__} has no convolutions: leave it out",
     ),
     Rule(
         lambda s: s.compiled and (issubclass(s.strategy, SplitForward) or not issubclass(s.strategy, COMPILES)),

@@ -35,7 +35,7 @@ def _cannot_give(s: Resolved) -> Found:
     try:
         cls.parse_devices(s.trainer.devices)
     except (MisconfigurationException, TypeError, ValueError):
-        return {"there": "" if s.accelerator == "cpu" else f", of which there are {cls.auto_device_count()}"}
+        return {"there": "" if s.accelerator == "cpu" else f"; this machine has {cls.auto_device_count()}"}
     return False
 
 
@@ -225,7 +225,7 @@ HERE = (
     Rule(_no_compiler, "--model.compile: torch needs {missing} for it: install it, or leave the flag out"),
     Rule(
         lambda s: s.launcher and s.launcher.by != OWN_AGENT and s.config.cluster.init_method is not None,
-        "--cluster.init_method: {s.launcher.by} has seen to how the nodes meet: leave it out",
+        "--cluster.init_method: {s.launcher.by} decides how the nodes meet: leave it out",
     ),
     Rule(
         _left_over,
@@ -304,7 +304,7 @@ HERE = (
     ),
     Rule(
         lambda s: s.sync_batchnorm and s.accelerator == "cpu",
-        "--trainer.sync_batchnorm works on GPUs only, says torch: leave it out on CPU",
+        "--trainer.sync_batchnorm works on GPUs only: leave it out on CPU",
     ),
     *LAUNCHER,
     Rule(_taken_port, "MASTER_PORT={port} in the environment: {why}: unset it, or name a free port"),

@@ -135,7 +135,7 @@ def settle_micro_batch(config: str, share: int, pixels: int, device: torch.devic
         found = largest(takes, share, most)
     if not found:
         raise UserError(
-            f"--data.micro_batch auto: one image at a time takes {tried[1]:.2f} GiB of the {most:.2f} that there are: "
+            f"--data.micro_batch auto: one image at a time takes {tried[1]:.2f} GiB of {most:.2f}: "
             "give more memory, or a smaller model"
         )
     rank_zero_info(f"micro-batch: {found:,} of {share:,} images, {tried[found]:.2f} GiB of {most:.2f}")

@@ -118,7 +118,7 @@ def decide(
         own = newest_checkpoint(run.root, name, None)
     anew = (may_resume and checkpoint is None) or own is not None or checkpoint == "auto"
     if own is not None:
-        rank_zero_info(f"going on from {own}")
+        rank_zero_info(f"resuming from {own}")
         checkpoint = own
     elif checkpoint == "auto":
         checkpoint = None

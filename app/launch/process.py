@@ -158,7 +158,7 @@ def requeue() -> bool:
         reason = str(getattr(error, "stderr", None) or error).strip()
         print(f"SLURM does not start job {job} again ({reason}): submit it anew with --ckpt_path auto", flush=True)
         return False
-    print(f"SLURM starts job {job} again, which goes on from its last checkpoint", flush=True)
+    print(f"SLURM starts job {job} again, which resumes from its last checkpoint", flush=True)
     return True
 
 

@@ -44,7 +44,7 @@ def counted(network: nn.Module) -> str:
     """Count a network's parameters, and the trainable ones."""
     known = [each for each in network.parameters() if not isinstance(each, nn.UninitializedParameter)]
     total, learn = (sum(each.numel() for each in known if each.requires_grad or not only) for only in (False, True))
-    return f"{total:,} parameters" + (f", of which {learn:,} learn" if learn < total else "")
+    return f"{total:,} parameters" + (f", {learn:,} of them trainable" if learn < total else "")
 
 
 def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,7 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *args, **kwargs)
         except Exception as error:
             self.failed = self.unsent = True
-            rank_zero_warn(f"Weights & Biases failed, training goes on without it: {one_line(str(error))}")
+            rank_zero_warn(f"Weights & Biases failed, training continues without it: {one_line(str(error))}")
 
     return call
 
@@ -444,5 +444,5 @@ def make_loggers(
     try:
         return [metrics, Tracker(metrics.log_dir, mode, f"{name}/{version}", project, group, tags, resumed)]
     except Exception as error:
-        rank_zero_warn(f"Weights & Biases does not start, training goes on without it: {one_line(str(error))}")
+        rank_zero_warn(f"Weights & Biases does not start, training continues without it: {one_line(str(error))}")
         return [metrics]

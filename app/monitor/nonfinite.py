@@ -109,7 +109,7 @@ class NonFinite(Callback):
             )
             raise UserError(
                 f"{what}: lower the learning rate, give --trainer.gradient_clip_val or another --trainer.precision"
-                f"{f', and go on from {good}' if good else ''}; --run.on_nonfinite warn goes on all the same, and skip "
+                f"{f', and resume from {good}' if good else ''}; --run.on_nonfinite warn continues anyway, and skip "
                 "leaves out such steps"
             )
         if self.since is None and self.action == "warn":

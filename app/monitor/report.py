@@ -41,7 +41,7 @@ from app.system.page import (
     table,
 )
 
-NAMED = 4  # up to so many ranks or lines are labelled; of more, the outermost
+NAMED = 4  # labelled ranks or lines; of more, the outermost
 CELLS = 20  # classes up to which the counts of a confusion matrix are written
 SHOWN = 10  # classes of a table that has not all
 WRONG_HEIGHT = 47  # percent of its width: the first two rows of the picture of wrong images
@@ -237,7 +237,7 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
 
 
 def _confusion(path: Path) -> tuple[list[str], np.ndarray]:
-    """Return the names of the classes, and counts of label (rows) against prediction; nothing where nothing was tested."""
+    """Return class names, and counts of label (rows) against prediction; both empty without a test."""
     if not path.exists():
         return [], np.zeros((0, 0), int)
     with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:

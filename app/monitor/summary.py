@@ -68,7 +68,7 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         resume = f"python -m app fit {again}" if alone else "the same command, with"
         resume += f" --ckpt_path {shlex.quote(record.checkpoint.last)}"
         if not record.finished:
-            yield f"go on           {resume}"
+            yield f"resume          {resume}"
             return
         if record.checkpoint.best and use:
             here = "" if alone else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"

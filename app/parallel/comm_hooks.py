@@ -66,7 +66,7 @@ class PowerSGD(FixedHook):
 
     strategy_name = "ddp_powersgd"
     fixed_hook = staticmethod(powerSGD_hook)
-    not_in_checkpoint = "the error feedback of PowerSGD: the run goes on without that of the steps before"
+    not_in_checkpoint = "the error feedback of PowerSGD: the run continues without the last error"
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class LocalSGD(FixedHook):
 
     strategy_name = "ddp_localsgd"
     fixed_hook = staticmethod(post_localSGD_hook)
-    needs_several_nodes, on_one_node = "averages weights between nodes, of which there is one", "ddp"
-    not_in_checkpoint = "the weights of every node: all go on from those of rank zero, and average gradients at first"
+    needs_several_nodes, on_one_node = "averages weights between nodes, but there is only one", "ddp"
+    not_in_checkpoint = "the weights of every node: all continue from rank zero's, and average gradients at first"
 
     def __init__(self, start_localsgd_iter: int = 100, period: int = 4, **kwargs: Any) -> None:
         super().__init__(**kwargs)

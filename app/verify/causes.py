@@ -177,7 +177,7 @@ def _rates(case: Case) -> Iterator[Cause]:
     if way.facts["accumulate"] > reference.facts["accumulate"]:
         yield Cause(
             columns,
-            f"the learning rate advances with each batch, of which a step accumulates {way.facts['accumulate']}",
+            f"the learning rate advances with each of the {way.facts['accumulate']} batches that a step accumulates",
             "advance it when an optimizer step was made: leave that to Lightning (interval: step)",
         )
         return

@@ -70,7 +70,7 @@ class Prover:
                 raise UserError(f"--{flag} is set by verify itself: leave it out")
             if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
                 raise UserError(
-                    f"--{flag} is what the ways differ in: leave it out, or name a way of your own in --ways"
+                    f"--{flag} is a flag of the variants: leave it out, or name a way of your own in --ways"
                 )
         for name, each in settings.ways.items():
             if re.match("fsdp|deepspeed|modelparallel|xla", str(each.get("trainer.strategy"))):
