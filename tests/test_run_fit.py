@@ -1,25 +1,19 @@
 """The record of a run, and the function that makes one."""
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from app.record import Record
-from app.runs import run_fit
+from app.runs import run_fit, starter
 
 FLAGS = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", "--run.wandb", "off"]
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ('{"status": 1}', "status"),
-        ('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"),
-        ('{"devices": -3}', "devices"),
-        ('{"train_s": 1e400}', "train_s"),
-        ("[]", "no JSON object"),
-        ("{", "line 1"),
-    ],
+    ("text", "place"), [('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"), ("{", "line 1")]
 )
 def test_a_damaged_record_names_the_field(text: str, place: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
@@ -47,3 +41,16 @@ def test_a_run_as_a_function(tmp_path: Path) -> None:
     assert "did you mean --trainer.max_steps" in str(wrong.error)
     late = run_fit([*FLAGS, "--trainer.max_epochs", "-1"], 8, tmp_path / "late")
     assert (late.status, late.time_limit) == ("interrupted", 8)
+
+
+def test_a_run_that_completes_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may complete while it is being stopped."""
+
+    def complete(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        stop(processes)
+        Record(status="completed", run_dir=str(tmp_path)).save(tmp_path / "x" / "version_0" / "run.json")
+
+    stop = starter._stop
+    monkeypatch.setattr(starter, "_stop", complete)
+    record = run_fit(FLAGS, 0.1, tmp_path / "x")
+    assert (record.status, record.time_limit) == ("completed", None)

@@ -114,13 +114,14 @@ def run_fit(
                 processes[codes.index(None)].wait(POLL)
             codes = [process.poll() for process in processes]
             late = time.monotonic() > began + limit
+    path = folder / "version_0" / "run.json"
     try:
-        record = Record.load(folder / "version_0" / "run.json")
-    except ValueError:  # the run ended before its first line
-        record = Record()
+        record = Record.load(path)
+    except ValueError as error:
+        record = Record(error=str(error) if path.exists() else None)
     record.wall_s = round(time.monotonic() - began, 3)
     record.others_cores = round(max((busy_seconds() - own_seconds() - busy) / record.wall_s, 0.0), 2)
-    if late and not any(codes):
+    if late and not any(codes) and record.status != "completed":
         record.time_limit = limit
         if record.status != "interrupted" or record.setup_s is None:
             state = "no progress" if record.setup_s is not None else "still setting up"
@@ -128,7 +129,7 @@ def run_fit(
     elif record.status != "completed" or any(codes):
         record.status, record.error = "failed", _reason(record, codes, outputs)
     if record.run_dir is not None:
-        record.save(folder / "version_0" / "run.json")
+        record.save(path)
     return record
 
 
