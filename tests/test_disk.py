@@ -72,7 +72,7 @@ def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: P
                 pass
         out = run.end()
     assert run.process.returncode == 0, out
-    assert "cannot be written (No space left on device): training goes on" in out
+    assert "cannot be written (No space left on device): training continues" in out
     rows = (run.directory / "metrics.csv").read_text().splitlines()
     assert {row.count(",") for row in rows} == {rows[0].count(",")}, "no line is cut"
     assert not leftovers(disk)
