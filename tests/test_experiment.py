@@ -117,7 +117,7 @@ def test_an_experiment_that_cannot_be(
     ("word", "message"),
     [
         ("--trainer.max_epochs=7", "the experiment sets max_epochs for all variants: give only --max_epochs"),
-        ("--trainer.precision=64-true", "--trainer.precision is what the variants differ in"),
+        ("--trainer.precision=64-true", "--trainer.precision is a flag of the variants"),
         ("--run.test=true", "run.test is set by compare itself"),
         ("--cluster.node_rank=1", "cluster.node_rank is set by compare itself"),
     ],

@@ -203,6 +203,6 @@ def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.
 
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb.Run, "log", broken)
-    with pytest.warns(UserWarning, match="goes on without it"):
+    with pytest.warns(UserWarning, match="continues without it"):
         code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path / "again")
     assert code == 0, out
