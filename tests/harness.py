@@ -1,6 +1,7 @@
 """The real command, started, watched and ended; what is read from its runs."""
 
 import atexit
+import inspect
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,29 @@ import numpy as np
 import pandas as pd
 import torch
 from cluster.hosts import awaited
+from lightning.pytorch import Trainer
+
+from app.fit.run_options import Run
 
 ROOT = Path(__file__).parent.parent
 App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
 
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+TRAINER, RUN = set(inspect.signature(Trainer).parameters), {field.name for field in fields(Run)}
+
+
+def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **flags: object) -> list[str]:
+    """Flags of `fit` for a few drawn images, without progress bar and summary.
+
+    Args:
+        flags: Settings of the Trainer, the run or the data, by their last name: `max_epochs=1, test=False, flip=True`.
+    """
+    words = ["--data", "Synthetic"]
+    for name, value in {"size": size, "batch_size": batch_size, **flags}.items():
+        section = "trainer" if name in TRAINER else "run" if name in RUN else "data"
+        words += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return [*words, *(["--model", model] if model else []), *QUIET]
 
 
 def start_app(*args: str | Path, timeout: int = 240, env: dict[str, str | None] | None = None) -> tuple[int, str]:
@@ -51,6 +70,12 @@ def start_app(*args: str | Path, timeout: int = 240, env: dict[str, str | None] 
         process.communicate()
         raise
     return process.returncode, out
+
+
+def output_of(code: int, out: str) -> str:
+    """Output of a command that succeeded."""
+    assert code == 0, out
+    return out
 
 
 def error_of(code: int, out: str) -> str:

@@ -12,7 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import QUIET, App, error_of, fork_app, free_port, largest_difference, losses, start_app, weights
+from harness import (
+    App,
+    error_of,
+    fork_app,
+    free_port,
+    largest_difference,
+    losses,
+    output_of,
+    start_app,
+    tiny,
+    weights,
+)
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
@@ -21,7 +32,7 @@ from app.fit.configuration import resolve
 from app.parallel.comm_hooks import ring_all_reduce
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "16", *QUIET]
+SMALL = tiny(72, 16, val_size=8)
 CPU = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]
 MEET = "--trainer.num_nodes 2 --cluster.init_method tcp://127.0.0.1:29500 --cluster.node_rank 0"
 
@@ -74,16 +85,14 @@ def test_ring_all_reduce(tmp_path: Path) -> None:
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a run on one device."""
     root = tmp_path_factory.mktemp("single")
-    code, out = fork_app("fit", *MODELS["cnn"], *STEPS, "--run.root", root, "--run.name", "x")
-    assert code == 0, out
+    output_of(*fork_app("fit", *MODELS["cnn"], *STEPS, "--run.root", root, "--run.name", "x"))
     return root / "x" / "version_0"
 
 
 @pytest.mark.slow
 def test_parity_of_the_ring(single: Path, tmp_path: Path) -> None:
     flags = [*MODELS["cnn"], *STEPS, *forked("ddp_ring"), "--trainer.devices", "4"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path, "--run.name", "x")
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, "--run.name", "x"))
     run = tmp_path / "x" / "version_0"
     np.testing.assert_allclose(losses(run), losses(single), rtol=0, atol=TOLERANCE)
     trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, single))
@@ -100,8 +109,7 @@ EXACT = [*SMALL, "--trainer.precision", "64-true", "--trainer.max_epochs", "4", 
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Last checkpoint of a run on one device in float64, where rounding hides nothing."""
     root = tmp_path_factory.mktemp("exact")
-    code, out = fork_app("fit", *EXACT, "--run.root", root, "--run.name", "x")
-    assert code == 0, out
+    output_of(*fork_app("fit", *EXACT, "--run.root", root, "--run.name", "x"))
     return root / "x" / "version_0" / "checkpoints" / "last.ckpt"
 
 
@@ -124,8 +132,7 @@ def check_effect(root: Path, exact: Path, effect: bool) -> None:
     ],
 )
 def test_hooks_act_on_cpu(strategy: str, options: list[str], said: str, exact: Path, tmp_path: Path) -> None:
-    code, out = fork_app("fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x")
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x"))
     assert said in out
     check_effect(tmp_path, exact, effect=True)
     assert json.loads((tmp_path / "x/version_0/run.json").read_text())["strategy"] in (strategy, f"{strategy}_fork")
@@ -134,8 +141,7 @@ def test_hooks_act_on_cpu(strategy: str, options: list[str], said: str, exact: P
 def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
     way = forked("ddp", "ddp_comm_hook", "user_code.speaking_hook")
     flags = [*SMALL, *way, "--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "1", "--run.test", "false"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
     assert out.count("averaged a bucket") == 4  # 64 images: 4 batches, 2 steps, on 2 ranks
     assert "static graph" not in out
 
@@ -143,13 +149,11 @@ def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_a_checkpoint_does_not_hold_is_said(exact: Path, tmp_path: Path) -> None:
     flags = [*EXACT, *forked("ddp_powersgd"), "--run.root", tmp_path, "--run.name", "x"]
-    code, out = fork_app("fit", *flags)
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *flags))
     assert "training ended after 16 steps, and nothing was compressed" in out
     assert "does not hold" not in out
     check_effect(tmp_path, exact, effect=False)
-    code, out = fork_app("fit", *flags, "--trainer.max_epochs", "5", "--ckpt_path", "last")
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *flags, "--trainer.max_epochs", "5", "--ckpt_path", "last"))
     assert out.count("the checkpoint does not hold the error feedback of PowerSGD") == 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, error_of, largest_difference, losses, start_app, weights
+from harness import QUIET, App, error_of, largest_difference, losses, output_of, start_app, tiny, weights
 from torch import nn
 
 from app.cli import main
@@ -22,7 +22,7 @@ from app.parallel import DDP, DataParallelStrategy
 from app.parallel.data_parallel import Replica
 from app.system import lightning_patches, machine
 
-SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "16", *QUIET]
+SMALL = tiny(72, 16, val_size=8)
 CPU = ["--trainer.accelerator", "cpu"]
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -48,8 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.name", "x")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.name", "x"))
     record = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
     assert record["hardware"]["gpus"] == ["NVIDIA of somebody"]
     assert record["peak_memory"][0]["device"] == "cpu"
@@ -164,8 +163,7 @@ def test_dp_copies_the_network_alone() -> None:
 
 def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     way = [*CPU, "--trainer.strategy", "dp", "--trainer.devices", "1"]
-    code, out = app("fit", *SMALL, *way, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, *way, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false"))
     record = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
     assert record["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
@@ -177,7 +175,7 @@ def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
 
 needs_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
 ON_GPU = ["--trainer.accelerator", "cuda", "--trainer.devices", "1"]
-STEPS = ["--data", "Synthetic", "--data.size", "503", "--data.batch_size", "32", "--data.flip", "true", *QUIET]
+STEPS = tiny(503, 32, flip=True)
 STEPS += ["--run.test", "false", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
 EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
@@ -187,8 +185,7 @@ EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 @needs_gpu
 def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path) -> None:
     used = machine._nvidia_smi("memory.used")
-    code, out = start_app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*start_app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.root", tmp_path))
     record = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
     assert len(record["hardware"]["gpus"]) == len(used)
 
@@ -200,8 +197,7 @@ def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> Non
     """By default, with TF32 off in convolutions, too: what lets every way of running take the same steps."""
     like = ["--data.like", "FashionMNIST" if model == "FashionMLP" else "CIFAR10"]
     for name, device in (("cpu", CPU), ("gpu", ON_GPU)):
-        code, out = app("fit", "--model", model, *STEPS, *like, *device, "--run.name", name)
-        assert code == 0, out
+        output_of(*app("fit", "--model", model, *STEPS, *like, *device, "--run.name", name))
     pair = (losses(tmp_path / "runs" / name / "version_0") for name in ("gpu", "cpu"))
     np.testing.assert_allclose(*pair, rtol=0, atol=1e-5)
 
@@ -212,11 +208,9 @@ def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> Non
 def test_exact_resume_with_deterministic_algorithms(precision: str, app: App, tmp_path: Path) -> None:
     flags = ["fit", *STEPS, *EVERY, *ON_GPU, "--trainer.precision", precision, "--trainer.deterministic", "true"]
     try:
-        code, out = app(*flags, "--run.name", "whole")
-        assert code == 0, out
+        output_of(*app(*flags, "--run.name", "whole"))
         whole = tmp_path / "runs" / "whole" / "version_0" / "checkpoints"
-        code, out = app(*flags, "--run.name", "resumed", "--ckpt_path", whole / "step=21.ckpt")
-        assert code == 0, out
+        output_of(*app(*flags, "--run.name", "resumed", "--ckpt_path", whole / "step=21.ckpt"))
     finally:
         torch.use_deterministic_algorithms(False)
     resumed = tmp_path / "runs" / "resumed" / "version_0" / "checkpoints"
@@ -228,8 +222,7 @@ def test_exact_resume_with_deterministic_algorithms(precision: str, app: App, tm
 def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy", "fsdp", "--run.root", tmp_path]
     for epochs, resume in (("1", []), ("2", ["--ckpt_path", "last"])):
-        code, out = start_app(*flags, "--trainer.max_epochs", epochs, *resume)
-        assert code == 0, out
+        output_of(*start_app(*flags, "--trainer.max_epochs", epochs, *resume))
     record = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
     assert record["test"] is not None
 

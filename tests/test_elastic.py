@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import awaited
-from harness import QUIET, ROOT, family, fork_app, largest_difference, started, weights
+from harness import ROOT, family, fork_app, largest_difference, output_of, started, tiny, weights
 
 pytestmark = pytest.mark.slow
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
 DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
-SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET, *DDP]
+SMALL = [*tiny(203, 20, flip=True), *DDP]
 SHORT = ["--trainer.max_epochs", "1", "--run.test", "false"]
 
 
@@ -92,8 +92,7 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, "--run.test", "false"]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
     flags += ["--trainer.max_epochs", "30"]
-    code, out = fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole")
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole"))
     whole = tmp_path / "whole" / "SaysItsProcess-Synthetic" / "version_0"
     for name, more, launcher in (
         ("agent", ["--cluster.max_restarts", "2"], []),

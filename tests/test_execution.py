@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, error_of, largest_difference, losses, weights
+from harness import App, error_of, largest_difference, losses, output_of, tiny, weights
 from torch import nn
 
 from app import step_graph
@@ -22,7 +22,7 @@ from app.fit import machine_rules
 from app.networks import MLP, LeNet
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", *QUIET]
+SMALL = tiny(203, 20)
 STEPS = ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
 CNN, MLP_FLAGS = (
     ["--model", "CIFARCNN"],
@@ -64,8 +64,7 @@ def test_the_same_training(
     if "default" in other and not shutil.which("g++"):
         pytest.skip("needs g++")
     for name, more in (("plain", []), ("other", other)):
-        code, out = app("fit", *SMALL, *flags, *STEPS, *more, "--run.name", name)
-        assert code == 0, out
+        output_of(*app("fit", *SMALL, *flags, *STEPS, *more, "--run.name", name))
     plain, changed = (tmp_path / "runs" / name / "version_0" for name in ("plain", "other"))
     np.testing.assert_allclose(losses(changed), losses(plain), rtol=0, atol=1e-5)
     assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (plain, changed))) < 1e-5
@@ -78,11 +77,9 @@ def test_the_same_training(
 def test_a_checkpoint_of_another_layout(before: str, app: App, tmp_path: Path) -> None:
     """Its momentum takes the layout of the weights that it goes on with."""
     flags = ["fit", *SMALL, *CNN, *STEPS, "--run.name", "x"]
-    code, out = app(*flags, "--trainer.max_epochs", "1", "--model.channels_last", before)
-    assert code == 0, out
+    output_of(*app(*flags, "--trainer.max_epochs", "1", "--model.channels_last", before))
     after = "false" if before == "true" else "true"
-    code, out = app(*flags, "--model.channels_last", after, "--ckpt_path", "last")
-    assert code == 0, out
+    output_of(*app(*flags, "--model.channels_last", after, "--ckpt_path", "last"))
     last = torch.load(tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
     momenta = [state["momentum_buffer"] for state in last["optimizer_states"][0]["state"].values()]
     convolution = next(momentum for momentum in momenta if momentum.shape == (16, 6, 5, 5))
@@ -283,8 +280,7 @@ def test_a_step_as_one_graph(
 ) -> None:
     """To the last bit: the first three steps and the last batch of each epoch are as ever, the others replayed."""
     for name, more in (("plain", []), ("graph", GRAPH)):
-        code, out = app("fit", *SMALL, *STEPS, *EVERY, *flags, *more, "--run.name", name)
-        assert code == 0, out
+        output_of(*app("fit", *SMALL, *STEPS, *EVERY, *flags, *more, "--run.name", name))
     plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
     assert graphs == replayed
     np.testing.assert_array_equal(losses(graph), losses(plain))
@@ -301,11 +297,9 @@ def test_a_step_as_one_graph(
 
 def test_a_graph_goes_on_from_a_step_without_one(graphs: list[int], app: App, tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *STEPS, *EVERY]
-    code, out = app(*flags, "--run.name", "plain")
-    assert code == 0, out
+    output_of(*app(*flags, "--run.name", "plain"))
     saved = tmp_path / "runs" / "plain" / "version_0" / "checkpoints"
-    code, out = app(*flags, *GRAPH, "--run.name", "graph", "--ckpt_path", saved / "step=14.ckpt")
-    assert code == 0, out
+    output_of(*app(*flags, *GRAPH, "--run.name", "graph", "--ckpt_path", saved / "step=14.ckpt"))
     resumed = tmp_path / "runs" / "graph" / "version_0" / "checkpoints"
     assert graphs == [11]
     assert largest_difference(*(weights(folder / "step=28.ckpt") for folder in (saved, resumed))) == 0
@@ -324,8 +318,7 @@ def test_an_optimizer_that_cannot_be_captured(graphs: list[int], app: App) -> No
 def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[str], app: App, tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *STEPS, *optimizer, *scheduler, "--trainer.precision", precision]
     for name, more in (("plain", []), ("graph", GRAPH)):
-        code, out = app(*flags, *more, "--trainer.accelerator", "cuda", "--run.name", name)
-        assert code == 0, out
+        output_of(*app(*flags, *more, "--trainer.accelerator", "cuda", "--run.name", name))
     plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
     np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "32-true" else 1e-2)
 
@@ -336,7 +329,6 @@ def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[s
 def test_compiled_on_cuda(compiled: str, app: App, tmp_path: Path) -> None:
     for name in ("off", compiled):
         flags = ["--trainer.accelerator", "cuda", "--model.compile", name, "--run.name", name]
-        code, out = app("fit", *SMALL, *STEPS, *flags)
-        assert code == 0, out
+        output_of(*app("fit", *SMALL, *STEPS, *flags))
     pair = (losses(tmp_path / "runs" / name / "version_0") for name in ("off", compiled))
     np.testing.assert_allclose(*pair, rtol=0, atol=1e-4)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import QUIET, ForkServer, family, largest_difference, started, weights
+from harness import ForkServer, family, largest_difference, output_of, started, tiny, weights
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_fuzz import FLAGS, ODD
@@ -27,7 +27,7 @@ from app.fit.checkpoint_file import read
 
 pytestmark = pytest.mark.slow
 TIMES = int(os.environ.get("FAULTS", "1"))
-FIT = ["--data", "Synthetic", "--data.size", "700", "--data.batch_size", "16", "--run.test", "false", *QUIET]
+FIT = tiny(700, 16, test=False)
 SAVES = ["--last_checkpoint.every_n_train_steps", "3", "--trainer.log_every_n_steps", "5"]
 Tally = Callable[[str, int], None]
 
@@ -44,8 +44,7 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
     flags = [*FIT, *SAVES, "--trainer.max_epochs", "6", "--run.root", tmp_path / "runs"]
     elsewhere = Path("/dev/shm/app-faults")  # $TMPDIR on another file system
     elsewhere.mkdir(exist_ok=True)
-    code, out = server.run("fit", *flags, "--run.name", "undisturbed")
-    assert code == 0, out
+    output_of(*server.run("fit", *flags, "--run.name", "undisturbed"))
     expected = weights(tmp_path / "runs" / "undisturbed" / "version_0" / "checkpoints" / "last.ckpt")
     chain = 0
     while kills < 20 * TIMES:
@@ -125,16 +124,7 @@ COMMANDS = st.sampled_from(["fit", "fit", "fit", "validate", "test", "predict", 
 
 def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     """Through the whole command: it works, or says in one line what is wrong; in 30 s, 4 GiB and its own folder."""
-    tiny = [
-        "--data",
-        "Synthetic",
-        "--data.size",
-        "64",
-        "--trainer.max_epochs",
-        "1",
-        "--trainer.max_time",
-        "00:00:00:05",
-    ]
+    short = tiny(64, max_epochs=1, max_time="00:00:00:05")
     done = []
 
     @settings(
@@ -144,7 +134,7 @@ def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> 
     @given(COMMANDS, st.lists(st.tuples(st.sampled_from(SAFE), st.sampled_from(ODD)), min_size=1, max_size=2))
     def run(command: str, given: list[tuple[str, str]]) -> None:
         odd = [part for flag, value in given for part in (f"--{flag}", value)]
-        argv: list[Any] = ["fit", *tiny, "--run.root", "runs", *QUIET, *odd]
+        argv: list[Any] = ["fit", *short, "--run.root", "runs", *odd]
         if command in ("validate", "test", "predict"):
             argv = [command, *argv[1:]]
         elif command != "fit":
@@ -158,8 +148,7 @@ def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> 
         assert code == 0 or out.count("error: ") == 1, f"{argv}: {out[-3000:]}"
         assert {path.name for path in tmp_path.iterdir()} <= {"runs", "data", "output.txt"}, argv
 
-    code, out = server.run("fit", *tiny, "--run.root", "runs", *QUIET)
-    assert code == 0, out
+    output_of(*server.run("fit", *short, "--run.root", "runs"))
     run()
     assert 2 in done
     tally("odd command lines, as a whole command", len(done))

@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 import pytest
 from cluster.hosts import Host, Network, awaited
-from harness import QUIET, App, largest_difference, losses, weights
+from harness import App, largest_difference, losses, tiny, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
-SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
+SMALL = tiny(203, 20, flip=True)
 STEPS = [*SMALL, "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
 TCP = ["--trainer.num_nodes", "2", "--trainer.devices", "1", "--cluster.init_method", "tcp://h1:29500"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import QUIET, TINY, family, free_port, listening, started
+from harness import TINY, family, free_port, listening, started, tiny
 
 from app.system.interconnect import own_addresses
 
-FLAGS = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", *QUIET, "--trainer.accelerator", "cpu"]
+FLAGS = tiny(203, 20, accelerator="cpu")
 FLAGS += ["--trainer.max_epochs", "100000", "--trainer.devices", "1", "--trainer.num_nodes", "2", "--run.test", "false"]
 CPU = ["--trainer.accelerator", "cpu"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, start_app, weights
+from harness import QUIET, App, error_of, fork_app, output_of, start_app, tiny, weights
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
@@ -15,7 +15,7 @@ from app.errors import RankLostError, RankSilentError
 from app.launch.failures import lost
 
 THEIRS = ["--model", "user_code.TheirModel", "--data", "user_code.TheirData", "--trainer.max_epochs", "2", *QUIET]
-SMALL = ["--data", "Synthetic", "--data.size", "72", "--data.val_size", "8", "--data.batch_size", "12", *QUIET]
+SMALL = tiny(72, 12, val_size=8)
 
 
 def way(strategy: str, devices: int) -> list[str]:
@@ -34,8 +34,7 @@ def way(strategy: str, devices: int) -> list[str]:
 )
 def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     run_app = fork_app if "ddp" in strategy else app
-    code, out = run_app("fit", *THEIRS, *way(strategy, devices), "--run.root", tmp_path, "--run.name", "x")
-    assert code == 0, out
+    out = output_of(*run_app("fit", *THEIRS, *way(strategy, devices), "--run.root", tmp_path, "--run.name", "x"))
     assert "does not log val_acc" in out
     run = tmp_path / "x" / "version_0"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "last-1.ckpt"}
@@ -46,16 +45,14 @@ def test_somebodys_own_model_and_data(strategy: str, devices: int, app: App, tmp
 def test_torch_checks_collective_calls(tmp_path: Path) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL works with gloo, where torch's own DDP crashes."""
     flags = [*SMALL, *way("ddp_fork", 2), "--trainer.max_epochs", "1", "--run.root", tmp_path]
-    code, out = start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-    assert code == 0, out
+    output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
 def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
     flags = [*SMALL[:-4], *way("ddp", 2), f"--trainer.{flag}", "true", "--run.root", tmp_path]
-    code, out = fork_app("fit", *flags, "--trainer.max_epochs", "1")
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, "--trainer.max_epochs", "1"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,8 +79,7 @@ def test_what_an_error_of_a_communication_tells(said: str, meant: str | None) ->
 
 
 def test_somebodys_own_model_that_logs_no_accuracy(app: App) -> None:
-    code, out = app("fit", *SMALL, "--model", "user_code.LogsLossOnly", "--trainer.max_epochs", "1")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, "--model", "user_code.LogsLossOnly", "--trainer.max_epochs", "1"))
     assert "test            loss" in out
 
 
@@ -97,13 +93,11 @@ def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
     code, out = app("fit", *THEIRS, "--model", "user_code.SkipsForward", *way("dp", 2))
     assert code == 2
     assert "its step never calls self(batch)" in out
-    code, out = app("fit", *THEIRS, "--model", "user_code.SkipsForward")
-    assert code == 0, out
+    output_of(*app("fit", *THEIRS, "--model", "user_code.SkipsForward"))
 
 
 def test_dp_says_once_that_ddp_is_faster(app: App) -> None:
-    code, out = app("fit", *SMALL, *way("dp", 2), "--trainer.max_epochs", "2")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, *way("dp", 2), "--trainer.max_epochs", "2"))
     assert out.count("ddp is usually faster") == 1
 
 
@@ -157,8 +151,7 @@ def test_replicas_compute_in_the_precision_that_was_asked_for(strategy: str, app
         ("bf16-true", "bfloat16", "bfloat16"),
         ("64-true", "float64", "float64"),
     ):
-        code, out = app("fit", *flags, "--trainer.precision", precision, "--trainer.max_steps", "2")
-        assert code == 0, out
+        out = output_of(*app("fit", *flags, "--trainer.precision", precision, "--trainer.max_steps", "2"))
         said = {line for line in out.splitlines() if line.startswith("computed in")}
         assert said == {f"computed in torch.{scores} from torch.{images}"}
 
@@ -173,8 +166,7 @@ def test_every_precision_trains_both_models(
     flags = ["--model", model, *SMALL, "--data.like", like, *way(strategy, 2 if strategy == "dp" else 1)]
     flags += ["--data.crop_padding", "4", "--data.flip", "true"]
     flags += ["--run.on_nonfinite", "warn"]  # Adam's 1e-8 is 0 in 16 bits
-    code, out = app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1")
-    assert code == 0, out
+    output_of(*app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1"))
     (run,) = tmp_path.glob("runs/*/version_0")
     saved = {value.dtype for value in weights(run / "checkpoints" / "last.ckpt").values()}
     true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -184,16 +176,14 @@ def test_every_precision_trains_both_models(
 @pytest.mark.slow
 def test_precision_under_ddp(tmp_path: Path) -> None:
     flags = [*SMALL, *way("ddp_fork", 2), "--trainer.precision", "bf16-mixed", "--trainer.max_epochs", "1"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
 
 
 SHAPES = ["--trainer.callbacks+=app.callbacks.BatchShapes", "--trainer.max_epochs", "1", "--run.test", "false"]
 
 
 def test_batch_shapes_under_dp(app: App) -> None:
-    code, out = app("fit", *SMALL, "--data.batch_size", "30", *way("dp", 2), *SHAPES)
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, "--data.batch_size", "30", *way("dp", 2), *SHAPES))
     said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     assert said == [
         "rank 0, replica 0: input [4, 3, 32, 32] -> output [4, 10]",  # the sanity check of validation
@@ -210,15 +200,14 @@ def test_batch_shapes_under_dp(app: App) -> None:
 
 @pytest.mark.slow
 def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
-    code, out = fork_app("fit", *SMALL, "--data.batch_size", "30", *way("ddp_fork", 2), *SHAPES, "--run.root", tmp_path)
-    assert code == 0, out
+    flags = [*SMALL, "--data.batch_size", "30", *way("ddp_fork", 2), *SHAPES]
+    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
     said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]  # after the sanity check, after the epoch
     assert said == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for rank, n in seen]
     last = tmp_path / "LeNet-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     for command in ("test", "predict"):
-        code, out = fork_app(command, "--ckpt_path", last, "--run.root", tmp_path)  # the rest is in its config
-        assert code == 0, out
+        out = output_of(*fork_app(command, "--ckpt_path", last, "--run.root", tmp_path))
         said = [line for line in out.splitlines() if line.startswith("rank")]
         assert said == sorted(said), out
         assert {line.split(",")[0] for line in said} == {"rank 0", "rank 1"}
@@ -229,8 +218,7 @@ def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:
     code, out = app("fit", *SMALL, *flags)
     assert code == 2, out
     assert "--data.drop_last true" in out
-    code, out = app("fit", *SMALL, *flags, "--data.drop_last", "true")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, *flags, "--data.drop_last", "true"))
 
 
 @pytest.mark.gpu
@@ -240,11 +228,9 @@ def test_on_cuda(strategy: str, precision: str, tmp_path: Path) -> None:
     flags = ["--trainer.accelerator", "cuda", "--trainer.strategy", strategy, "--trainer.precision", precision]
     for placement in ("memory", "device"):
         more = ["--data.placement", placement, "--trainer.max_epochs", "2", "--run.name", placement]
-        code, out = fork_app("fit", *SMALL, *flags, *more, "--run.root", tmp_path)
-        assert code == 0, out
+        output_of(*fork_app("fit", *SMALL, *flags, *more, "--run.root", tmp_path))
         last = tmp_path / placement / "version_0" / "checkpoints" / "last.ckpt"
         if precision == "16-mixed":
             assert "scale" in torch.load(last, weights_only=True)["MixedPrecision"]
         again = ["--trainer.max_epochs", "3", "--run.root", tmp_path, "--ckpt_path", last]
-        code, out = fork_app("fit", *SMALL, *flags, *more, *again)
-        assert code == 0, out
+        output_of(*fork_app("fit", *SMALL, *flags, *more, *again))

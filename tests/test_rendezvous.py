@@ -10,10 +10,21 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from harness import QUIET, App, error_of, fork_app, free_port, largest_difference, losses, start_app, weights
+from harness import (
+    App,
+    error_of,
+    fork_app,
+    free_port,
+    largest_difference,
+    losses,
+    output_of,
+    start_app,
+    tiny,
+    weights,
+)
 
 SLOW = pytest.mark.slow
-SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", *QUIET]
+SMALL = tiny(203, 20)
 STEPS = ["--trainer.accelerator", "cpu", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
 
 
@@ -73,15 +84,13 @@ def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2")
         assert "Address already in use: unset it, or name a free port" in error_of(code, out)
-        code, out = app("fit", *SMALL, *STEPS)
-        assert code == 0, out
+        output_of(*app("fit", *SMALL, *STEPS))
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", "1"), ("ddp_fork", "2")])
 def test_an_address_of_another_launcher_is_not_used(strategy: str, devices: str, tmp_path: Path) -> None:
     flags = [*SMALL, *STEPS, "--trainer.strategy", strategy, "--trainer.devices", devices, "--run.root", tmp_path]
-    code, out = fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100)
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100))
     assert "MASTER_ADDR=192.0.2.1 in the environment is not used: this run is on one node" in out
 
 
@@ -113,10 +122,8 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
             suggested = out.split("use it          python -m app ")[1].split("\n")[0].split()
             assert "train longer    the same command, with --ckpt_path" in out
             assert "other ways" not in out
-    code, out = app(*suggested, "--run.root", tmp_path / "suggested")
-    assert code == 0, out
-    code, out = app("fit", *SMALL, *STEPS)
-    assert code == 0, out
+    output_of(*app(*suggested, "--run.root", tmp_path / "suggested"))
+    output_of(*app("fit", *SMALL, *STEPS))
     ours, single = (tmp_path / folder / "LeNet-Synthetic" / "version_0" for folder in ("nodes", "runs"))
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
     last = [weights(run / "checkpoints" / "last.ckpt") for run in (ours, single)]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from harness import QUIET, ROOT, App, largest_difference, listening, losses, weights
+from harness import ROOT, App, largest_difference, listening, losses, tiny, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"
 SHAPE = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
 TWO = [*SHAPE, "--ntasks-per-node=1"]
-STEPS = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
+STEPS = tiny(203, 20, flip=True)
 STEPS += ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
 EXACT = ["--trainer.precision", "64-true"]
 PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import QUIET, App, family, largest_difference, start_app, started, weights
+from harness import App, family, largest_difference, output_of, start_app, started, tiny, weights
 
-SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
+SMALL = tiny(203, 20, flip=True)
 DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
 SLOW = pytest.mark.slow
 
@@ -62,8 +62,7 @@ def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
     last = run.record["checkpoint"]["last"]
     config = run.directory / "config.yaml"
     for more in (["--config", config, "--ckpt_path", "last", "--run.name", "resumed"], ["--run.name", "whole"]):
-        code, out = app("fit", *SMALL, *flags, *more, "--run.root", tmp_path)
-        assert code == 0, out
+        output_of(*app("fit", *SMALL, *flags, *more, "--run.root", tmp_path))
     assert json.loads((tmp_path / "resumed" / "version_0" / "run.json").read_text())["resumed_from"] == last
     whole, resumed = (tmp_path / name / "version_0" / "checkpoints" / "last.ckpt" for name in ("whole", "resumed"))
     assert largest_difference(weights(whole), weights(resumed)) == 0
@@ -87,8 +86,7 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
     assert (found["status"], found["steps"]) == ("interrupted", 4)
     assert [row["whole"] for row in found["epochs"]] == [False]
     assert sum(row["val_acc"] is not None for row in found["epochs"]) == validations
-    code, out = app("fit", "--config", run / "config.yaml", "--ckpt_path", "last")
-    assert code == 0, out
+    output_of(*app("fit", "--config", run / "config.yaml", "--ckpt_path", "last"))
     found = json.loads((run / "run.json").read_text())
     assert found["status"] == "completed"
     assert [(part["status"], part["error"], part["steps"]) for part in found["parts"]] == [

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, fork_app, largest_difference, losses
+from harness import QUIET, ROOT, App, fork_app, largest_difference, losses, output_of, tiny
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -353,13 +353,7 @@ def test_every_config(
 ) -> None:
     data = yaml.safe_load(config.read_text()).get("data", {}).get("class_path")
     root = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}.get(data)
-    flags = (
-        ["--data.root", str(root)]
-        if root
-        else ["--data.size", "80"]
-        if data
-        else ["--data", "Synthetic", "--data.size", "80"]
-    )
+    flags = ["--data.root", str(root)] if root else ["--data.size", "80"] if data else tiny(80)
     if "batch_size: 0.25" not in config.read_text():
         flags += ["--data.batch_size", "8"]
     flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2", "--run.name", "x"]
@@ -369,12 +363,10 @@ def test_every_config(
 
 def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
     CALLS.clear()
-    code, out = app("fit", *flags, *RECORDED)
-    assert code == 0, out
+    output_of(*app("fit", *flags, *RECORDED))
     calls = Calls(CALLS)
     CALLS.clear()
-    code, out = app("fit", *flags, *RECORDED, "--run.loop", "lightning")
-    assert code == 0, out
+    output_of(*app("fit", *flags, *RECORDED, "--run.loop", "lightning"))
     for ours, theirs in zip(calls, CALLS, strict=True):
         assert ours == theirs
     runs = [runs / name for name in ("version_0", "version_1")]
@@ -405,20 +397,19 @@ def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
     ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"],
 )
 def test_ways_of_running(more: list[str], app: App, tmp_path: Path) -> None:
-    flags = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "16", "--trainer.accelerator", "cpu"]
+    flags = tiny(203, 16, accelerator="cpu")
     flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "3", "--run.name", "x", *QUIET, *more]
     assert_alike_by_command(app, tmp_path / "runs" / "x", *flags)
 
 
 @pytest.mark.slow
 def test_two_processes_that_accumulate(tmp_path: Path) -> None:
-    flags = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "16", "--trainer.log_every_n_steps", "3"]
+    flags = tiny(203, 16, log_every_n_steps=3)
     flags += ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET]
     flags += ["--trainer.accumulate_grad_batches", "2"]
     flags += ["--trainer.max_epochs", "2", "--run.test", "false", "--run.root", str(tmp_path), "--run.name", "x"]
     for profiler in ("null", "simple"):
-        code, out = fork_app("fit", *flags, "--trainer.profiler", profiler)
-        assert code == 0, out
+        output_of(*fork_app("fit", *flags, "--trainer.profiler", profiler))
     runs = [tmp_path / "x" / name for name in ("version_0", "version_1")]
     same_checkpoint(*map(last_checkpoint, runs))
     assert [json.loads((run / "run.json").read_text())["loop"] for run in runs] == ["straight", "lightning"]

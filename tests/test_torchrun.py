@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import QUIET, App, largest_difference, losses, started, weights
+from harness import App, largest_difference, losses, output_of, started, tiny, weights
 
 pytestmark = pytest.mark.slow
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-SMALL = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true", *QUIET]
+SMALL = tiny(203, 20, flip=True)
 CPU = ["--trainer.accelerator", "cpu"]
 STEPS = [*CPU, "--trainer.log_every_n_steps", "1", "--run.test", "false"]
 SAYS = ["--model", "user_code.SaysItsProcess", "--model.directory"]
@@ -24,8 +24,7 @@ def test_parity(app: App, tmp_path: Path) -> None:
         out = run.end(120)
     assert run.process.returncode == 0, out
     assert (run.record["world_size"], run.record["strategy"]) == (2, "ddp")
-    code, out = app("fit", *flags)
-    assert code == 0, out
+    output_of(*app("fit", *flags))
     single = tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     np.testing.assert_allclose(losses(run.directory), losses(single), rtol=0, atol=1e-5)
     assert largest_difference(*(weights(d / "checkpoints" / "last.ckpt") for d in (run.directory, single))) < 1e-5

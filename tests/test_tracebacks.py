@@ -4,9 +4,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from harness import QUIET, ROOT, App, error_of, fork_app, start_app
+from harness import ROOT, App, error_of, fork_app, start_app, tiny
 
-SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", "--run.test", "false", *QUIET]
+SMALL = tiny(64, 16, test=False)
 SMALL += ["--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"]
 V2 = "--data.augment torchvision.transforms.v2."
 CROP = f"{V2}RandomCrop --data.augment.size 64"
