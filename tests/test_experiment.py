@@ -10,35 +10,15 @@ import yaml
 from harness import SHIPPED, App, error_of
 
 from app.compare.results import COLUMNS
-from app.errors import UserError
-
-
-@pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the few steps from which a dry run estimates the time."""
-
-    def fail(words: list[str]) -> dict[str, Any]:
-        raise UserError("not now")
-
-    monkeypatch.setattr("app.compare.command.timed_run", fail)
-
-
-def test_a_dry_run_estimates_the_time(app: App, experiment: Callable[..., Path], tmp_path: Path) -> None:
-    path = experiment(variants={"one": {}, "bf16": {"trainer.precision": "bf16-mixed"}}, max_epochs=3, repeats=4)
-    code, out = app("compare", "--experiment", path, "--dry_run")
-    assert code == 0, out
-    hours, minutes, seconds = map(int, re.findall(r"8 runs to do: about (\d+):(\d+):(\d+) \(if all", out)[0])
-    assert 8 < 3600 * hours + 60 * minutes + seconds < 8 * 60, "at least a second for each run to begin"
-    assert "at most 0:08:00" in out
-    assert not (tmp_path / "runs" / "compare").exists(), "nothing is kept"
 
 
 def commands(out: str) -> list[str]:
     return [line for line in out.splitlines() if "python -m app fit" in line]
 
 
-@pytest.mark.usefixtures("unmeasured")
-def test_a_grid_is_every_combination_but_the_excluded(app: App, experiment: Callable[..., Path]) -> None:
+def test_a_grid_is_every_combination_but_the_excluded(
+    app: App, experiment: Callable[..., Path], tmp_path: Path
+) -> None:
     path = experiment(
         grid={"trainer.strategy": ["dp", "ddp"], "trainer.devices": [1, 2], "data.num_workers": [0]},
         exclude=[{"trainer.strategy": "dp", "trainer.devices": 1}],
@@ -48,10 +28,10 @@ def test_a_grid_is_every_combination_but_the_excluded(app: App, experiment: Call
     found = [re.findall(r"--trainer.strategy (\w+) .*--trainer.devices (\d)", line)[0] for line in commands(out)]
     assert found == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
     assert "strategy=ddp devices=2 num_workers=0" in out
-    assert "3 runs to do" in out
+    assert "3 runs to do: at most 0:03:00" in out
+    assert not (tmp_path / "runs" / "compare").exists(), "nothing is kept"
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_the_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "two": {"trainer.strategy": "ddp", "trainer.devices": 2}})
     _, out = app("compare", "--experiment", path, "--dry_run")
@@ -64,7 +44,6 @@ def test_the_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experime
     assert "--model.optimizer.lr 0.002" in two
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "other": {"trainer.precision": "bf16-mixed"}})
     words = ["--repeats=4", "--max_epochs", "7", "--data.flip=true", "--seed_everything", "3"]
@@ -74,7 +53,6 @@ def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Cal
     assert all("--seed_everything 3" in line for line in commands(out))
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
     _, out = app("compare", "--experiment", path, "--dry_run")
@@ -139,7 +117,6 @@ def test_a_setting_that_is_given_twice(app: App, experiment: Callable[..., Path]
     assert "repeats is given twice" in error_of(*app("compare", "--experiment", path))
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_the_small_form_and_what_is_typed(app: App, experiment: Callable[..., Path]) -> None:
     form = {"repeats": 3, "max_epochs": 4, "flags": {"data.size": 120}}
     path = experiment(variants={"a": {}}, quick_form=form)
@@ -154,7 +131,6 @@ def test_the_small_form_and_what_is_typed(app: App, experiment: Callable[..., Pa
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-@pytest.mark.usefixtures("unmeasured")
 def test_shipped_experiments_can_be_read(app: App, path: Path) -> None:
     code, out = app("compare", "--experiment", path, "--dry_run")
     assert code == 0, out

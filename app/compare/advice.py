@@ -10,10 +10,19 @@ from app.system.page import plain
 
 OVERHEAD = 0.35  # a phase above this share of a step, other than the model's work, is the bottleneck
 LAUNCH_BOUND = 0.9  # above this share of its work, a GPU waits for the host's launches
-MOSTLY = 0.65  # share of a step that the model's own work should have
 NEARLY_FULL = 80.0  # percent of a device's memory
 BUSY = 0.1  # above this share of the cores, other programs disturb
 NAMED = 3  # variants that a sentence names
+REMEDIES = {  # phase that limits a run: its name, and what to try
+    "forward_backward": (
+        "The model's own computation",
+        "more devices, `--trainer.precision bf16-mixed`, or a larger `--data.batch_size`",
+    ),
+    "data": ("Data loading", "`--data.placement device`, or less augmentation"),
+    "communication": ("Communication", "a larger `--data.batch_size`, or fewer devices"),
+    "optimizer": ("The optimizer", "a larger `--data.batch_size`"),
+    "rest": ("Launch overhead", "a larger `--data.batch_size`"),
+}
 
 
 class Verdict(NamedTuple):
@@ -32,7 +41,6 @@ def ranked(table: pd.DataFrame) -> pd.DataFrame:
     """Return the variants with samples/s and a finite loss, by their names, the fastest first."""
     measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
     measured = measured[measured["not_finite_since"].isna()]
-    measured = measured.assign(per_device=measured["samples_per_s"] / measured["replicas"])
     return measured.sort_values("samples_per_s", ascending=False)
 
 
@@ -136,12 +144,6 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
         )
     for each, slow in rows["slow_rank"].dropna().items():
         said.append(f"**{plain(each)}: {plain(slow)}**, in each of its runs: the others wait for it in every step.")
-    frugal = rows.sort_values("per_device").iloc[-1]
-    others = [str(row.name) for row in _as_good(rows, frugal, "per_device")]
-    if not {best.name, taken} & {frugal.name, *others}:
-        same = f", no better than {plain(_listed(others))} by the spread of the runs" if others else ""
-        each = f"{frugal['per_device']:,.0f} samples/s from each{same}"
-        said.append(f"Best for each device is **{plain(frugal.name)}**: {each}.")
     impossible = rows[(rows["efficiency"] > 1.2) & (rows["replicas"] > 1)]
     if len(impossible):
         said.append(
@@ -149,7 +151,7 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
             "the others: measure again on a quiet machine, with `--fresh`."
         )
     said += _of_one_processor(rows, baseline, cores)
-    return said + _limit(take, rows)
+    return said + _limit(take)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -190,15 +192,10 @@ def apart(one: pd.Series, other: pd.Series) -> bool:
     return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)
 
 
-def _as_good(rows: pd.DataFrame, best: pd.Series, by: str = "samples_per_s") -> list[pd.Series]:
+def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
     """List the variants that equal the best one within the spread of the runs, if either has several runs."""
-    rates = [name for name in rows.columns if name.startswith("samples_per_s")]
-
-    def scaled(row: pd.Series) -> pd.Series:
-        return row[rates] / (row["replicas"] if by == "per_device" else 1)
-
     others = [row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1]
-    return [row for row in others if not apart(scaled(best), scaled(row))]
+    return [row for row in others if not apart(best, row)]
 
 
 def ranks(table: pd.DataFrame) -> dict[str, int]:
@@ -210,8 +207,8 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
     return {str(name): 1 if name in tied else place for place, name in enumerate(rows.index, 1)}
 
 
-def _limit(best: pd.Series, rows: pd.DataFrame) -> list[str]:
-    """Name a variant's bottleneck, and a remedy that was not tried here."""
+def _limit(best: pd.Series) -> list[str]:
+    """Name a variant's bottleneck, and a remedy."""
     said = []
     fullest = max(best["memory_main_percent"], best["memory_others_percent"], key=lambda v: -1 if pd.isna(v) else v)
     if fullest >= NEARLY_FULL:
@@ -223,40 +220,12 @@ def _limit(best: pd.Series, rows: pd.DataFrame) -> list[str]:
     if times.isna().any() or not times.sum():
         return said
     share = times / times.sum()
-    remedies = {
-        "data": ("Data loading", _for_data(best)),
-        "communication": (
-            "Communication",
-            "a larger `--data.batch_size`, which needs fewer exchanges for the same images, or fewer devices",
-        ),
-        "optimizer": ("The optimizer", "a larger `--data.batch_size`, which needs fewer updates for the same images"),
-        "rest": (
-            "Launch overhead",
-            "a larger `--data.batch_size`: Python's work between the calls is the same for every step",
-        ),
-    }
-    phase = max(remedies, key=lambda name: share[f"{name}_ms"])
-    part, own = share[f"{phase}_ms"], share["forward_backward_ms"]
     waits = best["accelerator"] == "cuda" and best["launch_ms"] >= LAUNCH_BOUND * best["forward_backward_ms"]
-    if part < OVERHEAD and waits:
-        phase, part = "rest", own
-    if part >= OVERHEAD:
-        what, remedy = remedies[phase]
-        return [*said, f"**{what} limits {plain(best.name)}**: {part:.0%} of a step. Try {remedy}."]
-    ideas = []
-    if best["accelerator"] == "cuda" and not (rows["replicas"] > best["replicas"]).any():
-        ideas.append("more devices")
-    if best["accelerator"] == "cuda" and not rows["precision"].str.startswith("bf16").any():
-        ideas.append("`--trainer.precision bf16-mixed`")
-    ideas.append("a larger `--data.batch_size`, which keeps the hardware busier")
-    judged = ", as it should be" if own >= MOSTLY else ""
-    limited = f"**The model's own computation limits {plain(best.name)}**: {own:.0%} of a step{judged}"
-    said.append(f"{limited}. Try {' or '.join(ideas)}.")
-    return said
-
-
-def _for_data(best: pd.Series) -> str:
-    """Return a remedy for a variant that waits for its data."""
-    if best["placement"] == "disk":
-        return "another `--data.num_workers`, or `--data.placement memory` where nothing is augmented image by image"
-    return "`--data.placement device`, or less augmentation" if best["placement"] == "memory" else "less augmentation"
+    phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: share[f"{name}_ms"])
+    if share[f"{phase}_ms"] < OVERHEAD:
+        phase = "rest" if waits else "forward_backward"
+    what, remedy = REMEDIES[phase]
+    if phase == "data" and best["placement"] == "disk":
+        remedy = "another `--data.num_workers`, or `--data.placement memory`"
+    part = share["forward_backward_ms" if phase == "rest" and waits else f"{phase}_ms"]
+    return [*said, f"**{what} limits {plain(best.name)}**: {part:.0%} of a step. Try {remedy}."]

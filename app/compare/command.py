@@ -1,11 +1,11 @@
 """`python -m app compare`: reads its flags, shows the runs, and says where the report is."""
 
 import datetime
-import math
 import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,8 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 from rich.console import Console
-from rich.live import Live
 from rich.markdown import Markdown
 from rich.markup import escape
-from rich.table import Table
 
 from app.compare.experiment import Experiment, expand
 from app.compare.report import write_report
@@ -27,9 +25,9 @@ from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
 from app.monitor.loggers import Tracker, make_loggers, next_version, tracking_mode
-from app.plan.measure import timed_run
 from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
+from app.system.terminal import working
 from app.variant import INHERITED, Variant
 
 DEFAULT = "configs/compare/this_machine.yaml"
@@ -176,99 +174,53 @@ def _announce(runner: Runner, console: Console) -> None:
         if outcome.status != "measured":
             console.print(runner.commands(outcome.variant, 1) + "\n", highlight=False, soft_wrap=True, markup=False)
     left = len(list(runner.todo()))
-    seconds, judged = runner.remaining_s(), "judged by earlier runs"
-    if seconds is None and left:
-        seconds, judged = _estimate(runner, console), "if all were as fast as one device, on which 30 steps were timed"
+    seconds = runner.remaining_s()
     most = datetime.timedelta(seconds=int(left * runner.experiment.time_limit))
     if not left and runner.experiment.quick_form and not runner.experiment.quick:
         console.print("--quick true takes the experiment's small form")
-    guess = "" if seconds is None else f"about {datetime.timedelta(seconds=int(seconds))} ({judged}); "
+    guess = "" if seconds is None else f"about {datetime.timedelta(seconds=int(seconds))}, judged by earlier runs; "
     console.print(f"{left} runs to do: {guess}at most {most}", highlight=False, soft_wrap=True)
 
 
-def _estimate(runner: Runner, console: Console) -> float | None:
-    """Estimate the seconds of the runs left from a few steps of the first one; None where these cannot be made."""
-    _, first = next(runner.todo())
-    try:
-        record = timed_run(first.variant.arguments)
-    except UserError as error:
-        console.print(f"the time is not known: {error}", soft_wrap=True, markup=False, highlight=False)
-        return None
-    assert record.time_per_step
-    assert record.setup_s
-    step = record.time_per_step.step / 1000
-    total = 0.0
-    for _, outcome in runner.todo():
-        trainer = outcome.variant.settings.trainer
-        steps = (
-            (record.steps_per_epoch or math.inf) * (trainer.max_epochs or 1)
-            if (trainer.max_epochs or 1) > 0
-            else math.inf
-        )
-        total += record.setup_s + step * min(steps, trainer.max_steps if trainer.max_steps > 0 else math.inf)
-    return total if math.isfinite(total) else None
-
-
 class _Screen:
-    """Shows the runs while they are made: in a terminal as a live table, elsewhere by a line for each."""
+    """Prints each command, and a line for each run that ended; a terminal also shows the current run."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.began = time.monotonic()
-        self.live: Live | None = None
-        self.told: set[tuple[str, int, str | None]] = set()
+        self.say: Callable[[str], None] = lambda what: None
+        self.reported: set[tuple[str, int, str | None]] = set()
         self.printed: set[str] = set()
 
     def follow(self, runner: Runner) -> None:
         runner.show = self._show
-        if not self.console.is_terminal:
+        with working(self.console) as self.say:
             runner.run()
-            return
-        with Live(console=self.console, auto_refresh=False) as self.live:
-            runner.run()
-            self._show(runner)
 
     def _show(self, runner: Runner) -> None:
         if runner.running is not None:
             outcome, repeat, _ = runner.running
-            if outcome.variant.name not in self.printed:
-                self.printed.add(outcome.variant.name)
-                self.console.print(
-                    runner.commands(outcome.variant, repeat), highlight=False, soft_wrap=True, markup=False, style="dim"
-                )
-        if self.live is not None:
-            self.live.update(self._table(runner), refresh=True)
-            return
+            name, record = outcome.variant.name, runner.progress()
+            if name not in self.printed:
+                self.printed.add(name)
+                command = runner.commands(outcome.variant, repeat)
+                self.console.print(command, highlight=False, soft_wrap=True, markup=False, style="dim")
+            epoch = f"epoch {len(record.epochs) + 1} of {record.max_epochs or '?'}" if record.run_dir else "starting"
+            self.say(escape(f"{name}: run {repeat} of {runner.experiment.repeats}, {epoch}"))
         for outcome in runner.outcomes:
             key = (outcome.variant.name, len(outcome.records), outcome.reason)
-            if key not in self.told and (outcome.records or outcome.reason):
-                state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {len(outcome.records)}"
-                state += f" of {runner.experiment.repeats}" * (not outcome.reason)
+            if key not in self.reported and (outcome.records or outcome.reason):
+                state = f"run {len(outcome.records)} of {runner.experiment.repeats}"
+                state = f"{outcome.status}: {outcome.reason}" if outcome.reason else state
                 state += f", {_rates(outcome)}" * bool(outcome.records)
-                said = f"{outcome.variant.name}: {state}  ({self._clock(runner)})"
-                self.console.print(said, soft_wrap=True, markup=False)
-                self.told.add(key)
+                line = f"{outcome.variant.name}: {state}  ({self._clock(runner)})"
+                self.console.print(line, soft_wrap=True, markup=False)
+                self.reported.add(key)
 
     def _clock(self, runner: Runner) -> str:
         elapsed = datetime.timedelta(seconds=int(time.monotonic() - self.began))
         left = runner.remaining_s()
         return f"{elapsed} elapsed" + ("" if left is None else f", about {datetime.timedelta(seconds=int(left))} left")
-
-    def _table(self, runner: Runner) -> Table:
-        table = Table(caption=self._clock(runner), caption_justify="left")
-        for header in ("variant", "runs", "state", "samples/s"):
-            table.add_column(header)
-        for outcome in runner.outcomes:
-            state = outcome.status
-            if runner.running is not None and runner.running[0] is outcome:
-                record = runner.progress()
-                epoch = f"epoch {len(record.epochs) + 1} of {record.max_epochs or '?'}"
-                state = f"[bold]{epoch if record.run_dir else 'starting'}[/bold]"
-            elif outcome.reason:
-                state = escape(f"{outcome.status}: {outcome.reason[:50]}")
-            runs = f"{len(outcome.records)} of {runner.experiment.repeats}"
-            table.add_row(escape(outcome.variant.name), runs, state, _rates(outcome))
-        return table
 
 
 def _rates(outcome: Outcome) -> str:

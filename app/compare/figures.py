@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from app.compare.advice import ranked
 from app.compare.results import rate
 from app.compare.runner import Outcome
-from app.monitor.report import PARTS
+from app.monitor.report import stacked_bars
 from app.record import PHASES
 from app.system.page import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, label_lines, superscript
 
@@ -74,11 +74,6 @@ def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, ta
                 f"Difference of the training loss from that of {group[0]}, against epochs",
                 lambda axes: _difference(axes, lines, group, taken),
             )
-        found["loss_time"] = Picture(
-            "Training loss against time",
-            "Training loss of each variant against seconds of training",
-            lambda axes: _loss_in_time(axes, lines, baseline, taken),
-        )
     timed = rows.dropna(subset=["rest_ms"])
     if len(timed):
         found["step"] = Picture(
@@ -97,30 +92,18 @@ def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, ta
             NARROW,
             1.3 + 0.3 * len(known),
         )
-    scaled = rows.dropna(subset=["efficiency"])
-    if len(scaled) > 1:
-        found["efficiency"] = Picture(
-            f"Scaling efficiency: samples/s of each device, as a share of that of {baseline}",
-            "Scaling efficiency of each variant that has more devices than the baseline",
-            lambda axes: _efficiency(axes, scaled),
-            NARROW,
-            0.9 + 0.3 * len(scaled),
-        )
     return found
 
 
 def curves(outcomes: Sequence[Outcome]) -> dict[str, pd.DataFrame]:
-    """Training loss of each variant by epoch: its median over the runs, their range, and the seconds until then."""
+    """Return the training loss of each variant by epoch: median, least and most of the runs."""
     found = {}
     for outcome in outcomes:
         runs = [pd.DataFrame([vars(row) for row in record.epochs if row.whole]) for record in outcome.records.values()]
-        runs = [run.assign(until=run["seconds"].cumsum()) for run in runs if len(run)]
-        if runs:
-            by_epoch = pd.concat(runs).astype({"train_loss": float}).dropna(subset=["train_loss"]).groupby("epoch")
-            loss, until = by_epoch["train_loss"], by_epoch["until"]
-            figures = {"loss": loss.median(), "least": loss.min(), "most": loss.max(), "seconds": until.median()}
-            found[outcome.variant.name] = pd.DataFrame(figures | {"soonest": until.min(), "latest": until.max()})
-    return {name: line for name, line in found.items() if len(line)}
+        if any(map(len, runs)):
+            loss = pd.concat(runs).astype({"train_loss": float}).groupby("epoch")["train_loss"]
+            found[outcome.variant.name] = pd.DataFrame({"loss": loss.median(), "least": loss.min(), "most": loss.max()})
+    return {name: line.dropna() for name, line in found.items() if line["loss"].notna().any()}
 
 
 # -- bars -------------------------------------------------------------------------------------------------------------
@@ -129,7 +112,7 @@ def curves(outcomes: Sequence[Outcome]) -> dict[str, pd.DataFrame]:
 def _rows(axes: Axes, names: Sequence[str]) -> range:
     """Give each variant a row, the first on top."""
     places = range(len(names))
-    axes.set_yticks(places, [name if len(name) <= 32 else f"{name[:31]}…" for name in names])
+    axes.set_yticks(places, [_short(name, 32) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.tick_params("y", length=0)
@@ -173,15 +156,6 @@ def _throughput(
     _below(axes, legend)
 
 
-def _efficiency(axes: Axes, rows: pd.DataFrame) -> None:
-    places = _rows(axes, list(rows.index))
-    bars = axes.barh(places, 100 * rows["efficiency"], color=BLUE, height=0.62)
-    axes.bar_label(bars, labels=[f"{value:.0%}" for value in rows["efficiency"]], padding=4, fontsize=9)
-    axes.axvline(100, color=ORANGE, linewidth=2)
-    axes.set_xlim(0, 1.15 * max(100 * rows["efficiency"].max(), 100))
-    axes.set_xlabel("% of the ideal")
-
-
 def _memory(axes: Axes, rows: pd.DataFrame) -> None:
     places = _rows(axes, list(rows.index))
     main, others = rows["memory_main_gib"], rows["memory_others_gib"]
@@ -198,16 +172,8 @@ def _memory(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 def _step(axes: Axes, rows: pd.DataFrame) -> None:
-    places = _rows(axes, list(rows.index))
-    left = pd.Series(0.0, index=rows.index)
-    for phase in PHASES:
-        axes.barh(places, rows[f"{phase}_ms"], left=left, height=0.62, color=PARTS[phase])
-        left = left + rows[f"{phase}_ms"]
-    for place, value in zip(places, left, strict=True):
-        axes.annotate(f"{value:.3g}", (value, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_xlim(0, 1.15 * left.max())
-    axes.set_xlabel("milliseconds")
-    _below(axes, [Patch(color=PARTS[phase], label=phase.replace("_", " + ")) for phase in PHASES])
+    phases = rows.rename(columns={f"{phase}_ms": phase for phase in PHASES})
+    stacked_bars(axes, [_short(name, 32) for name in rows.index], PHASES, list(phases.itertuples()))
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------
@@ -273,18 +239,6 @@ def _difference(axes: Axes, lines: dict[str, pd.DataFrame], group: Sequence[str]
     label_lines(axes, [(apart[name].iloc[-1] * 10.0**power, _short(name), colours[name]) for name in named])
 
 
-def _loss_in_time(axes: Axes, lines: dict[str, pd.DataFrame], baseline: str, taken: str | None) -> None:
-    colours = _colours(list(lines), baseline, taken)
-    for name, line in lines.items():
-        axes.plot(line["seconds"], line["loss"], color=colours[name], marker="o", markersize=3)
-        axes.fill_betweenx(line["loss"], line["soonest"], line["latest"], color=colours[name], alpha=0.2, linewidth=0)
-    axes.set(xlabel="seconds of training, validation included", ylabel="training loss")
-    axes.grid(axis="y")
-    axes.set_xlim(left=0)
-    shown = [name for name in lines if len(lines) <= NAMED or colours[name] != GREY]
-    label_lines(axes, [(lines[name]["loss"].iloc[-1], _short(name), colours[name]) for name in shown])
-
-
 def _colours(names: Sequence[str], baseline: str, taken: str | None) -> dict[str, str]:
     """Choose a colour for each variant; of many, only the recommended one and the baseline stand out."""
     if len(names) <= NAMED:
@@ -298,5 +252,5 @@ def _against_epochs(axes: Axes, label: str) -> None:
     axes.grid(axis="y")
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 22 else f"{name[:21]}…"
+def _short(name: str, length: int = 22) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"

@@ -13,7 +13,7 @@ from app.compare.figures import Picture, pictures
 from app.compare.results import COLUMNS, rate, tabulate
 from app.compare.runner import Outcome
 from app.monitor.report import read_metrics
-from app.record import PHASES, Record
+from app.record import Record
 from app.system.files import write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
@@ -67,8 +67,7 @@ def write_report(
         recommended._replace(text="\n\n".join([*advised, *([code(following)] if following else [])])),
         Section("Loss", f"{_images(drawn, 'loss_epoch', 'loss_difference')}\n\n{rounding(outcomes, baseline)}".strip()),
         Section("Time and memory", _images(drawn, "step", "memory")),
-        Section("Loss against time, and scaling", _images(drawn, "loss_time", "efficiency"), folded=True),
-        *_details(found),
+        Section("All figures", _figures(found), folded=True),
         Section("Published, and here", _published(experiment, found), folded=True),
         failures,
         Section("How it was measured", f"{_method(experiment)}\n\n{_head(head)}", folded=True),
@@ -200,36 +199,14 @@ def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, pl
     return text
 
 
-def _details(found: pd.DataFrame) -> list[Section]:
-    """Make the detailed tables."""
-    rows = [row for _, row in found.iterrows() if not pd.isna(row["devices"])]
-
-    def training(row: pd.Series) -> list[str]:
-        losses = [_number(row[f"loss_{name}"], ".4f") for name in ("first", "middle", "last")]
-        return [row["variant"], *losses, *(_number(row[name], ",.1f") for name in ("train_s", "setup_s"))]
-
-    def resources(row: pd.Series) -> list[str]:
-        memory = [
-            f"{_number(row[f'memory_{which}_gib'], '.3f')} ({_number(row[f'memory_{which}_percent'], '.0f', ' %')})"
-            for which in ("main", "others")
-        ]
-        batch = f"{_number(row['global_batch'], '.0f')} / {_number(row['replica_batch'], 'g')}"
-        shares = [f"{row['devices']:.0f} × {row['nodes']:.0f}", f"{row['processes']:.0f} × {row['threads']:.0f}"]
-        rest = [_number(row["others_cores"], ".1f"), row["precision"], row["placement"] or "—"]
-        return [row["variant"], *shares, batch, *memory, *rest]
-
-    if not rows:
-        return []
-    phases = ["variant", *(phase.replace("_", " + ") for phase in PHASES)]
-    times = ([row["variant"], *(_number(row[f"{phase}_ms"], ".2f") for phase in PHASES)] for row in rows)
-    headers = ["variant", "devices × nodes", "processes × threads", "batch, global / per replica"]
-    headers += ["peak GiB, first device", "largest other", "cores of other programs", "precision", "placement"]
-    learnt = ["variant", "loss, first", "middle", "last epoch", "training (s)", "set-up (s)"]
-    return [
-        Section("Losses and times", table(learnt, map(training, rows)), folded=True),
-        Section("Milliseconds of a step", table(phases, times), folded=True),
-        Section("Processes, batch and memory", table(headers, map(resources, rows)), folded=True),
-    ]
+def _figures(found: pd.DataFrame) -> str:
+    """Return a table of all figures, a row for each."""
+    columns = {
+        name: [value if isinstance(value, str) else _number(value, ",.6g") for value in found[name]]
+        for name in COLUMNS
+        if name not in ("variant", "slow_rank") and found[name].notna().any()
+    }
+    return table(["", *found["variant"]], [[COLUMNS[name], *values] for name, values in columns.items()])
 
 
 def _published(experiment: Experiment, found: pd.DataFrame) -> str:
@@ -260,23 +237,18 @@ def _tails(outcomes: Sequence[Outcome]) -> str:
 
 def _method(experiment: Experiment) -> str:
     batch = (
-        "The global batch and the learning rate grow with the number of replicas (linear scaling rule; the rate of a "
-        "scheduler is left as it is): variants do not take the same steps, and losses at the same epoch differ."
+        "The global batch and the learning rate grow with the number of replicas (linear rule), so that losses differ."
         if experiment.scale_batch
-        else "The global batch is the same for all variants unless one sets it, so that they take the same steps: "
-        "their losses differ by rounding alone, which a high learning rate amplifies over many steps."
+        else "The global batch is the same unless a variant sets it, so that losses differ by rounding alone."
     )
     return (
-        f"{batch} Runs were made in turn ({experiment.repeats} of each variant), each a process of its own. samples/s "
-        f"is the median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then the "
-        "median over the runs; ± is the most by which one of them differs from it. Two variants differ when the ranges "
-        "of their runs do not overlap, and their medians differ by more than either range. A run that is not done "
-        "within the time limit is told to end: one that does is slow, and measured on what it has done. Validation "
-        "accuracy is left out where guessing may reach it. Training runs from the first step to the "
-        "last, validation included; set-up from the start of the command to the first step. Peak memory is what torch "
-        "allocated on an accelerator; on a CPU it is that of the process. A step takes the time that samples/s mean; "
-        "its phases have the shares of 20 steps that rank zero timed near the beginning; communication is what a step "
-        "waits for after its last gradient."
+        f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). samples/s is the "
+        f"median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then over the "
+        "runs; ± is the largest deviation of a run. Two variants differ when the ranges of their runs do not overlap, "
+        "and their medians differ by more than either range. A slow run was stopped at the time limit, and measured so "
+        "far. Accuracies that guessing may reach are omitted. Training time includes validation; set-up lasts until "
+        "the first step. Peak memory is torch's on an accelerator, the process's on a CPU. The phases of a step are "
+        "those of 20 early steps on rank zero, scaled to samples/s; communication is the wait after the last gradient."
     )
 
 

@@ -355,11 +355,11 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         first = max(PHASES, key=lambda name: getattr(times, name))
         share = getattr(times, first) / times.step
         said.append(f"A step takes {times.step:.3g} ms, {share:.0%} of it for {first.replace('_', ' + ')}.")
-        figures["step"] = draw(lambda axes: _stacked(axes, [""], PHASES, [times]), height=1.6)
+        figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
     if 1 < len(ranks) <= CELLS:
         labels, height = [f"rank {row.rank}" for row in ranks], 1.1 + 0.28 * len(ranks)
-        figures["ranks"] = draw(lambda axes: _stacked(axes, labels, NAMES, ranks), height=height)
+        figures["ranks"] = draw(lambda axes: stacked_bars(axes, labels, NAMES, ranks), height=height)
         shown.append('![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")')
     said.append("\n".join(shown))
     return "\n\n".join(filter(None, said))
@@ -384,7 +384,7 @@ def _memory(axes: Axes, points: np.ndarray) -> None:
         label_lines(axes, [(last[rank], f"rank {rank}: {last[rank]:.2f}", BLUE) for rank in named])
 
 
-def _stacked(axes: Axes, labels: Sequence[str], parts: Sequence[str], rows: Sequence[Any]) -> None:
+def stacked_bars(axes: Axes, labels: Sequence[str], parts: Sequence[str], rows: Sequence[Any]) -> None:
     """Draw a bar for each row, of its parts in milliseconds."""
     left = np.zeros(len(rows))
     whole_steps = sum(np.array([getattr(row, part) for row in rows]) for part in parts)

@@ -17,4 +17,9 @@ def working(console: Console) -> Iterator[Callable[[str], None]]:
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
-        yield lambda what: progress.reset(task, description=what)
+
+        def say(what: str) -> None:
+            if progress.tasks[0].description != what:
+                progress.reset(task, description=what)
+
+        yield say
