@@ -6,17 +6,14 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from cluster.hosts import Network
-from harness import QUIET, App, error_of
+from harness import QUIET, App, error_of, output_of
 
-from app.fit.configuration import resolve
-from app.plan.compared import FIGURES, add_measured
 from app.plan.cost_model import (
     AGREEMENT,
     Bucket,
@@ -32,7 +29,7 @@ from app.plan.cost_model import (
 from app.plan.measure import measure_steps, profile_gradients
 from app.plan.report import advice, heading
 from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
-from app.system.machine import hardware, own_seconds, usable_cores
+from app.system.machine import usable_cores
 
 AT_H1 = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
 ZERO = Line(0.0, 0.0)
@@ -237,83 +234,40 @@ def test_a_plan_that_cannot_be(app: App, words: list[str], message: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif(usable_cores() < 2, reason="two processes need two cores")
-def test_what_compare_has_measured_stands_beside(
-    app: App, experiment: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the same model, data, batch and threads on this machine, and of nothing else; while others keep it busy."""
-    variants = {"single": {}, "other": {"data.flip": True}, "ddp x2": {"trainer.strategy": "ddp", "trainer.devices": 2}}
-    monkeypatch.setattr("app.runs.starter.busy_seconds", own_seconds)
-    code, out = app("compare", "--experiment", experiment(variants=variants, max_epochs=3))
-    assert code == 0, out
-    file = tmp_path / "runs" / "compare" / "tiny" / "version_0" / "results.json"
-    results = json.loads(file.read_text())
-    rates = {row["variant"]: row["samples_per_s"] for row in results["variants"]}
+def test_a_plan_from_steps_measured_here(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, which it says."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
-    code, out = app("plan", *CPU, *TINY_DATA, "--per_node", "2")
-    assert code == 0, out
+    out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2"))
     assert out.startswith("busy  other processes keep this machine busy: a load of 10000.0")
     assert "measuring steps on one device with batches of 6 …" in out
-    folder = tmp_path / "runs" / "plan" / "version_0"
-    table = pd.read_csv(folder / "plan.csv").set_index(["strategy", "devices"])
-    measured = table["measured_samples_per_s"].dropna()
-    assert dict(measured) == {("one device", 1): rates["single"], ("ddp", 2): rates["ddp x2"]}
+    assert "More than 2 devices are not predicted" in out
+    table = pd.read_csv(tmp_path / "runs" / "plan" / "version_0" / "plan.csv")
+    assert list(zip(table["strategy"], table["devices"], strict=True)) == [("one device", 1), ("ddp", 2), ("dp", 2)]
     assert (table["samples_per_s_low"] <= table["samples_per_s"]).all()
-    for place in (out, (folder / "report.html").read_text()):
-        assert "Measured: " in place
-        assert f"{rates['ddp x2']:,.0f} (" in place
-        assert "More than 2 devices are not predicted" in place
-    assert list(table["threads"]) == [1] * len(table)
-    config = resolve(["fit", *CPU, *TINY_DATA]).as_dict()
-    smaller = predict(step(rest=1.0), 12, [1, 2], Machines(2, FREE, FREE)).assign(threads=1)
-    found, said = add_measured(smaller, tmp_path / "runs" / "compare", config, hardware(), cuda=False)
-    assert found["measured_samples_per_s"].isna().all()
-    assert said == "`compare` has measured it with --data.batch_size 24 only."
-    for machine in ({**hardware(), "cores": 7}, {}):
-        said = add_measured(smaller, tmp_path / "runs" / "compare", config, machine, cuda=False)[1]
-        assert said.startswith("`compare` has measured nothing of it on this machine")
-    file.write_text(json.dumps(results | {"verdict": {"said": "The machine was busy", "taken": None}}))
-    same = predict(step(rest=1.0), 24, [1, 2], Machines(2, FREE, FREE)).assign(threads=1)
-    assert "nothing" in add_measured(same, tmp_path / "runs" / "compare", config, hardware(), cuda=False)[1]
-    file.write_text("{}")
-    assert "nothing" in add_measured(smaller, tmp_path / "runs" / "compare", config, hardware(), cuda=False)[1]
+    assert list(table["threads"]) == [1] * 3
 
 
 CONFIG = {"model": {"class_path": "app.modules.CIFARCNN", "init_args": {"network": "lenet"}}}
 
 
-def planned(measured: dict[tuple[str, int], float], spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
-    """Return heading and advice for a step of 1.28 s without communication, given measurements in samples/s."""
+def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
+    """Title and advice for a training that divides without loss among four devices."""
     one = replace(step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), buckets=(Bucket(1, 1.0),)), spread=spread)
     table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE, shared=True))
-    rates = [measured.get(row, math.nan) for row in zip(table["strategy"], table["devices"], strict=True)]
-    table = table.assign(**dict.fromkeys(FIGURES, rates))
     return heading(table, CONFIG, 64), " ".join(advice(table, scaled=False))
 
 
 def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     """Only ways that use more than half of each device at the low end are candidates."""
-    said, why = planned({})
+    said, why = planned()
     assert said == "lenet, batch 64: take ddp on 4 devices of 2 nodes: at least 4.00 × one device, predicted"
     assert why == "Predicted: 4.00–4.00 times one device, 100% of the ideal."
-    assert planned({}, (0.5, 1.6))[0].endswith(
-        "take ddp on 4 devices of 2 nodes: at least 2.50 × one device, predicted"
-    )
-    said, why = planned({}, (0.5, 2.1))
+    assert planned((0.5, 1.6))[0].endswith("take ddp on 4 devices of 2 nodes: at least 2.50 × one device, predicted")
+    said, why = planned((0.5, 2.1))
     assert said == "lenet, batch 64: take one device"
     assert why.startswith("No other way is sure to use half of each device. Try a larger `--data.batch_size`, or")
 
-
-def test_what_was_measured_wins_over_a_prediction() -> None:
-    """The advice reports a measurement outside the predicted range."""
-    slow = {("one device", 1): 50.0, ("ddp", 2): 25.0, ("ddp", 4): 20.0, ("dp", 2): 60.0}
-    said, why = planned(slow)
-    assert said == "lenet, batch 64: take dp on 2 devices: 1.20 × one device, measured"
-    assert "**ddp on 2 devices: measured 25 samples/s, predicted 100** (100–100). The measurement overrides" in why
-    assert planned(slow | {("dp", 2): 40.0})[0] == "lenet, batch 64: take one device"
-
-
-# -- predictions against measurement ------------------------------------------------------------------------
 
 MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--trainer.accelerator", "cpu"]
 MLP += ["--data", "Synthetic", "--data.like", "FashionMNIST", "--data.size", "4000", "--data.batch_size", "128"]

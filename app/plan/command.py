@@ -22,15 +22,14 @@ from app.fit.configuration import resolve, split_flags
 from app.fit.parser import PlainParser
 from app.fit.resolved import Resolved
 from app.monitor.loggers import next_version
-from app.plan.compared import add_measured
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
 from app.plan.measure import measure_steps, profile_gradients, read_record, timed
-from app.plan.report import PICTURES, advice, draw_pictures, heading, markdown, notes, origin, screen
-from app.record import Hardware
+from app.plan.report import PICTURES, advice, cells, draw_pictures, heading, notes, origin, screen
 from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
 from app.system.page import Section, code, page, plain
+from app.system.page import table as page_table
 from app.system.terminal import working
 
 USAGE = """\
@@ -38,8 +37,7 @@ python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ..
 
 Predicts step time, throughput, efficiency and cost on more devices and nodes,
 from a step measured here, or in runs that you name, and a network measured
-here, or given. What to train is said by the flags of fit. What `compare` has
-measured of the same training on this machine wins over the predictions.
+here, or given. Flags of fit say what to train.
 
   python -m app plan --config configs/quickstart.yaml --run.threads 1
   python -m app plan --run RUN --per_node 8 --bandwidth 25GB/s --latency 20us"""
@@ -75,7 +73,6 @@ class Basis:
         cuda: Whether the device is a GPU.
         threads: Threads of a process on a CPU.
         source: A sentence on the source of the step.
-        hardware: Hardware of the measurement.
         devices: Number of processes with exclusive GPUs, or cores, on that machine.
         cautions: Sentences on effects that the predictions ignore.
     """
@@ -86,7 +83,6 @@ class Basis:
     cuda: bool
     threads: int
     source: str
-    hardware: dict[str, Any]
     devices: int
     cautions: list[str]
 
@@ -130,8 +126,6 @@ def run(arguments: list[str]) -> int:
     most = options.max_devices if options.scale_batch else min(options.max_devices, basis.batch)
     counts = _counts(most if machines.node_link else min(most, machines.per_node), machines.per_node)
     table = predict(basis.step, basis.batch, counts, machines, options.scale_batch).assign(threads=basis.threads)
-    here = basis.hardware if machines.per_node <= basis.devices else {}  # else the machines are imagined
-    table, measured = add_measured(table, Path(options.root, "compare"), basis.config, here, basis.cuda)
     if most < options.max_devices:
         basis.cautions.append(
             f"More than {most} devices have no images of a batch of {basis.batch}: see `--scale_batch true`."
@@ -142,11 +136,11 @@ def run(arguments: list[str]) -> int:
     folder.mkdir(parents=True)
     command = shlex.join(["python", "-m", "app", "plan", *arguments])
     said = "\n\n".join(advice(table, options.scale_batch))
-    reading = "\n\n".join([*notes(table, machines), *basis.cautions, measured])
+    reading = "\n\n".join([*notes(table, machines), *basis.cautions])
     title = heading(table, basis.config, basis.batch)
     shown = "\n".join(f'![{text}]({name} "{text}")' for name, text in PICTURES.items())
     sections = [
-        Section("Predicted", f"{shown}\n\n{markdown(table, machines)}\n\n{reading}"),
+        Section("Predicted", f"{shown}\n\n{page_table(*cells(table, machines))}\n\n{reading}"),
         Section("From what", "\n\n".join(origin(basis.step, machines, basis.source, network)), folded=True),
         Section("The command", f"{code(command)}\n\nWith torch {versions()['torch']}, on {plain(hardware()['cpu'])}."),
     ]
@@ -159,7 +153,7 @@ def run(arguments: list[str]) -> int:
         folder / "plan.json", {**known, "step": asdict(basis.step), "machines": asdict(machines), "predicted": rows}
     )
     console.print(f"\n{title}\n", style="bold")
-    console.print(screen(table, machines))
+    console.print(screen(*cells(table, machines)))
     console.print(Markdown(f"{said}\n\n{reading}"))
     console.print(f"\nplan  {folder}/report.html, plan.csv, plan.json", soft_wrap=True, markup=False)
     return 0
@@ -180,7 +174,7 @@ def _parse(arguments: list[str]) -> Namespace:
     }
     for name, settings in unsaid.items():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **settings)
-    parser.add_argument("--root", default="runs", help="plans go to ROOT/plan, comparisons are in ROOT/compare")
+    parser.add_argument("--root", default="runs", help="plans go to ROOT/plan")
     options = Namespace(dict.fromkeys(unsaid) | parser.parse_args(arguments).as_dict())
     for name, most in (("per_node", None), ("max_devices", 16384)):
         value = options[name]
@@ -227,8 +221,7 @@ def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Ba
         batch = max(record.global_batch_size or 1 for record in records)
         fit, config = ["fit", "--config", str(records[0].config), *fit[1:]], configs[0]
         cuda = records[0].accelerator == "cuda"
-        found = asdict(records[0].hardware or Hardware("", 1))
-        gpus = len(found["gpus"])
+        gpus = len(records[0].hardware.gpus) if records[0].hardware else 0
         source = f"the steps of {', '.join(options.run)}"
         if len({each.images for each in measured}) == 1:
             cautions.append(
@@ -238,7 +231,7 @@ def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Ba
             )
     else:
         resolved = Resolved(resolve(fit))
-        config, cuda, found = resolved.config.as_dict(), resolved.accelerator == "cuda", hardware()
+        config, cuda = resolved.config.as_dict(), resolved.accelerator == "cuda"
         threads = config["run"]["threads"]
         gpus = torch.cuda.device_count()  # that may be used
         _refuse_to_share(options, devices(gpus, cuda, torch.get_num_threads() if threads == "auto" else threads), cuda)
@@ -250,7 +243,7 @@ def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Ba
     say("looking when each gradient is ready")
     backward, gradients = profile_gradients(fit, max(int(measured[0].images), 1))
     step = fit_step(measured, backward, make_buckets(gradients))
-    return Basis(step, batch, config, cuda, measured[0].threads, source, found, several, cautions)
+    return Basis(step, batch, config, cuda, measured[0].threads, source, several, cautions)
 
 
 def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:

@@ -11,10 +11,8 @@ from matplotlib.lines import Line2D
 from rich import box
 from rich.table import Column, Table
 
-from app.plan.compared import FIGURES
 from app.plan.cost_model import Machines, Step
-from app.system.page import BLUE, GREY, INK, ORANGE, draw, plain
-from app.system.page import table as page_table
+from app.system.page import BLUE, GREY, ORANGE, draw, plain
 
 ENDS = ("samples_per_s_low", "samples_per_s", "samples_per_s_high")
 PICTURES = {"throughput": "Samples/s", "efficiency": "Samples/s of each device, % of one device's"}
@@ -22,14 +20,8 @@ ENOUGH = 0.5  # a recommended way uses more than this share of each device
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
-    """Choose the fastest way that uses enough of each device, by measurement, else by the low end of the prediction.
-
-    Returns:
-        Its row, with its speed-up as `sure`.
-    """
-    one = table[table["devices"] == 1].iloc[0]
-    alone = one["samples_per_s"] if pd.isna(one["measured_samples_per_s"]) else one["measured_samples_per_s"]
-    sure = (table["measured_samples_per_s"] / alone).fillna(table["speed_up_low"]).where(table["devices"] > 1, 1.0)
+    """Choose the fastest way that uses enough of each device, by the low end of the prediction."""
+    sure = table["speed_up_low"].where(table["devices"] > 1, 1.0)
     enough = table["shared_equally"] & (sure > ENOUGH * table["devices"])
     return table.assign(sure=sure)[enough].nlargest(1, "sure").iloc[0]
 
@@ -38,11 +30,8 @@ def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int) -> str:
     """Write the recommendation in one line."""
     model, row = config["model"], recommended(table)
     name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
-    gain = f"at least {row['sure']:.2f} × one device, predicted"
-    if not pd.isna(row["measured_samples_per_s"]):
-        gain = f"{row['sure']:.2f} × one device, measured"
-    take = f"{row['strategy']} on {_devices(row)}: {gain}" if row["devices"] > 1 else "one device"
-    return f"{name}, batch {batch}: take {take}"
+    gain = f"{row['strategy']} on {_devices(row)}: at least {row['sure']:.2f} × one device, predicted"
+    return f"{name}, batch {batch}: take {gain if row['devices'] > 1 else 'one device'}"
 
 
 def _devices(row: pd.Series) -> str:
@@ -58,81 +47,50 @@ def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
     elif len(table) > 1:
         larger = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
         yield f"No other way is sure to use half of each device. Try {larger}: more work for each exchange."
-    for _, row in table[table["measured_samples_per_s"].notna()].iterrows():
-        if not row["samples_per_s_low"] <= row["measured_samples_per_s"] <= row["samples_per_s_high"]:
-            yield (
-                f"**{row['strategy']}{f' on {_devices(row)}' if row['devices'] > 1 else ''}: measured "
-                f"{row['measured_samples_per_s']:,.0f} samples/s, predicted {row['samples_per_s']:,.0f}** "
-                f"({_range(row, 'samples_per_s', ',.0f')}). The measurement overrides the prediction."
-            )
 
 
 def _range(row: pd.Series, name: str, form: str) -> str:
     return f"{row[f'{name}_low']:{form}}–{row[f'{name}_high']:{form}}"
 
 
-def _measured(row: pd.Series) -> str:
-    """Return the measurements, and the error of the predictions."""
-    rate = row["measured_samples_per_s"]
-    return "—" if pd.isna(rate) else f"{_rate(rate)} ({row['samples_per_s'] / rate - 1:+.0%})"
-
-
-def screen(table: pd.DataFrame, machines: Machines) -> Table:
-    """Set the predictions out for a terminal of 80 columns; the files have all of the figures."""
-    names = ["devices", "batch\neach", "samples/s\npredicted", "\nrange", "measured\n(error)", "speed-up\npredicted"]
-    names += ["\nrange", *["cost of\n10⁶"] * (machines.price_per_hour is not None)]
-    columns = [Column(name, justify="right", no_wrap=True) for name in names]
-    shown = Table(Column("", no_wrap=True), *columns, box=box.SIMPLE_HEAD, padding=0)
-    for _, row in table.iterrows():
-        cells = [
-            row["strategy"] if row["devices"] > 1 else "alone",
-            f"{row['devices']}" + (f"={row['nodes']}×{machines.per_node}" if row["nodes"] > 1 else ""),
-            f"{row['replica_batch']}{'' if row['shared_equally'] else '*'}",
-            _rate(row["samples_per_s"]),
-            f"{_rate(row['samples_per_s_low'])}–{_rate(row['samples_per_s_high'])}",
-            _measured(row),
-            f"{row['speed_up']:.2f}",
-            _range(row, "speed_up", ".2f") if row["devices"] > 1 else "",
-        ]
-        costs = [f"{row['cost_per_million_samples']:.4g}"] if machines.price_per_hour is not None else []
-        shown.add_row(*cells, *costs)
-    return shown
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value < 1e5 else f"{value / 1000:,.0f}k"
-
-
-def markdown(table: pd.DataFrame, machines: Machines) -> str:
-    """Write all figures as a table."""
-    headers = ["", "devices = nodes × each", "batch, global / each", "step (ms)", "waiting (ms)", "samples/s", "range"]
-    headers += ["measured (error of the prediction)", "speed-up", "range", "efficiency"]
-    headers += ["cost of 10⁶ samples"] * (machines.price_per_hour is not None)
+def cells(table: pd.DataFrame, machines: Machines) -> tuple[list[str], list[list[str]]]:
+    """Return the headers and rows of the table."""
+    headers = ["", "devices", "batch each", "step (ms)", "waiting (ms)", "samples/s", "range", "speed-up", "range"]
+    headers += ["cost of 10⁶"] * (machines.price_per_hour is not None)
     rows = []
     for _, row in table.iterrows():
-        cells = [
-            row["strategy"],
-            f"{row['devices']} = {row['nodes']} × {min(row['devices'], machines.per_node)}",
-            f"{row['global_batch']} / {row['replica_batch']}{'' if row['shared_equally'] else ' *'}",
-            f"{row['step_ms']:.2f}",
-            "—" if pd.isna(row["waiting_ms"]) else f"{row['waiting_ms']:.2f}",
-            f"{row['samples_per_s']:,.0f}",
-            _range(row, "samples_per_s", ",.0f"),
-            _measured(row),
-            f"{row['speed_up']:.2f}",
-            _range(row, "speed_up", ".2f"),
-            f"{row['efficiency']:.0%}",
-        ]
-        cost = [f"{row['cost_per_million_samples']:.4g}"] if machines.price_per_hour is not None else []
-        rows.append(cells + cost)
-    return page_table(headers, rows)
+        nodes = f" = {row['nodes']} × {machines.per_node}" if row["nodes"] > 1 else ""
+        rows.append(
+            [
+                row["strategy"],
+                f"{row['devices']}{nodes}",
+                f"{row['replica_batch']}{'' if row['shared_equally'] else ' *'}",
+                f"{row['step_ms']:.2f}",
+                "—" if pd.isna(row["waiting_ms"]) else f"{row['waiting_ms']:.2f}",
+                f"{row['samples_per_s']:,.0f}",
+                _range(row, "samples_per_s", ",.0f"),
+                f"{row['speed_up']:.2f}",
+                _range(row, "speed_up", ".2f"),
+                *([f"{row['cost_per_million_samples']:.4g}"] if machines.price_per_hour is not None else []),
+            ]
+        )
+    return headers, rows
+
+
+def screen(headers: list[str], rows: list[list[str]]) -> Table:
+    """Make the table for a terminal."""
+    first, *others = headers
+    shown = Table(first, *(Column(name, justify="right") for name in others), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        shown.add_row(*row)
+    return shown
 
 
 def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
     """Say how the table is to be read."""
     yield (
-        "The range is how far steps and all-reduces of a plan's own measurement lay from the formulas; in brackets "
-        "beside what `compare` measured, how far the prediction is off."
+        "The range shows how far the measured steps and all-reduces lay from the formulas. `compare` measures what is "
+        "true here."
     )
     if not table["shared_equally"].all():
         yield "\\* on paper only: `fit` refuses a batch that the devices cannot share equally."
@@ -171,10 +129,8 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
 def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure | bytes]:
     """Draw predicted throughput and efficiency against the number of devices, with the measurements."""
     single, share = table[table["devices"] == 1].iloc[0], 100 / table["devices"]
-    rates = table[["strategy", "devices", *ENDS, *FIGURES]]
+    rates = table[["strategy", "devices", *ENDS]]
     shares = rates.assign(**{name: share * table[name.replace("samples_per_s", "speed_up")] for name in ENDS})
-    shares = shares.assign(**{name: share * table[name] / single["measured_samples_per_s"] for name in FIGURES})
-    shares.loc[table["devices"] == 1, [*FIGURES]] = float("nan")  # 100 % by definition
     ideal = pd.Series(100.0, table.index)
     drawn = {"throughput": (rates, single["samples_per_s"] * table["devices"]), "efficiency": (shares, ideal)}
     return {
@@ -189,22 +145,12 @@ def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, machines: Mach
     low, middle, high = (ddp[name] for name in ENDS)
     axes.fill_between(ddp["devices"], low, high, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(ddp["devices"], middle, "o-", color=BLUE)
-    top = table[[*ENDS, *FIGURES]].max().max()
     axes.plot(table["devices"], ideal, ":", color=GREY)
-    measured = table[table[FIGURES[0]].notna()]
-    beside = {"s": 1.06, "D": 0.94}  # so that they do not lie on each other
-    for rows, names, style, colour in (
-        (dp, ENDS, "s", ORANGE),
-        (measured, (FIGURES[1], FIGURES[0], FIGURES[2]), "D", INK),
-    ):
-        if len(rows):
-            low, middle, high = (rows[name] for name in names)
-            ends = [middle - low, high - middle]
-            x = rows["devices"] * beside[style]
-            axes.errorbar(x, middle, yerr=ends, fmt=style, color=colour, capsize=3, zorder=3)
-    for _, row in measured[measured["devices"] > 1].iterrows():
-        place = row["devices"] * beside["D"], row[FIGURES[0]]
-        axes.annotate(row["strategy"], place, (-8, -3), textcoords="offset points", fontsize=9, ha="right")
+    if len(dp):
+        low, middle, high = (dp[name] for name in ENDS)
+        ends = [middle - low, high - middle]
+        axes.errorbar(1.06 * dp["devices"], middle, yerr=ends, fmt="s", color=ORANGE, capsize=3, zorder=3)
+    top = table[[*ENDS]].max().max()
     axes.set_ylim(0, 1.1 * top)
     if name == "throughput" and table["samples_per_s"].max() > 50 * table["samples_per_s"].min():
         axes.set_yscale("log")
@@ -213,7 +159,6 @@ def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, machines: Mach
     ways = [Line2D([], [], color=BLUE, marker="o", label="ddp, predicted")]
     ways += [Line2D([], [], color=ORANGE, marker="s", linestyle="", label="dp, predicted")] * bool(len(dp))
     ways += [Line2D([], [], color=GREY, linestyle=":", label="ideal")]
-    ways += [Line2D([], [], color=INK, marker="D", linestyle="", label="measured")] * bool(len(measured))
     axes.figure.legend(handles=ways, loc="outside lower center", ncols=2, fontsize=9)
 
 
