@@ -9,6 +9,7 @@ import html
 import io
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -46,36 +47,7 @@ LOOK: Any = {
     "text.parse_math": False,  # a name may have a $
     "svg.fonttype": "none",
 }
-STYLE = """\
-:root { color-scheme: light dark; --ink: #1f2933; --paper: #fff; --soft: #5b6672; --line: #dbe0e6; --panel: #f4f6f8;
-  --warn: #fff3d1; --blue: #2f62c9; --orange: #d9650a; --green: #11876c; --purple: #8b5fd6; --grey: #8d98a5;
-  --pale: #a9c1f0 }
-@media screen and (prefers-color-scheme: dark) { :root { --ink: #e3e7ec; --paper: #14181d; --soft: #9ba7b4;
-  --line: #313943; --panel: #1d232a; --warn: #43350f; --blue: #6ea2ff; --orange: #ff9d4d; --green: #3fc7a3;
-  --purple: #b99aff; --grey: #8793a0; --pale: #35507f } }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 2rem 1rem 4rem;
-  color: var(--ink); background: var(--paper); overflow-wrap: break-word }
-h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .5rem }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; padding-top: .9rem; border-top: 1px solid var(--line) }
-table { border-collapse: collapse; display: block; overflow-x: auto; font-size: .9rem; margin: .8rem 0;
-  font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
-td[style*="right"] { white-space: nowrap }
-th, td:first-child { font-weight: 600 } th { color: var(--soft) }
-thead:not(:has(th:not(:empty))) { display: none }
-p:has(> .figure) { display: grid; gap: 1.2rem 2rem; align-items: start;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)) }
-.figure, .figure > * { display: block } .figure { overflow-x: auto } .figure svg, .figure img { width: 100%;
-  height: auto } .figure img { min-width: 38rem }
-.caption { font-weight: 600; font-size: .95rem; margin-bottom: .3rem }
-svg * { stroke-linejoin: round; stroke-linecap: butt }
-blockquote { margin: .8rem 0; padding: .1rem 1rem; background: var(--warn); border-left: 4px solid var(--orange) }
-pre { background: var(--panel); padding: .7rem .9rem; white-space: pre-wrap; overflow-wrap: anywhere }
-code { font: .85em/1.5 ui-monospace, monospace }
-details { margin: .6rem 0; border-top: 1px solid var(--line); padding-top: .6rem }
-summary { cursor: pointer; font-weight: 600 }
-@media print { :root { font-size: 11px } body { max-width: none; padding: 0 } .figure, tr, pre { break-inside: avoid }
-  h2, summary { break-after: avoid } details::details-content { content-visibility: visible; display: block } }"""
+STYLE = Path(__file__).with_suffix(".css").read_text()
 
 
 class Section(NamedTuple):
@@ -122,7 +94,7 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}\n</style>\n" + "\n".join(body) + "\n</html>\n"
+        f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}</style>\n" + "\n".join(body) + "\n</html>\n"
     )
 
 
