@@ -1,14 +1,14 @@
 """What a run says: its header, a line for each epoch, the progress bar, and what to try next."""
 
-import io
 import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from harness import QUIET, App
-from rich.console import Console
+from harness import QUIET, App, output_of
+from lightning.pytorch.callbacks import RichProgressBar
 
 from app.monitor.progress_bar import ProgressBar
 
@@ -41,42 +41,28 @@ def test_a_line_for_each_epoch(app: App) -> None:
     assert "left" not in said[1]
 
 
-def test_the_bar_is_drawn_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many steps there are; its last state is the last step, and a bar of one's own is left alone."""
-    from lightning.pytorch.callbacks import RichProgressBar
+    noted: list[tuple[type, int]] = []
+    metrics: list[dict[str, Any]] = []
+    then = RichProgressBar.on_train_batch_end
 
-    ours, theirs = [], []
-    monkeypatch.setattr(ProgressBar, "_show", lambda self, *args: ours.append(args))
-    monkeypatch.setattr(RichProgressBar, "on_train_batch_end", lambda self, *args: theirs.append(args[-1]))
+    def note(self: RichProgressBar, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        noted.append((type(self), index))
+        metrics.append(self.get_metrics(trainer, module))
+        then(self, trainer, module, outputs, batch, index)
+
+    monkeypatch.setattr(RichProgressBar, "on_train_batch_end", note)
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 1.0))
-    monkeypatch.setattr(
-        "app.monitor.progress_bar.get_console", lambda: Console(file=io.StringIO(), force_terminal=True)
-    )
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes a pipe for a terminal
     flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
-    code, out = app(*flags)
-    assert code == 0, out
-    assert [shown[0] for shown in ours] == [1, 9, 9], "one of the sanity check, and the last step of each epoch"
-    assert re.fullmatch(r"([\d,]+/s  )?[\d.]+ s left", ours[1][1])
-    ours.clear()
-    code, out = app(*flags, "--trainer.callbacks", "RichProgressBar")
-    assert code == 0, out
-    assert theirs == [*range(9), *range(9)]
-    assert not ours
-
-
-@pytest.mark.parametrize("columns", [60, 80, 160])
-def test_the_bar_is_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=columns)
-    monkeypatch.setattr("app.monitor.progress_bar.get_console", lambda: console)
-    bar = ProgressBar()
-    bar._begin("epoch 1/2", 100)
-    bar._show(50, "  ".join(["train_loss 0.123"] * 20))
-    progress = bar._progress
-    assert progress is not None
-    (line,) = console.render_lines(progress.get_renderable())
-    assert sum(segment.cell_length for segment in line) <= columns
-    bar._end()
+    out = output_of(*app(*flags))
+    assert noted == [(ProgressBar, index) for index in (0, 8, 8)], "the first step, and the last of each epoch"
+    assert re.search(r"epoch 1/2.*9/9.*left:", out)
+    assert re.fullmatch(r"[\d.]+ s", metrics[1]["left"])
+    noted.clear()
+    output_of(*app(*flags, "--trainer.callbacks", "RichProgressBar"))
+    assert noted == [(RichProgressBar, index) for index in (*range(9), *range(9))]
 
 
 @pytest.mark.parametrize("label", ["use it", "train longer"])
