@@ -236,7 +236,7 @@ def test_compare_varies_strategies_and_their_options() -> None:
         ("ddp find_unused_parameter true", "did you mean --trainer.strategy.find_unused_parameters?"),
         ("ddp period 3", "the chosen class has no such setting"),
         ("ddp bucket_cap_mb big", "--trainer.strategy.bucket_cap_mb big: expected a number"),
-        ("ddp bucket_cap_mb -1", "--trainer.strategy.bucket_cap_mb -1.0: give 0 or more"),
+        ("ddp bucket_cap_mb -1", "--trainer.strategy.bucket_cap_mb -1: give 0 or more"),
         ("ddp process_group_backend nccl", "process_group_backend nccl: does not serve cpu: use gloo"),
         ("ddp process_group_backend glo", "process_group_backend glo: unknown: did you mean gloo?"),
         ("ddp ddp_comm_hook torch.nowhere", "module 'torch' has no attribute 'nowhere'"),

@@ -6,6 +6,7 @@ The checkpoint to resume from is the one that an undisturbed run wrote on its wa
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -293,9 +294,9 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     bit_flipped(last)
     for command, given in (("fit", "last"), ("fit", last), ("test", "last"), ("predict", last)):
         said = error_of(*app(command, *FLAGS, "3", "--ckpt_path", given))
-        assert said.startswith(f"error: --ckpt_path {last}: damaged: use {folder}/"), said
+        assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", said), said
     said = error_of(*app("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "3"))
-    assert said.startswith(f"error: --ckpt_path {last}: damaged: use {folder}/"), said
+    assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", said), said
     (folder / "best.ckpt").unlink()
     code, out = app("fit", *FLAGS, "3", "--ckpt_path", "auto")
     assert code == 0, out
@@ -319,14 +320,12 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     torch.save(good, bad)
     code, out = app("fit", *FLAGS, "2", "--ckpt_path", bad)
     assert code == 0, out
-    for key in ("pytorch-lightning_version", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
+    for key in ("global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
         torch.save({name: value for name, value in good.items() if name != key}, bad)
         said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
         assert said.startswith(f"error: --ckpt_path {bad}: it holds no {key}, without which no training resumes"), said
-        torch.save({**good, key: 3.5}, bad)
-        said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
-        assert said == f"error: --ckpt_path {bad}: its {key} is not what it should be: give another one"
     for key, value in (
+        *((key, 3.5) for key in ("loops", "callbacks", "optimizer_states", "lr_schedulers")),
         ("loops", {"fit_loop": {}}),
         ("loops", {"fit_loop": {**good["loops"]["fit_loop"], "epoch_progress": {"current": {}}}}),
         ("optimizer_states", [{"state": {}, "param_groups": []}]),

@@ -1,10 +1,8 @@
-"""Checkpoint files: complete or absent, and rejected when a bit has changed.
+"""Checkpoint files: complete or absent, and rejected when their content has changed.
 
-The file is `torch.save`'s zip archive; its comment holds a SHA-256 of everything before. Other people's checkpoints are
-checked by the archive's own checksums, which torch ignores.
+The file is `torch.save`'s zip archive; torch ignores its checksums, which are checked here.
 """
 
-import hashlib
 import io
 import os
 import pickle
@@ -21,8 +19,6 @@ from app.system.files import PART, open_file, sync_folder, whole
 
 LAST = "last.ckpt"
 PREVIOUS = "last-1.ckpt"  # the last checkpoint but one
-MARK, DIGITS = b"sha256:", 64
-LENGTH = 2  # bytes of the comment's length, with which a zip file without a comment ends
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -39,7 +35,6 @@ class CheckpointFiles(TorchCheckpointIO):
             return
         buffer, file = io.BytesIO(), Path(path)
         torch.save(checkpoint, buffer)
-        seal(buffer)
         try:
             try:
                 _write(buffer, file)
@@ -81,13 +76,6 @@ def _keep(file: Path, name: Path) -> None:
     sync_folder(file.parent)
 
 
-def seal(buffer: io.BytesIO) -> None:
-    """Add the digest to a zip archive without a comment."""
-    buffer.seek(-LENGTH, io.SEEK_END)
-    buffer.write((len(MARK) + DIGITS).to_bytes(LENGTH, "little") + MARK)
-    buffer.write(hashlib.sha256(buffer.getbuffer()).hexdigest().encode())
-
-
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint on the host, after a look at its checksum.
 
@@ -123,24 +111,11 @@ def _load(path: Path) -> Any:
 
 def _damage(file: Any) -> str | None:
     """Return the damage that a file's checksums show, or None."""
-    size = file.seek(0, io.SEEK_END)
-    sealed = len(MARK) + DIGITS
-    file.seek(max(size - sealed, 0))
-    if (tail := file.read()).startswith(MARK):
-        file.seek(0)
-        digest, left = hashlib.sha256(), size - DIGITS
-        while left and (block := file.read(min(left, 2**20))):
-            digest.update(block)
-            left -= len(block)
-        return None if digest.hexdigest().encode() == tail[len(MARK) :] else "damaged"
-    file.seek(0)
     if file.read(2) != b"PK":
         return None  # an old format of torch
     try:
         with zipfile.ZipFile(file) as archive:
             member = archive.testzip()
-            if member is None and not archive.comment:
-                return None
     except Exception:  # one changed bit, and zipfile raises one of eight
         return "damaged or truncated"
-    return f"damaged ({member or 'its checksum'})"
+    return f"damaged ({member})" if member else None

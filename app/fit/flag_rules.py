@@ -15,6 +15,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 from app.errors import UserError, nearest
 from app.fit.parser import parameters
@@ -148,13 +149,6 @@ def _no_folder(s: Resolved) -> Found:
     return any(len(os.fsencode(part)) > 255 for part in path.parts) and {"why": "it is longer than 255 bytes"}
 
 
-def _too_low(s: Resolved) -> Found:
-    minima = s.traits.minima(s.options)
-    given = ((name, s.options.get(name), least) for name, least in minima.items())
-    low = ({"name": name, "value": v, "least": least} for name, v, least in given if v is not None and v < least)
-    return next(low, None)
-
-
 def _without_hook(s: Resolved) -> Found:
     names = ("ddp_comm_state", "ddp_comm_wrapper") if s.hook is None else ()
     return next(({"name": name} for name in names if s.options.get(name) is not None), None)
@@ -211,7 +205,10 @@ FLAGS = (
         "--profile: a run that leaves no traces has no directory for its own: leave --trainer.fast_dev_run and "
         "--trainer.barebones out",
     ),
-    Rule(_too_low, "--trainer.strategy.{name} {value}: give {least} or more"),
+    Rule(
+        lambda s: s.hook is powerSGD_hook and s.options.get("start_powersgd_iter", 2) < 2,
+        "--trainer.strategy.start_powersgd_iter {s.options[start_powersgd_iter]}: give 2 or more",
+    ),
     Rule(_without_hook, "--trainer.strategy.{name} has no effect without a hook: give ddp_comm_hook, too"),
     Rule(
         lambda s: s.hook is not None and "bucket" not in inspect.signature(s.hook).parameters,

@@ -1,11 +1,11 @@
 """Other ways for gradients to travel between the processes of `ddp`: compressed, seldom, or in a ring written out."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -70,7 +70,7 @@ class PowerSGD(FixedHook):
 
     def __init__(
         self,
-        matrix_approximation_rank: int = 1,
+        matrix_approximation_rank: PositiveInt = 1,
         start_powersgd_iter: int = 1000,
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
@@ -89,13 +89,6 @@ class PowerSGD(FixedHook):
             "orthogonalization_epsilon": orthogonalization_epsilon,
             "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
         }
-
-    @classmethod
-    def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
-        """Return the smallest value of each option; DDP rebuilds its buckets after the first step."""
-        keeps_state = options.get("use_error_feedback", True) or options.get("warm_start", True)
-        start = 2 if keeps_state else 0
-        return super().minima(options) | {"matrix_approximation_rank": 1, "start_powersgd_iter": start}
 
     def comm_state(self) -> PowerSGDState:
         """Begin without error."""
@@ -138,15 +131,10 @@ class LocalSGD(FixedHook):
     needs_several_nodes, on_one_node = "averages weights between nodes, but there is only one", "ddp"
     not_in_checkpoint = "the weights of every node: all continue from rank zero's, and average gradients at first"
 
-    def __init__(self, start_localsgd_iter: int = 100, period: int = 4, **kwargs: Any) -> None:
+    def __init__(self, start_localsgd_iter: NonNegativeInt = 100, period: PositiveInt = 4, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.start_localsgd_iter = start_localsgd_iter
         self.average_weights_every(period)
-
-    @classmethod
-    def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
-        """Return the smallest value of each option."""
-        return super().minima(options) | {"start_localsgd_iter": 0, "period": 1}
 
     def comm_state(self) -> PostLocalSGDState:
         """Make a group of the ranks of each node; torch would take the number of CUDA devices for their number."""

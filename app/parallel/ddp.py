@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +39,7 @@ class DDP(Traits, DDPWithHooks):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: NonNegativeFloat | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(
@@ -54,11 +55,6 @@ class DDP(Traits, DDPWithHooks):
         )
         if self.strategy_name == "ddp" and start_method != "popen":
             self.strategy_name = f"ddp_{start_method}"
-
-    @classmethod
-    def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
-        """Return the smallest value of each option."""
-        return {"bucket_cap_mb": 0}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Resume, and warn of state that the checkpoint lacks."""

@@ -1,7 +1,6 @@
 """Properties of a strategy that decide which flags work with it."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 
 class Traits:
@@ -26,8 +25,3 @@ class Traits:
     on_one_node: str | None = None
     fixed_hook: Callable | None = None
     not_in_checkpoint: str | None = None
-
-    @classmethod
-    def minima(cls, options: Mapping[str, Any]) -> dict[str, float]:
-        """Return the smallest value of each option."""
-        return {}
