@@ -20,7 +20,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     runs                starter: one training run as a function, run_fit
     callbacks           callbacks that a user may add to a run: BatchShapes
     monitor             watches one run: run_record (fills the record), rank_times (who is slow), course (of a
-                        figure), step_clock, step_trace (--profile), results (of a test or
+                        figure), step_clock, results (of a test or
                         prediction), nonfinite, progress_bar, loggers, header and
                         summary (what is said of it), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;

@@ -117,11 +117,11 @@ def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
 @pytest.mark.parametrize(
     ("figures", "limit"),
     [
-        ({"data_ms": 30.0}, "Data loading limits one"),
-        ({"communication_ms": 30.0}, "Communication limits one"),
-        ({"rest_ms": 30.0}, "Launch overhead limits one"),
+        ({"data_ms": 30.0}, "one is limited by data loading: "),
+        ({"communication_ms": 30.0}, "one is limited by communication: "),
+        ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
         ({"memory_main_percent": 97.0}, "Memory limits one"),
-        ({}, "own computation limits one"),
+        ({}, "one is limited by the model's own computation: "),
     ],
 )
 def test_advice_names_what_limits(figures: dict[str, float], limit: str) -> None:
@@ -134,8 +134,8 @@ def test_advice_on_data() -> None:
 
 
 def test_a_gpu_that_waits_for_the_host() -> None:
-    assert "Launch overhead limits one" in told(ONE | {"launch_ms": 19.0})
-    assert "Launch overhead" not in told(ONE | {"launch_ms": 19.0, "accelerator": "cpu"})
+    assert "one is limited by launch overhead: " in told(ONE | {"launch_ms": 19.0})
+    assert "launch overhead" not in told(ONE | {"launch_ms": 19.0, "accelerator": "cpu"})
 
 
 def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() -> None:

@@ -53,7 +53,7 @@ PLACES = {
 # SLURM's own, which are read where SLURM is: tests/test_slurm.py
 SLURM = {"--nodes", "--time", "--ntasks-per-node", "--gres", "--nodelist", "--signal", "--requeue", "--ntasks"}
 # of programs that are not here, or of our own beside the parsers
-OTHERS = {"--env", "--verbose", "--trust", "--profile", "--help", "--shm-size", "--ipc", "--kill-on-bad-exit"}
+OTHERS = {"--env", "--verbose", "--trust", "--help", "--shm-size", "--ipc", "--kill-on-bad-exit"}
 OTHERS |= {"--gpus", "--nr", "--num_processes"}  # where a reader comes from
 NAME = {"ids": lambda path: str(path.relative_to(ROOT))}
 

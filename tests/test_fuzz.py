@@ -79,7 +79,7 @@ FLAGS = [
     *("data.cache", "data.num_workers", "data.crop_padding", "data.flip", "data.cutout", "data.augment", "data.seed"),
     *("data.drop_last", "data.root", "data.nope", "seed_everything", "config", "ckpt_path"),
     *("run.name", "run.root", "run.test", "run.wandb", "run.project", "run.group", "run.tags", "run.warmup_epochs"),
-    *("run.on_nonfinite", "run.profile", "run.nope", "run", "cluster", "trainer"),
+    *("run.on_nonfinite", "run.nope", "run", "cluster", "trainer"),
     *("cluster.init_method", "cluster.node_rank", "cluster.timeout", "cluster.max_restarts", "cluster.log_dir"),
     *(
         f"{which}_checkpoint.{name}"

@@ -6,23 +6,12 @@ from typing import NamedTuple
 import pandas as pd
 
 from app.record import PHASES
+from app.record.words import bottleneck
 from app.system.page import plain
 
-OVERHEAD = 0.35  # a phase above this share of a step, other than the model's work, is the bottleneck
-LAUNCH_BOUND = 0.9  # above this share of its work, a GPU waits for the host's launches
 NEARLY_FULL = 80.0  # percent of a device's memory
 BUSY = 0.1  # above this share of the cores, other programs disturb
 NAMED = 3  # variants that a sentence names
-REMEDIES = {  # phase that limits a run: its name, and what to try
-    "forward_backward": (
-        "The model's own computation",
-        "more devices, `--trainer.precision bf16-mixed`, or a larger `--data.batch_size`",
-    ),
-    "data": ("Data loading", "`--data.placement device`, or less augmentation"),
-    "communication": ("Communication", "a larger `--data.batch_size`, or fewer devices"),
-    "optimizer": ("The optimizer", "a larger `--data.batch_size`"),
-    "rest": ("Launch overhead", "a larger `--data.batch_size`"),
-}
 
 
 class Verdict(NamedTuple):
@@ -216,16 +205,8 @@ def _limit(best: pd.Series) -> list[str]:
             f"**Memory limits {plain(best.name)}**: {fullest:.0f} % of a device is used. Try "
             "`--trainer.precision bf16-mixed` or a smaller `--data.batch_size`."
         )
-    times = best[[f"{phase}_ms" for phase in PHASES]].astype(float)
-    if times.isna().any() or not times.sum():
-        return said
-    share = times / times.sum()
-    waits = best["accelerator"] == "cuda" and best["launch_ms"] >= LAUNCH_BOUND * best["forward_backward_ms"]
-    phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: share[f"{name}_ms"])
-    if share[f"{phase}_ms"] < OVERHEAD:
-        phase = "rest" if waits else "forward_backward"
-    what, remedy = REMEDIES[phase]
-    if phase == "data" and best["placement"] == "disk":
-        remedy = "another `--data.num_workers`, or `--data.placement memory`"
-    part = share["forward_backward_ms" if phase == "rest" and waits else f"{phase}_ms"]
-    return [*said, f"**{what} limits {plain(best.name)}**: {part:.0%} of a step. Try {remedy}."]
+    times = {phase: float(best[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
+    if not sum(times[phase] for phase in PHASES) > 0:
+        return said  # no step was timed
+    limit, remedy = bottleneck(times, best["accelerator"] == "cuda", best["placement"])
+    return [*said, f"**{plain(best.name)} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}."]

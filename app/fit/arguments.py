@@ -91,9 +91,7 @@ class Arguments:
         self.tokens = sorted(tokens, key=place)
 
     def _read(self, token: Token) -> Token:
-        """Read the config of a `--config` token; `--profile` is short for `--run.profile`."""
-        if token.flag == "--profile":
-            return Token.of("--run.profile", token.value or "true")
+        """Read the config of a `--config` token."""
         if token.flag not in ("--config", "-c") or token.value is None:
             return token
         file = shipped(token.value)

@@ -23,7 +23,6 @@ from app.monitor.rank_times import RankTimes
 from app.monitor.results import PredictionWriter, TestFigures
 from app.monitor.run_record import RunRecord
 from app.monitor.step_clock import StepClock
-from app.monitor.step_trace import StepTrace
 from app.system import lightning_patches
 
 
@@ -76,7 +75,6 @@ def callbacks(config: Namespace, command: str, adapts: bool) -> dict[str, Any]:
     own += [
         NonFinite(run.on_nonfinite),
         StepClock(RankTimes(timeout, adapts)),
-        *[StepTrace()] * run.profile,
         StopTogether(timeout),  # before callbacks that read from the device when there is an error
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),

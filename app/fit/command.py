@@ -272,7 +272,7 @@ class CLI(Flags):
             self.rendezvous = NodeRendezvous(config.cluster, resolved.nodes, resolved.devices)
             os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
         saved.cluster.init_method = saved.cluster.node_rank = saved.cluster.log_dir = None
-        saved.cluster.max_restarts, saved.run.profile = 0, False
+        saved.cluster.max_restarts = 0
         drop_callbacks(self.command_parser, config.trainer)
         if not self._is_recorded:
             return super().instantiate_trainer(**kwargs)

@@ -193,19 +193,6 @@ FLAGS = (
     ),
     Rule(_no_folder, "--run.name {s.config.run.name!r}: {why}: give another name"),
     Rule(
-        lambda s: s.config.run.profile and s.command != "fit",
-        "--profile: {s.command} takes no step of training: give it to fit, or leave it out",
-    ),
-    Rule(
-        lambda s: s.config.run.profile and s.config.trainer.profiler is not None,
-        "--profile and --trainer.profiler: one of them can look at a step: leave the other out",
-    ),
-    Rule(
-        lambda s: s.config.run.profile and (s.config.trainer.fast_dev_run or s.config.trainer.barebones),
-        "--profile: a run that leaves no traces has no directory for its own: leave --trainer.fast_dev_run and "
-        "--trainer.barebones out",
-    ),
-    Rule(
         lambda s: s.hook is powerSGD_hook and s.options.get("start_powersgd_iter", 2) < 2,
         "--trainer.strategy.start_powersgd_iter {s.options[start_powersgd_iter]}: give 2 or more",
     ),

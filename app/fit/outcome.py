@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from rich import get_console
 
 from app.data import ImageData
 from app.errors import ExitStatus
@@ -17,7 +16,6 @@ from app.launch.signals import cause
 from app.launch.spawn import SpawnLauncher
 from app.monitor.loggers import Tracker
 from app.monitor.run_record import RunRecord
-from app.monitor.step_trace import profile_lines, profile_table
 from app.monitor.summary import report
 from app.record import Record, mark_failed
 
@@ -100,6 +98,3 @@ def close(trainer: Trainer, callback: RunRecord | None, fitted: bool, usable: Ca
         is_tested = record.tested or record.test
         stages = ("predict", "test", "validate") if is_tested else ("test", "validate", "predict")
         print("\n".join(["", *report(record, trainer.loggers, fitted, next(filter(usable, stages), None))]))
-        if record.profile:
-            get_console().print(profile_table(record.profile.ranks))
-            print(*profile_lines(record.profile), sep="\n")

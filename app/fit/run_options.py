@@ -36,7 +36,6 @@ class Run:
         warmup_epochs: Epochs excluded from the throughput in run.json.
         on_nonfinite: Reaction to an infinite or NaN loss: `stop` before a checkpoint has it, `warn` and continue, or
             `skip` updates with such gradients, which costs a device read on each step.
-        profile: Whether to trace some steps of every rank and name the bottleneck; `--profile` for short.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the free cores, measured
             at the start and after the first windows.
         loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is Lightning's own.
@@ -52,7 +51,6 @@ class Run:
     tags: list[str] | None = None
     warmup_epochs: NonNegativeInt = 0
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
-    profile: bool = False
     threads: PositiveInt | Literal["auto"] = "auto"
     loop: Literal["straight", "lightning"] = "straight"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from app.errors import one_line
 from app.monitor.rank_times import NAMES, slow_ranks
 from app.record import PHASES, Epoch, Record
-from app.record.words import batch, percent, threads, way_of_running
+from app.record.words import batch, bottleneck, percent, threads, way_of_running
 from app.system.files import open_file, whole, write_text
 from app.system.page import (
     BLUE,
@@ -332,8 +332,6 @@ def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: d
 def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
     times, ranks = record.time_per_step, record.ranks
     said = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
-    if record.profile:
-        said.append(f"By its profile: {plain(record.profile.limit)}.")
     shown = []
     if rates := record.course.samples_per_s:
         median = record.throughput.median
@@ -352,9 +350,8 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         figures["memory"] = draw_plot(lambda axes: _memory(axes, np.array(memory)))
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
-        first = max(PHASES, key=lambda name: getattr(times, name))
-        share = getattr(times, first) / times.step
-        said.append(f"A step takes {times.step:.3g} ms, {share:.0%} of it for {first.replace('_', ' + ')}.")
+        limit, remedy = bottleneck(vars(times), record.accelerator == "cuda", record.placement)
+        said.append(f"A step takes {times.step:.3g} ms. **{limit}.** Try {remedy}.")
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
     if 1 < len(ranks) <= CELLS:

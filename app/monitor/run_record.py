@@ -29,7 +29,6 @@ from app.monitor.course import Course
 from app.monitor.loggers import MetricsFile, Tracker
 from app.monitor.nonfinite import NonFinite
 from app.monitor.step_clock import StepClock, phases_of_windows
-from app.monitor.step_trace import StepTrace, limit
 from app.monitor.summary import epoch_line
 from app.parallel import SplitForward
 from app.record import (
@@ -42,7 +41,6 @@ from app.record import (
     Metrics,
     Model,
     Part,
-    Profile,
     Record,
     Throughput,
 )
@@ -108,7 +106,6 @@ class RunRecord(Callback):
         self.record = Record(command=command)
         self._unwritten = False
         self._clock: StepClock | None = None
-        self._trace: StepTrace | None = None
         self._warmup_epochs = warmup_epochs
         self._first_step: float | None = None
         self._first_batch = 0
@@ -226,7 +223,6 @@ class RunRecord(Callback):
                         f"{found[0][1]}): give all nodes the same files"
                     )
         self._clock = next((c for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
-        self._trace = next((c for c in trainer.callbacks if isinstance(c, StepTrace)), None)  # type: ignore[attr-defined]
         model = Model(type(pl_module).__name__, sum(parameter.numel() for parameter in pl_module.parameters()))
         if isinstance(pl_module, ImageClassifier):
             for name, value in pl_module.executed.items():
@@ -268,7 +264,6 @@ class RunRecord(Callback):
             self._window_samples += _count(batch) * trainer.world_size
         self._window_steps += 1
         self._window_profiled |= self._clock is not None and self._clock.timing
-        self._window_profiled |= self._trace is not None and self._trace.timing
         self._last_step = time.perf_counter()
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
@@ -377,9 +372,6 @@ class RunRecord(Callback):
         memory = [row for rows in gather_objects(_memory(trainer)) for row in rows]
         self._close_epoch(trainer)
         self.record.peak_memory = memory
-        if self._trace is not None:
-            cuda = trainer.strategy.root_device.type == "cuda"
-            self.record.profile = Profile(limit(self._trace.rows, cuda), self._trace.rows)
         self._measure(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

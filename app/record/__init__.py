@@ -100,23 +100,6 @@ class RankTime:
 
 
 @dataclass
-class ProfiledRank(Phases):
-    """Phases of a rank's traced steps, the share of a step (0 to 1) without an operation, and the trace's file."""
-
-    rank: Int = 0
-    host: Float | None = None
-    trace: str | None = None
-
-
-@dataclass
-class Profile:
-    """Result of `--profile`: the bottleneck in words, and each rank's phases."""
-
-    limit: str
-    ranks: list[ProfiledRank] = field(default_factory=list)
-
-
-@dataclass
 class DeviceMemory:
     """Peak memory of a rank on a device, GiB."""
 
@@ -254,7 +237,6 @@ class Record:
     others_cores: Float | None = None
     course: Course = field(default_factory=Course)
     peak_memory: list[DeviceMemory] = field(default_factory=list)
-    profile: Profile | None = None
 
     # of a run that another command started
     wall_s: Positive | None = None

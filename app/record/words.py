@@ -1,6 +1,21 @@
 """Words for figures of a run."""
 
-from app.record import Record
+from collections.abc import Mapping
+
+from app.record import PHASES, Record
+
+OVERHEAD = 0.35  # a phase above this share of a step, other than the model's work, is the bottleneck
+LAUNCH_BOUND = 0.9  # above this share of its work, a GPU waits for the host's launches
+BOTTLENECKS = {  # phase: its name, and a remedy
+    "forward_backward": (
+        "The model's own computation",
+        "more devices, `--trainer.precision bf16-mixed`, `--model.compile default` or a larger `--data.batch_size`",
+    ),
+    "data": ("Data loading", "`--data.placement device`, or less augmentation"),
+    "communication": ("Communication", "a larger `--data.batch_size`, or fewer devices"),
+    "optimizer": ("The optimizer", "a larger `--data.batch_size`"),
+    "rest": ("Launch overhead", "a larger `--data.batch_size`, or `--model.cuda_graph true` on a GPU"),
+}
 
 
 def duration(seconds: float) -> str:
@@ -40,3 +55,22 @@ def batch(record: Record) -> str:
     size = record.global_batch_size or 0
     share = f" = {record.replicas} × {size / record.replicas:g}" if record.replicas > 1 else ""
     return f"{size:,}{share}" + (f", at most {record.micro_batch:,} at once" if record.micro_batch else "")
+
+
+def bottleneck(milliseconds: Mapping[str, float], cuda: bool, placement: str | None) -> tuple[str, str]:
+    """Name a step's bottleneck with its share of the step, and a remedy, in Markdown.
+
+    Args:
+        milliseconds: Of each phase, and of `launch`.
+        cuda: Whether a GPU computes.
+        placement: Placement of the images.
+    """
+    phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name])
+    part, step = milliseconds[phase], sum(milliseconds[name] for name in PHASES)
+    if part < OVERHEAD * step:
+        part = milliseconds["forward_backward"]
+        phase = "rest" if cuda and milliseconds["launch"] >= LAUNCH_BOUND * part else "forward_backward"
+    name, remedy = BOTTLENECKS[phase]
+    if phase == "data" and placement == "disk":
+        remedy = "another `--data.num_workers`, or `--data.placement memory`"
+    return f"{name}: {part / step:.0%} of a step", remedy

@@ -1,15 +1,14 @@
 """Private names of torch, one function for each use. At an upgrade, `tests/test_patches.py` lists missing ones."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import distributed, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from app.system.patches import EXPECTED, expects
 
-__all__ = ["abort_process_group", "all_threads", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
+__all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
 
 # nested arguments as a list of leaves, and back: torch.nn.parallel.scatter does it for CUDA only
 EXPECTED[f"{__name__}.tree_map"] = tuple(
@@ -52,12 +51,3 @@ def abort_process_group() -> None:
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown. At an upgrade: is there a public function?
     """
     distributed.distributed_c10d._abort_process_group()
-
-
-@expects("torch.profiler:_ExperimentalConfig")
-def all_threads() -> Any:
-    """Let torch's profiler record all threads, because dp computes in several.
-
-    At an upgrade: does `torch.profiler.profile` record them by itself?
-    """
-    return torch.profiler._ExperimentalConfig(profile_all_threads=True)
