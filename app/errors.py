@@ -103,7 +103,7 @@ def out_of_memory(error: BaseException) -> str | None:
     asked = f": {known['asked']} were asked for" if known.get("asked") else ""
     free = f", and {known['free']} are free" if known.get("free") else ""
     notes: list[str] = getattr(error, "__notes__", [])
-    parts = next((note for note in notes if note.startswith(PARTS)), f"{PARTS} auto")
+    parts = next((note for note in notes if note.startswith(PARTS)), f"a smaller {PARTS}")
     less = (
         "--data.placement disk" if "what" not in known else "--trainer.precision bf16-mixed, or --data.placement memory"
     )

@@ -190,8 +190,6 @@ class ImageClassifier(LightningModule):
         if stage == "fit":
             self._sums = Sums(self.trainer.strategy.root_device)
             self.micro_batch = getattr(self.trainer.datamodule, "micro_batch", None)  # type: ignore[attr-defined]
-            if self.micro_batch == "auto":
-                raise UserError("micro_batch auto is settled by python -m app fit: give a count")
             if self.micro_batch is None:
                 vars(self).pop("optimizer_zero_grad", None)
             else:

@@ -265,7 +265,7 @@ def test_an_unknown_command(app: App) -> None:
             "in the config: fit has no such setting: did you mean --trainer.max_epochs?",
         ),
         (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
-        (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected int"),
+        (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected a number"),
         (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
         (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
         (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),

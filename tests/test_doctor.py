@@ -15,7 +15,8 @@ import app.doctor
 from app.doctor import Check, environment, examine
 from app.record import Record
 from app.runs import run_fit
-from app.system.machine import busy
+from app.system import machine
+from app.system.machine import busy, usable_cores
 
 
 def found_before_the_self_test(root: Path) -> dict[str, Check]:
@@ -113,6 +114,21 @@ def test_busy(load: float, usable: int, there: int, is_busy: bool, monkeypatch: 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert (said is None) == (busy() is None)
     assert said is None or "OMP_NUM_THREADS=1" in str(busy())
+
+
+def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tightest of a group and those around it counts."""
+    own = machine._control_groups
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
+    assert own() == []
+    assert usable_cores() == 64
+    inner = tmp_path / "job"
+    for folder, cpu in ((tmp_path, "400000 100000"), (inner, "max 100000")):
+        folder.mkdir(exist_ok=True)
+        (folder / "cpu.max").write_text(cpu + "\n")
+    monkeypatch.setattr(machine, "_control_groups", lambda: [inner, tmp_path])
+    assert usable_cores() == 4
 
 
 @pytest.fixture

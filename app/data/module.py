@@ -8,7 +8,7 @@ from zlib import crc32
 
 import psutil
 import torch
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -44,10 +44,7 @@ class ImageData(LightningDataModule):
     Args:
         source: The source of the images.
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
-        micro_batch: Images that a rank's network sees at once in training: the same step in less memory. `auto`: as
-            many as fit, found by a few steps at the start.
-        memory_limit: GiB that each rank may use, for `--data.micro_batch auto`; by default its device's free memory,
-            or its part of the host's.
+        micro_batch: Images that a rank's network sees at once in training: the same step in less memory.
         val_size: Images of the training set kept for validation, a count or a fraction, if the source has no
             validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
@@ -75,15 +72,14 @@ class ImageData(LightningDataModule):
         source: Source,
         *,
         batch_size: int | float = 64,
-        micro_batch: int | Literal["auto"] | None = None,
-        memory_limit: float | None = None,
+        micro_batch: PositiveInt | None = None,
         val_size: int | float = 0.1,
         placement: Literal["auto", "disk", "memory", "device"] = "auto",
         cache: str | bool = "auto",
-        num_workers: int | Literal["auto"] = "auto",
-        crop_padding: int = 0,
+        num_workers: NonNegativeInt | Literal["auto"] = "auto",
+        crop_padding: NonNegativeInt = 0,
         flip: bool = False,
-        cutout: int = 0,
+        cutout: NonNegativeInt = 0,
         augment: nn.Module | None = None,
         drop_last: bool = False,
         seed: NonNegativeInt | None = None,
@@ -91,23 +87,12 @@ class ImageData(LightningDataModule):
         super().__init__()
         if batch_size <= 0 or (isinstance(batch_size, float) and batch_size > 1):
             raise UserError(f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0")
-        if isinstance(micro_batch, int) and micro_batch < 1:
-            raise UserError(f"--data.micro_batch {micro_batch}: give a count of at least 1, or auto")
-        if memory_limit is not None and memory_limit <= 0:
-            raise UserError(f"--data.memory_limit {memory_limit:g}: give GiB above 0")
-        if memory_limit is not None and micro_batch != "auto":
-            raise UserError(f"--data.memory_limit {memory_limit:g} is for --data.micro_batch auto: give both")
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
             raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
-        workers = 0 if num_workers == "auto" else num_workers
-        for flag, value in (("num_workers", workers), ("crop_padding", crop_padding), ("cutout", cutout)):
-            if value < 0:
-                raise UserError(f"--data.{flag} {value}: give a count from 0 on")
         if augment is not None and placement not in ("auto", "disk"):
             raise UserError(f"--data.augment is done by worker processes: --data.placement disk, not {placement}")
         self.source, self.augment = source, augment
         self.batch_size, self.micro_batch, self.val_size = batch_size, micro_batch, val_size
-        self.memory_limit = memory_limit
         self.requested_placement, self.requested_workers = placement, num_workers
         self.drop_last = drop_last
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
@@ -284,7 +269,7 @@ class ImageData(LightningDataModule):
         if self.placement != "disk":
             split.tensor(self.num_workers)
         batch_size = self.global_batch_size
-        if isinstance(self.micro_batch, int) and not train:
+        if self.micro_batch is not None and not train:
             batch_size = min(batch_size, self.micro_batch * trainer.world_size)
         return GlobalBatches(
             split,
@@ -403,10 +388,8 @@ class Synthetic(ImageData):
     def __init__(
         self,
         like: Literal["CIFAR10", "FashionMNIST"] = "CIFAR10",
-        size: int = 10_000,
+        size: PositiveInt = 10_000,
         data_seed: NonNegativeInt = 0,
         **kwargs: Any,
     ) -> None:
-        if size < 1:
-            raise UserError(f"--data.size {size}: give a count of at least 1")
         super().__init__(SyntheticSource(like, size, data_seed), **kwargs)

@@ -25,7 +25,6 @@ from app.fit.assembly import callbacks, drop_callbacks, is_recorded, patch, plug
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
-from app.fit.memory import agree_micro_batch
 from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
 from app.fit.resolved import Resolved
 from app.fit.rules import check, check_trainer
@@ -181,7 +180,6 @@ class CLI(Flags):
         connect(trainer, lightning_patches.cluster_environment(trainer), timeout)
         try:
             decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)
-            self._settle_micro_batch(decided, timeout)
         except BaseException:
             if self.decided.get("folder"):
                 folder = Path(self._run_options.root, self.decided["folder"])
@@ -194,16 +192,6 @@ class CLI(Flags):
             trainer.precision_plugin.convert_module(self.model)  # before the weights are loaded
         if self._is_recorded:
             self._record(decided)
-
-    def _settle_micro_batch(self, decided: dict[str, Any], timeout: float) -> None:
-        """Replace `--data.micro_batch auto` by the resumed run's value, or by a value that fits on every node."""
-        data = self.datamodule
-        if not isinstance(data, app.data.ImageData) or data.micro_batch != "auto":
-            return
-        data.micro_batch = decided["micro_batch"] if self.subcommand == "fit" else None
-        if self.subcommand == "fit" and data.micro_batch is None:
-            config = self.command_parser.dump(self.config[self.subcommand], skip_none=False)
-            data.micro_batch = agree_micro_batch(config, self.trainer, self.model, data, self.rendezvous, timeout)
 
     @property
     def _run_options(self) -> Run:

@@ -213,7 +213,7 @@ class Resolved:
         return self.config.model.get(f"init_args.{flag}") if self.model else None
 
     @property
-    def micro_batch(self) -> int | str | None:
+    def micro_batch(self) -> int | None:
         """`--data.micro_batch`, if the data is of this application."""
         return self.checked.data.get("init_args.micro_batch")
 

@@ -73,7 +73,7 @@ TRAINING = (  # flags that define a training
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
 )
 EXECUTION = (  # except flags of places, and of execution
-    *(".root", ".predict_dir", ".cache", ".num_workers", ".placement", ".memory_limit", ".micro_batch"),
+    *(".root", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )
 
@@ -131,7 +131,6 @@ def decide(
         folder = folder.relative_to(run.root) if folder.is_relative_to(run.root) else folder
     return {
         "checkpoint": checkpoint,
-        "micro_batch": record and record.micro_batch,
         "may_be_finished": anew,  # started again after the end of its training, it has still to be tested
         "folder": folder,  # below the root of each node, where it is below rank zero's
         "earlier": earlier,

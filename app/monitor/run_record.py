@@ -178,7 +178,7 @@ class RunRecord(Callback):
         data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
         if trainer.state.fn == "fit" and isinstance(data, ImageData) and out_of_memory(exception):
             share = math.ceil(data.global_batch_size / trainer.world_size)
-            at_once = data.micro_batch if isinstance(data.micro_batch, int) else share
+            at_once = data.micro_batch or share
             if trainer.training and at_once > 1:
                 exception.add_note(f"{PARTS} {at_once // 2}")
         if directory is None or not trainer.is_global_zero:

@@ -113,27 +113,13 @@ def free_cores(seconds: float = 0.2) -> int:
     return max(round(min(usable_cores(), (os.cpu_count() or 1) - others)), 1)
 
 
-def free_memory(device: torch.device) -> int:
-    """Count the bytes that this process may still take: on the device; of the host also by its control group."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = psutil.virtual_memory().available
-    for group in _control_groups():
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":  # of the pages of files that count as used, those not in use are given back
-            pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text()) - int(pages["inactive_file"])
-            free = min(free, int(limit) - used)
-    return free
-
-
 def _control_groups() -> list[Path]:
     """Folders of the control groups that limit this process: its own, and those around it."""
     own = Path("/proc/self/cgroup")
     lines = own.read_text().splitlines() if own.exists() else []
     folder = CONTROL_GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     around = [each for each in (folder, *folder.parents) if each.is_relative_to(CONTROL_GROUPS)]
-    return [each for each in around if (each / "cpu.max").exists() and (each / "memory.max").exists()]
+    return [each for each in around if (each / "cpu.max").exists()]
 
 
 def driver() -> str | None:
