@@ -25,8 +25,10 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         summary (what is said of it), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
-    parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names
-    loop                straight_step (a training step at little cost), lightning_step_patches
+    parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
+                        tree (sums over shards)
+    loop                straight_step (a training step at little cost), shards (of a batch, for virtual devices),
+                        lightning_step_patches
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (where images come from), image_files (the user's own), synthetic (drawn), cache
                         (decoded once, mapped), batches (a rank's share), transforms (pixels), module (--data)
@@ -34,10 +36,10 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP
     record              the run record (run.json), and words for it
-    system              machine, interconnect, files, page (the style of all reports), terminal, program (set-up of a
-                        process), tracebacks (origin of an exception); and patches: lightning_patches, torch_patches,
-                        wandb_patches and deferred_imports. Code elsewhere that uses a private name of a library
-                        declares it with patches.expects
+    system              machine, interconnect, files, page (the style of all reports), terminal, random_streams,
+                        program (set-up of a process), tracebacks (origin of an exception); and patches:
+                        lightning_patches, torch_patches, wandb_patches and deferred_imports. Code elsewhere that uses a
+                        private name of a library declares it with patches.expects
     errors              what a user did wrong, and how a run ends
 """
 

@@ -229,8 +229,8 @@ class ImageClassifier(LightningModule):
         trainer = self.trainer
         loader = trainer.train_dataloader
         self._has_gradients = False
-        if not isinstance(loader, GlobalBatches):  # the user's own loader: the usual mean of equal shares
-            return self._training_losses(images, labels, batch_idx).mean()
+        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:  # the usual mean; of nothing, zero
+            return self._training_losses(images, labels, batch_idx).sum() / max(len(labels), 1)
         accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:
             scale = trainer.world_size / loader.global_count(batch_idx)

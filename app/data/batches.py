@@ -5,11 +5,12 @@ rank takes its part of each global batch. The loader uses no global random state
 an epoch, so that a resumed run continues with the next sample.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, repeat, starmap
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
@@ -18,14 +19,99 @@ from app.data.sources import Split, Workers
 from app.data.transforms import DRAW_RANGE
 from app.errors import UserError
 from app.system.patches import expects
+from app.system.random_streams import seed_of
 
 Placement = Literal["disk", "memory", "device"]
 
 
 def stream(*key: int) -> torch.Generator:
     """Return an independent random generator for a key, such as (seed, purpose, epoch, step)."""
-    state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+class Shards(list[Any]):
+    """A rank's shards of a global batch, one for each of its virtual devices.
+
+    Args:
+        shards: The shards.
+        first: Number of the first one among those of all ranks.
+        counts: Samples of each shard; a shard without one may hold a stand-in.
+        samples: Samples of all ranks.
+    """
+
+    def __init__(self, shards: Iterable[Any], first: int, counts: Sequence[int], samples: int) -> None:
+        super().__init__(shards)
+        self.first, self.counts, self.samples = first, counts, samples
+
+
+def shards_of(rank: int, world_size: int, count: int) -> range:
+    """Return a rank's shards, of `count` in all: runs of equal or nearly equal length."""
+    return range(rank * count // world_size, (rank + 1) * count // world_size)
+
+
+def shards_beyond(virtual_devices: int, batch_size: int) -> str:
+    """Return the message for more shards than a global batch has samples."""
+    return (
+        f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards: give "
+        f"{batch_size} or less, or a larger batch"
+    )
+
+
+class GlobalOrder:
+    """A rank's share of each global batch: one of `world_size` parts, or its run of shards.
+
+    Args:
+        samples: Samples of an epoch.
+        batch_size: Size of the global batch.
+        drop_last: Whether to drop the last, smaller batch.
+        rank: This process.
+        world_size: Number of processes.
+        virtual_devices: Number of shards of a global batch, or None for a part per process.
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, drop_last: bool, rank: int, world_size: int, virtual_devices: int | None
+    ) -> None:
+        self._samples = samples  # read on each step
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
+        self._parts = virtual_devices or world_size
+        self._own = shards_of(rank, world_size, self._parts)
+
+    def __len__(self) -> int:
+        full, rest = divmod(self._samples, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def global_count(self, step: int) -> int:
+        """Return the number of samples of all ranks at a step."""
+        return min(self.batch_size, self._samples - step * self.batch_size)
+
+    def window_count(self, step: int, length: int, steps: int) -> int:
+        """Return the number of samples, over all ranks, in a step's window of accumulated batches.
+
+        Args:
+            step: Number of the batch in its epoch.
+            length: Batches whose gradients are accumulated; the last window of an epoch may have fewer.
+            steps: Batches of the epoch.
+        """
+        first = step - step % length
+        return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
+
+    def bounds(self, step: int) -> list[int]:
+        """Return where the parts of this rank begin and end in a step's global batch."""
+        size, rest = divmod(self.global_count(step), self._parts)
+        return [part * size + min(part, rest) for part in range(self._own.start, self._own.stop + 1)]
+
+    def share(self, per_sample: Any, step: int) -> Any:
+        """Return this rank's slice of what an epoch has for each sample."""
+        bounds, first = self.bounds(step), step * self.batch_size
+        return per_sample[first + bounds[0] : first + bounds[-1]]
+
+    def shards(self, parts: Iterable[Any], step: int) -> "Shards":
+        """Label this rank's parts of a global batch."""
+        bounds = self.bounds(step)
+        counts = [end - start for start, end in pairwise(bounds)]
+        return Shards(parts, self._own.start, counts, self.global_count(step))
 
 
 class RawBatch(NamedTuple):
@@ -92,7 +178,7 @@ def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
     "torch.utils.data:DataLoader._iterator",
     "lightning.pytorch.utilities.combined_loader:_shutdown_workers_and_reset_iterator",
 )
-class GlobalBatches:
+class GlobalBatches(GlobalOrder):
     """Iterates over one rank's share of every global batch.
 
     The last, smaller batch is divided as evenly as possible. A rank without a sample gets a batch of size 0, so that
@@ -111,6 +197,8 @@ class GlobalBatches:
         seed: Seed of the permutation and the draws.
         shuffle: Whether each epoch has its own permutation.
         drop_last: Whether to drop the last, smaller batch.
+        virtual_devices: Number of shards of a global batch; batches are then `Shards`.
+        one_by_one: Whether each shard is a batch instead, for an evaluation whose bits depend on no number of ranks.
         draws: Random numbers per sample.
         augment: Augmentation by the workers, for `disk` only.
         position: Returns the step at which the epoch begins: above zero for a resumed one.
@@ -132,40 +220,39 @@ class GlobalBatches:
         seed: int = 0,
         shuffle: bool = False,
         drop_last: bool = False,
+        virtual_devices: int | None = None,
+        one_by_one: bool = False,
         draws: int = 0,
         augment: nn.Module | None = None,
         position: Callable[[], int] = lambda: 0,
     ) -> None:
+        super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices)
+        self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
         self.split, self.rows = split, rows
-        self.batch_size, self.drop_last = batch_size, drop_last
-        self.rank, self.world_size = rank, world_size
         self.seed, self.shuffle, self.draws = seed, shuffle, draws
         self.position = position
         self.epoch = 0
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
         self._pin = device.type == "cuda" and placement != "device"
         self._labels = split.labels[rows]
-        self._samples = len(rows)  # read on each step
         self._workers: Workers | None = None
         self._augmented = augment is not None
         if placement == "disk":
-            self._shares: list[list[tuple[int, int]]] = []
-            self._workers = Workers(Reader(split, augment), self._shares, split.image_shape, num_workers, self._pin)
+            self._items_of_steps: list[list[tuple[int, int]]] = []
+            self._workers = Workers(
+                Reader(split, augment), self._items_of_steps, split.image_shape, num_workers, self._pin
+            )
             return
         self._images, self._where = split.tensor(), rows
         if placement == "device":
             order = torch.arange(len(rows))
-            kept = order if shuffle else torch.cat([self._share(order, step) for step in range(len(self))])
+            kept = order if shuffle else torch.cat([self.share(order, step) for step in range(super().__len__())])
             there = torch.empty((len(kept), *self._images.shape[1:]), dtype=torch.uint8, device=device)
             for to, part in zip(there.split(4096), rows[kept].split(4096), strict=True):  # not all on the host again
                 to.copy_(self._images[part])
             self._images = there
             self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept))).to(device)
             self._labels = self._labels.to(device)
-
-    def __len__(self) -> int:
-        full, rest = divmod(len(self.rows), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
 
     @property
     def _iterator(self) -> Any:
@@ -181,52 +268,55 @@ class GlobalBatches:
         """Choose the permutation; Lightning calls it before each epoch."""
         self.epoch = epoch
 
-    def global_count(self, step: int) -> int:
-        """Return the number of samples of all ranks at a step."""
-        return min(self.batch_size, self._samples - step * self.batch_size)
-
-    def window_count(self, step: int, length: int, steps: int) -> int:
-        """Return the number of samples, over all ranks, in a step's window of accumulated batches.
-
-        Args:
-            step: Number of the batch in its epoch.
-            length: Batches whose gradients are accumulated; the last window of an epoch may have fewer.
-            steps: Batches of the epoch.
-        """
-        first = step - step % length
-        return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
-
     def samples(self, step: int) -> Tensor:
         """Return the rows of the split that this rank has at a step of the epoch, int64 (n,)."""
-        return self.rows[self._share(self._order(self.epoch), step)]
+        return self.rows[self.share(self._order(self.epoch), step)]
 
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:
             return torch.arange(len(self.rows))
         return torch.randperm(len(self.rows), generator=stream(self.seed, 1, epoch))
 
-    def _share(self, per_sample: Tensor, step: int) -> Tensor:
-        batch = per_sample[step * self.batch_size : (step + 1) * self.batch_size]
-        return batch.tensor_split(self.world_size)[self.rank] if self.world_size > 1 else batch
+    def __iter__(self) -> Iterator[RawBatch | Shards]:
+        steps = range(self.position(), super().__len__())
+        for step, batch in zip(steps, self._shares_of(steps), strict=True):
+            if self.virtual_devices is None:
+                yield batch
+                continue
+            shards = self._cut(batch, step)
+            if self._turns:
+                yield from shards
+                yield from [RawBatch(batch.images[:0], batch.labels[:0], None)] * (self._turns - len(shards))
+            else:
+                yield shards
 
-    def __iter__(self) -> Iterator[RawBatch]:
-        epoch, steps = self.epoch, range(self.position(), len(self))
+    def __len__(self) -> int:
+        return super().__len__() * (self._turns or 1)
+
+    def _cut(self, batch: RawBatch, step: int) -> Shards:
+        images, labels, draws = batch
+        counts = [end - start for start, end in pairwise(self.bounds(step))]
+        columns = images.split(counts), labels.split(counts), draws.split(counts) if draws is not None else repeat(None)
+        return self.shards(starmap(RawBatch, zip(*columns, strict=False)), step)
+
+    def _shares_of(self, steps: range) -> Iterator[RawBatch]:
+        epoch = self.epoch
         order = self._order(epoch)
         drawn = self._draw(epoch)
         if self._workers is not None:
             seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, epoch))
-            self._shares[:] = [self._items(order, seeds, step) for step in steps]
+            self._items_of_steps[:] = [self._items(order, seeds, step) for step in steps]
             labels = self._take(self._labels, order)
             for step, images in zip(steps, self._workers, strict=True):
-                yield RawBatch(images, self._share(labels, step), None if drawn is None else self._share(drawn, step))
+                yield RawBatch(images, self.share(labels, step), None if drawn is None else self.share(drawn, step))
             return
         order = order.to(self._where.device)
         labels, where = self._take(self._labels, order), self._where[order]
         batches = (
             RawBatch(
-                self._take(self._images, self._share(where, step)),
-                self._share(labels, step),
-                None if drawn is None else self._share(drawn, step),
+                self._take(self._images, self.share(where, step)),
+                self.share(labels, step),
+                None if drawn is None else self.share(drawn, step),
             )
             for step in steps
         )
@@ -241,10 +331,10 @@ class GlobalBatches:
 
     def _items(self, order: Tensor, seeds: Tensor, step: int) -> list[tuple[int, int]]:
         """Row of each sample of this rank, and the seed of its augmentation."""
-        rows = self.rows[self._share(order, step)].tolist()
+        rows = self.rows[self.share(order, step)].tolist()
         if not self._augmented:
             return [(row, 0) for row in rows]
-        return list(zip(rows, self._share(seeds, step).tolist(), strict=True))
+        return list(zip(rows, self.share(seeds, step).tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
         """Draw for a whole epoch, so that a sample's draws depend neither on ranks nor on batch size."""

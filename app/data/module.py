@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from app.data.batches import GlobalBatches, Placement, RawBatch, stream
+from app.data.batches import GlobalBatches, Placement, RawBatch, shards_beyond, stream
 from app.data.cache import ImageCache
 from app.data.image_files import FolderSource
 from app.data.sources import (
@@ -95,6 +95,7 @@ class ImageData(LightningDataModule):
         self.batch_size, self.micro_batch, self.val_size = batch_size, micro_batch, val_size
         self.requested_placement, self.requested_workers = placement, num_workers
         self.drop_last = drop_last
+        self.virtual_devices: int | None = None  # set by `fit`
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.transform = Transform(source.mean, source.std, crop_padding, flip, cutout)
         # YAML takes an `off` without quotes for false
@@ -156,7 +157,9 @@ class ImageData(LightningDataModule):
         if stage == "fit":
             assert self.trainer is not None
             size, world = self.global_batch_size, self.trainer.world_size
-            if size % world:  # a fraction becomes a count only here
+            if self.virtual_devices is not None and size < self.virtual_devices:
+                raise UserError(shards_beyond(self.virtual_devices, size))
+            if size % world and self.virtual_devices is None:  # a fraction becomes a count only here
                 raise UserError(
                     f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
                     f"{self.nearest_shares(size, world)}, or another --trainer.devices"
@@ -271,6 +274,7 @@ class ImageData(LightningDataModule):
         batch_size = self.global_batch_size
         if self.micro_batch is not None and not train:
             batch_size = min(batch_size, self.micro_batch * trainer.world_size)
+        one_by_one = name == "val" and self.virtual_devices is not None and trainer.limit_val_batches == 1.0
         return GlobalBatches(
             split,
             rows,
@@ -283,6 +287,8 @@ class ImageData(LightningDataModule):
             seed=self.seed,
             shuffle=train and not getattr(trainer, "overfit_batches", 0),
             drop_last=train and self.drop_last,
+            virtual_devices=self.virtual_devices if train or one_by_one else None,
+            one_by_one=one_by_one,
             draws=self.transform.draws if train else 0,
             augment=self.augment if train else None,
             position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),

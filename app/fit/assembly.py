@@ -13,8 +13,10 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from app.fit.checkpoint_file import CheckpointFiles
 from app.fit.resolved import Resolved
+from app.fit.run_options import Run
 from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
+from app.loop.shards import ShardedLoop
 from app.loop.straight_step import StraightLoop
 from app.monitor.header import Header
 from app.monitor.nonfinite import NonFinite
@@ -23,6 +25,7 @@ from app.monitor.rank_times import RankTimes
 from app.monitor.results import PredictionWriter, TestFigures
 from app.monitor.run_record import RunRecord
 from app.monitor.step_clock import StepClock
+from app.parallel import DDP
 from app.system import lightning_patches
 
 
@@ -91,11 +94,16 @@ def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
         parser.callback_keys = []
 
 
-def patch(trainer: Trainer, loop: str) -> Trainer:
+def patch(trainer: Trainer, run: Run) -> Trainer:
     """Replace the Trainer's signal handling, checkpoint restoring and loop."""
     lightning_patches.replace_signal_connector(trainer, Signals(trainer))
     lightning_patches.count_epochs(trainer)
     lightning_patches.Restoring.put_into(trainer)
-    if loop == "straight":
+    if run.virtual_devices is not None:
+        ShardedLoop.put_into(trainer)
+        trainer.fit_loop.epoch_loop.virtual_devices = int(run.virtual_devices)  # type: ignore[attr-defined]
+        if isinstance(trainer.strategy, DDP):
+            trainer.strategy.keep_buffers()
+    elif run.loop == "straight":
         StraightLoop.put_into(trainer)
     return trainer

@@ -15,6 +15,7 @@ from app.data import ImageData
 from app.errors import UserError
 from app.execution import IMPLEMENTATION
 from app.fit.checkpoint_file import PREVIOUS, read
+from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier
 from app.record import Record
 from app.system.files import remove_parts
@@ -247,6 +248,7 @@ def check_checkpoint(
     if resumed_by is None:
         return
     _check_resumable(path, checkpoint)
+    _check_shards(path, checkpoint, resumed_by)
     if not may_be_finished:
         _check_unfinished(path, checkpoint, resumed_by)
     own = isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier)
@@ -266,6 +268,18 @@ def _check_resumable(path: str, checkpoint: dict[str, Any]) -> None:
             raise UserError(
                 f"--ckpt_path {path}: it holds no {key}, without which no training resumes: it has weights alone, or "
                 "is of another version: give another one"
+            )
+
+
+def _check_shards(path: str, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    """Refuse another number of shards or threads than the checkpoint's: either changes the bits."""
+    loop = trainer.fit_loop.epoch_loop
+    before = checkpoint["loops"].get("fit_loop", {}).get("epoch_loop.state_dict", {})
+    for name, value in loop.kept.items() if isinstance(loop, ShardedLoop) else ():
+        if name in before and before[name] != value:
+            raise UserError(
+                f"--run.{name} {value}: {path} was trained with {before[name]}, on which its bits depend: give --run."
+                f"{name} {before[name]}, or leave --run.virtual_devices out"
             )
 
 

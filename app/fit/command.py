@@ -108,6 +108,10 @@ class CLI(Flags):
         for flag, path in leaves(config):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
+        if config.run.virtual_devices and config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ:
+            config.run.threads = max(
+                usable_cores() // config.run.virtual_devices, 1
+            )  # the same for any number of ranks
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
             torch.set_num_threads(config.run.threads)
@@ -150,6 +154,8 @@ class CLI(Flags):
                 raise
             raise UserError(self._explained(error)) from error
         check_trainer(self.trainer)
+        if isinstance(self.datamodule, app.data.ImageData) and self.subcommand == "fit":
+            self.datamodule.virtual_devices = self.resolved.virtual_devices
         if isinstance(self.datamodule, app.data.ImageData) and isinstance(self.model, app.modules.ImageClassifier):
             self.model.check_image_shape(self.datamodule.image_shape)
         self._agree(config.cluster.timeout)
@@ -265,7 +271,7 @@ class CLI(Flags):
         if not self._is_recorded:
             return super().instantiate_trainer(**kwargs)
         kwargs |= callbacks(config, self.command, self.adapts and self.launcher is None)
-        return patch(super().instantiate_trainer(**kwargs), config.run.loop)
+        return patch(super().instantiate_trainer(**kwargs), config.run)
 
     @property
     def _is_recorded(self) -> bool:

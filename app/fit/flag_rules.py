@@ -17,13 +17,15 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
+from app.data import ImageData
+from app.data.batches import shards_beyond
 from app.errors import UserError, nearest
 from app.fit.parser import parameters
 from app.fit.resolved import Resolved, class_of
 from app.fit.rule import Found, Rule
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
-from app.parallel import SplitForward
+from app.parallel import DDP, SplitForward
 
 # flag: the least that it can be
 MINIMA = {
@@ -49,6 +51,7 @@ MADE = {
 }
 
 COMPILES = (SingleDeviceStrategy, DDPStrategy)
+SHARDED = (SingleDeviceStrategy, DDP)
 
 
 def _unknown_strategy(s: Resolved) -> Found:
@@ -171,6 +174,27 @@ def _not_in_a_graph(s: Resolved) -> Found:
     return bool(s.given("cuda_graph")) and next(found, None)
 
 
+def _not_sharded(s: Resolved) -> Found:
+    """Find a setting that works on a whole batch, or adds gradients in an order of its own."""
+    conflicts = (
+        (f"trainer.strategy {s.name}", s.strategy not in SHARDED or s.hook, "use --trainer.strategy ddp"),
+        ("trainer.sync_batchnorm", s.sync_batchnorm, "each shard is normalised by itself: leave it out"),
+        ("data.micro_batch", s.micro_batch, "a shard is one already: leave it out"),
+        ("model.cuda_graph", s.given("cuda_graph"), "a graph holds one batch: leave it out"),
+        ("run.loop lightning", s.config.run.loop == "lightning", "only the straight loop has shards: leave it out"),
+    )
+    found = ({"flag": flag, "remedy": remedy} for flag, is_so, remedy in conflicts if is_so)
+    return s.virtual_devices is not None and next(found, None)
+
+
+def _more_shards_than_samples(s: Resolved) -> Found:
+    data = class_of(s.config.get("data"))
+    size = s.config.data.get("init_args.batch_size") if data is not None and issubclass(data, ImageData) else None
+    if not isinstance(size, int) or s.virtual_devices is None or not 0 < size < s.virtual_devices:
+        return False
+    return {"said": shards_beyond(s.virtual_devices, size)}
+
+
 FLAGS = (
     Rule(_null, "--{flag} null: give a value, or leave it out"),
     Rule(_unknown_strategy, "--trainer.strategy {s.config.trainer.strategy}: unknown{near}"),
@@ -241,5 +265,12 @@ FLAGS = (
         ),
         "--model.optimizer.fused true with --trainer.gradient_clip_val: under 16-mixed there is no moment between"
         " unscaling and update in which to clip: leave one of them out, or use --trainer.precision bf16-mixed",
+    ),
+    Rule(_not_sharded, "--run.virtual_devices {s.virtual_devices} does not work with --{flag}: {remedy}"),
+    Rule(_more_shards_than_samples, "{said}"),
+    Rule(
+        lambda s: s.virtual_devices is not None and s.virtual_devices < s.world_size,
+        "--run.virtual_devices {s.virtual_devices}: {s.world_size} processes need a shard each: give at least "
+        "{s.world_size}, or fewer --trainer.devices",
     ),
 )

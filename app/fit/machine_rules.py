@@ -167,6 +167,8 @@ def _unshared_batch(s: Resolved) -> Found:
     size = s.config.data.get("init_args.batch_size") if data is not None and issubclass(data, ImageData) else None
     if s.command != "fit" or not isinstance(size, int) or size < 1 or size % s.world_size == 0:
         return False
+    if s.virtual_devices is not None:
+        return False
     return {"size": size, "near": ImageData.nearest_shares(size, s.world_size)}
 
 

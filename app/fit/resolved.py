@@ -218,6 +218,12 @@ class Resolved:
         return self.checked.data.get("init_args.micro_batch")
 
     @property
+    def virtual_devices(self) -> int | None:
+        """`--run.virtual_devices`."""
+        count = self.config.run.virtual_devices
+        return None if count is None else int(count)  # a plain integer can be kept in a checkpoint
+
+    @property
     def compiled(self) -> bool:
         """Whether the network is compiled."""
         return self.given("compile") not in (None, False, "off")

@@ -38,6 +38,8 @@ class Run:
             `skip` updates with such gradients, which costs a device read on each step.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the free cores, measured
             at the start and after the first windows.
+        virtual_devices: Train as if on this many devices, with the same bits on any smaller number of processes: each
+            global batch is cut into as many shards, and their gradients are added in one order.
         loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is Lightning's own.
     """
 
@@ -52,6 +54,7 @@ class Run:
     warmup_epochs: NonNegativeInt = 0
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     threads: PositiveInt | Literal["auto"] = "auto"
+    virtual_devices: PositiveInt | None = None
     loop: Literal["straight", "lightning"] = "straight"
 
 
@@ -71,6 +74,7 @@ _HELD: list[int] = []  # descriptors of folders
 TRAINING = (  # flags that define a training
     *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
+    "run.virtual_devices",
 )
 EXECUTION = (  # except flags of places, and of execution
     *(".root", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),

@@ -30,6 +30,7 @@ _LOGGER_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logge
     f"{_EPOCH_LOOP}.advance",
     f"{_EPOCH_LOOP}.on_advance_end",
     f"{_EPOCH_LOOP}.done",
+    f"{_EPOCH_LOOP}._should_check_val_fx",
     "lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization._skip_backward",
     "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
 )

@@ -42,9 +42,13 @@ class StraightLoop(EpochLoop):
         """Look up the hooks for the steps of this epoch."""
         super().on_run_start(data_fetcher)
         self.reason = self.why_not(data_fetcher)
-        self._step = None if self.reason else Step(self)
+        self._step = self.make_step()
         if not self.restarting:
             self.val_loop.restarting = False
+
+    def make_step(self) -> "Step | None":
+        """Look up the hooks; None for Lightning's step."""
+        return None if self.reason else Step(self)
 
     def teardown(self) -> None:
         """Drop the step."""
@@ -68,14 +72,17 @@ class StraightLoop(EpochLoop):
         return None
 
     def advance(self, data_fetcher: Any) -> None:
-        """Take a step; the first after a resume is Lightning's."""
+        """Take a step; or none where a resumed run has a validation to do, which Lightning handles."""
         step = self._step
         trainer: Any = self.trainer
-        if step is None or self.restarting:
+        if step is None or (self.restarting and self._should_check_val_fx(data_fetcher)):
             super().advance(data_fetcher)
             return
+        if self.restarting:
+            self.val_loop.restarting = False
         if trainer.profiler is not step.profiler or trainer.callbacks != step.callbacks:
-            step = self._step = Step(self)
+            step = self._step = self.make_step()
+            assert step is not None
         step(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
@@ -319,14 +326,17 @@ class Step:
         else:
             loss, self.outputs = self._unpack(output, micro_batches)
         if self.index % micro_batches == 0:
-            self.zero_grads.increment_ready()
-            self.on_before_zero_grad(self.optimizer)
-            self.zero_grads.increment_started()
-            self.zero_grad()
-            self.zero_grads.increment_completed()
+            self._zero()
         if loss is not None:
             self.backward(loss)
         return self.outputs.get("loss")
+
+    def _zero(self) -> None:
+        self.zero_grads.increment_ready()
+        self.on_before_zero_grad(self.optimizer)
+        self.zero_grads.increment_started()
+        self.zero_grad()
+        self.zero_grads.increment_completed()
 
     def compute_and_clip(self) -> Any:
         """Compute loss and gradients, and clip them; the optimizer's closure."""

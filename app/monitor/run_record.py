@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich import get_console
 
-from app.data.batches import GlobalBatches
+from app.data.batches import GlobalOrder, shards_of
 from app.data.module import ImageData
 from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
 from app.launch.agree import gather_objects
@@ -24,6 +24,7 @@ from app.launch.failures import explained
 from app.launch.process import BEGAN
 from app.launch.signals import cause
 from app.loop.lightning_step_patches import EpochLoop
+from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier, log_window
 from app.monitor.course import Course
 from app.monitor.loggers import MetricsFile, Tracker
@@ -59,12 +60,15 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
     """Return strategy, devices, sizes, precision and placement as the trainer resolved them, by the record's names."""
     data = getattr(trainer, "datamodule", None)
     own = data if isinstance(data, ImageData) else None
+    loop = trainer.fit_loop.epoch_loop
+    shards = loop.virtual_devices if isinstance(loop, ShardedLoop) and trainer.state.fn == "fit" else None
+    world = trainer.world_size
     return {
         "strategy": strategy_name(trainer),
         "devices": len(getattr(trainer.strategy, "parallel_devices", None) or [0]),
         "num_nodes": trainer.num_nodes,
-        "world_size": trainer.world_size,
-        "replicas": trainer.world_size * len(devices_of(trainer)),
+        "world_size": world,
+        "replicas": world * len(devices_of(trainer)),
         "precision": trainer.precision,
         "placement": own and own.placement,
         "images_left_out": own and own.left_out,
@@ -72,6 +76,8 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "global_batch_size": own and own.global_batch_size,
         "micro_batch": own.micro_batch if own and trainer.state.fn == "fit" else None,
+        "virtual_devices": shards,
+        "shards": [len(shards_of(rank, world, shards)) for rank in range(world)] if shards else [],
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
         "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
@@ -258,7 +264,7 @@ class RunRecord(Callback):
     ) -> None:
         """Count samples, and close the window if it is full."""
         loader = trainer.train_dataloader
-        if isinstance(loader, GlobalBatches):
+        if isinstance(loader, GlobalOrder):
             self._window_samples += loader.global_count(batch_idx)
         else:
             self._window_samples += _count(batch) * trainer.world_size

@@ -198,6 +198,8 @@ class Record:
     placement: str | None = None
     global_batch_size: Count | None = None
     micro_batch: Int | None = None
+    virtual_devices: Count | None = None
+    shards: list[int] = field(default_factory=list)
     max_epochs: Int | None = None
     max_steps: Int | None = None
     seed: Int | None = None

@@ -54,7 +54,11 @@ def batch(record: Record) -> str:
     """Describe the global batch: `64 = 2 × 32, at most 16 at once`."""
     size = record.global_batch_size or 0
     share = f" = {record.replicas} × {size / record.replicas:g}" if record.replicas > 1 else ""
-    return f"{size:,}{share}" + (f", at most {record.micro_batch:,} at once" if record.micro_batch else "")
+    return (
+        f"{size:,}{share}"
+        + (f", at most {record.micro_batch:,} at once" if record.micro_batch else "")
+        + (f", in {record.virtual_devices} shards" if record.virtual_devices else "")
+    )
 
 
 def bottleneck(milliseconds: Mapping[str, float], cuda: bool, placement: str | None) -> tuple[str, str]:

@@ -291,6 +291,10 @@ class DDPWithHooks(DDPStrategy):
         devices = self.determine_ddp_device_ids()
         return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
 
+    def keep_buffers(self) -> None:
+        """Leave each rank its buffers: virtual devices make them equal."""
+        self._ddp_kwargs["broadcast_buffers"] = False
+
     def comm_state(self) -> object | None:
         """Return the first argument of the hook, made when the processes are connected."""
         return self._ddp_comm_state

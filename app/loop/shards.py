@@ -1,0 +1,436 @@
+"""A training step over virtual devices: the same bits on any number of ranks.
+
+A rank trains on its shards of the global batch one after the other, each with its own random stream and each from the
+same buffers. Gradients, loss, logged values and changed buffers are added up in `app.parallel.tree`'s order. Sources:
+VirtualFlow (https://arxiv.org/abs/2009.09523) and EasyScale (https://arxiv.org/abs/2208.14228).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from app.data.batches import Shards
+from app.errors import UserError
+from app.loop.straight_step import Step, StraightLoop
+from app.parallel.tree import Node, Tree
+from app.system.random_streams import own_streams, seed_of
+
+Gradients = list[Tensor | None]
+
+
+def _plus(first: Gradients, second: Gradients) -> Gradients:
+    """Add up gradients, the second in place; None counts as zero."""
+    pairs = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
+    if pairs:
+        torch._foreach_add_([other for _, other in pairs], [one for one, _ in pairs])
+    return [one if other is None else other for one, other in zip(first, second, strict=True)]
+
+
+class ShardSums:
+    """Sums over shards: of gradients, in DDP's buckets during the last backward pass, and of a vector.
+
+    Args:
+        module: The module.
+        strategy: Its strategy, with the model set up.
+        count: Number of shards.
+    """
+
+    def __init__(self, module: LightningModule, strategy: Any, count: int) -> None:
+        model = strategy.model
+        ddp = isinstance(model, DistributedDataParallel)
+        group = model.process_group if ddp else None
+        self.tree = Tree(count, strategy.global_rank if ddp else 0, strategy.world_size if ddp else 1, group)
+        self.parameters = [each for each in module.parameters() if each.requires_grad]
+        self.place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        self.nodes: dict[Node, Gradients] = {}
+        self.device = strategy.root_device
+        # a rank waits for others beside its backward pass: in a thread, or on a stream
+        self.thread = ThreadPoolExecutor(1) if ddp and self.device.type == "cpu" else None
+        self.side = torch.cuda.Stream(self.device) if ddp and self.device.type == "cuda" else None
+        if ddp:
+            model.register_comm_hook(None, self._add_bucket)
+
+    def take(self, shard: int) -> None:
+        """Add the parameters' gradients as those of a shard."""
+        self.tree.add(self.nodes, (0, shard), self.taken(), _plus)
+
+    def taken(self) -> Gradients:
+        """Return the parameters' gradients, and leave none behind."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradients
+
+    def give(self) -> None:
+        """Set the parameters' gradients to the sum over all shards; under DDP, its buckets hold it."""
+        if self.tree.world_size == 1:
+            for parameter, gradient in zip(self.parameters, self.nodes[self.tree.root], strict=True):
+                parameter.grad = gradient
+        self.nodes = {}
+
+    def sum(self, nodes: dict[Node, Tensor]) -> Future[Tensor]:
+        """Add up vectors, (n,), over the shards of all ranks. Collective."""
+        future: Future[Tensor] = Future(devices=[self.device] if self.side else [])
+
+        def work() -> None:
+            try:
+                future.set_result(self.tree.sum(nodes))
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]  # torch declares a result here
+
+        if self.thread:
+            self.thread.submit(work)
+        elif self.side:
+            self.side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.side):
+                work()
+        else:
+            work()
+        return future
+
+    def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
+        """Add up a bucket of gradients, which holds the rank's last shard: DDP's communication hook."""
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        places = [self.place[id(parameter)] for parameter in parameters]
+
+        def views(flat: Tensor) -> list[Tensor]:  # in each parameter's order of memory, as DDP lays them out
+            starts = torch.tensor([0, *(each.numel() for each in parameters)]).cumsum(0).tolist()
+            return [
+                flat.as_strided(each.size(), each.stride(), flat.storage_offset() + start)
+                for each, start in zip(parameters, starts, strict=False)
+            ]
+
+        nodes = {node: [gradients[place] for place in places] for node, gradients in self.nodes.items()}
+        self.tree.add(nodes, (0, self.tree.shards[-1]), views(buffer), _plus)
+        flats: dict[Node, Tensor] = {}
+        for node, gradients in nodes.items():
+            flats[node] = flat = torch.zeros_like(buffer)
+            for view, gradient in zip(views(flat), gradients, strict=True):
+                if gradient is not None:
+                    view.copy_(gradient)
+        return self.sum(flats)
+
+
+class Buffers:
+    """Buffers that a shard's forward pass changes, such as the running statistics of BatchNorm.
+
+    Args:
+        module: The module. The states of its metrics are left alone: they add up over shards.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._owners: list[tuple[str, dict[str, Any], str]] = [
+            (f"{prefix}.{name}".lstrip("."), owner._buffers, name)
+            for prefix, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not isinstance(owner, Metric)
+        ]
+        self._before = [buffers[name].clone() for _, buffers, name in self._owners]
+        self._seen: set[int] | None = None  # changed by the first shard
+
+    def save(self) -> None:
+        """Remember the values before the step."""
+        self._now = [buffers[name] for _, buffers, name in self._owners]
+        self._versions = [buffer._version for buffer in self._now]
+        if self._now:
+            torch._foreach_copy_(self._before, self._now)
+
+    def changed(self) -> list[int]:
+        """Return the places of the buffers that a shard has changed or replaced.
+
+        The first time by value: torch's batch_norm changes running statistics without a new version.
+        """
+        values = self.values(list(range(len(self._owners))))
+        if self._seen is None:
+            pairs = enumerate(zip(values, self._before, strict=True))
+            self._seen = {place for place, (now, before) in pairs if not torch.equal(now, before)}
+        return [
+            place
+            for place, (value, now) in enumerate(zip(values, self._now, strict=True))
+            if place in self._seen or value is not now or value._version != self._versions[place]
+        ]
+
+    def name(self, place: int) -> str:
+        """Return the name of a buffer."""
+        return self._owners[place][0]
+
+    def values(self, places: list[int]) -> list[Tensor]:
+        """Return the values of some buffers."""
+        return [buffers[name] for _, buffers, name in (self._owners[place] for place in places)]
+
+    def restore(self, places: list[int]) -> None:
+        """Return some buffers to their values before the step."""
+        self.write(places, [self._before[place] for place in places])
+
+    def write(self, places: list[int], values: Sequence[Tensor]) -> None:
+        """Set some buffers."""
+        if not places:
+            return
+        kept = [self._now[place] for place in places]
+        torch._foreach_copy_(kept, [value.view_as(buffer) for value, buffer in zip(values, kept, strict=True)])
+        for place, buffer in zip(places, kept, strict=True):
+            _, buffers, name = self._owners[place]
+            buffers[name], self._versions[place] = buffer, buffer._version
+
+
+class Logged:
+    """What `training_step` logs of each shard; the step logs it once, the same on every rank.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self.options: dict[str, dict[str, Any]] = {}
+        self.means: dict[str, Any] = {}  # of the shard
+        self.sums: dict[str, Any] = {}
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Stand in for `LightningModule.log` during a shard."""
+        how = options.get("reduce_fx", "mean")
+        if isinstance(value, Metric):
+            LightningModule.log(self._module, name, value, *args, **options)
+        elif how in ("mean", "sum", torch.mean, torch.sum):
+            names = ("prog_bar", "logger", "on_step", "on_epoch")
+            self.options[name] = {**dict(zip(names, args, strict=False)), **options, "sync_dist": False}
+            (self.sums if how in ("sum", torch.sum) else self.means)[name] = value
+        else:
+            raise UserError(
+                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs means and sums: log "
+                "a torchmetrics metric instead, or leave --run.virtual_devices out"
+            )
+
+    def log_step(self, values: Sequence[Tensor], samples: int) -> None:
+        """Log the means and sums over all shards."""
+        for name, value in zip([*self.means, *self.sums], values, strict=True):
+            LightningModule.log(self._module, name, value, **{**self.options[name], "batch_size": samples})
+
+
+class ShardedStep(Step):
+    """The straight step over the shards of a batch.
+
+    Args:
+        loop: The loop.
+    """
+
+    loop: "ShardedLoop"
+
+    def __init__(self, loop: "ShardedLoop") -> None:
+        super().__init__(loop)
+        if loop.sums is None:
+            loop.sums = ShardSums(self.module, self.strategy, loop.virtual_devices)
+        self._sums, self._buffers = loop.sums, Buffers(self.module)
+        self._device = self.strategy.root_device
+        self._alone: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if isinstance(self.strategy, ParallelStrategy):
+            self._alone = self.strategy.block_backward_sync
+        self._prepare_shard, self.preparation = self.preparation, [self._prepare]
+        self._log_step = self._part("training_step", lambda logged, *args: logged.log_step(*args))
+        self._checked = False
+
+    def _seed(self, purpose: int, step: int, shard: int) -> int:
+        """Return the seed of a shard's random streams, for its transforms (4) or its forward pass (5)."""
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return seed_of(seed, purpose, self.trainer.current_epoch, step, shard)
+
+    def _prepare(self, batch: Any) -> Shards:
+        assert isinstance(batch, Shards)
+        self.loop.samples, step = batch.samples, self.loop.batch_progress.current.ready
+        with own_streams(self._device) as seed:
+            for place, shard in enumerate(batch):
+                seed(self._seed(4, step, batch.first + place))
+                for prepare in self._prepare_shard:
+                    shard = prepare(shard)
+                batch[place] = shard
+        return batch
+
+    def _train(self, batch: Any, index: int, accumulating: bool) -> dict[str, Any]:
+        if not accumulating:
+            return super()._train(batch, index, accumulating)
+        self.batch, self.index = batch, index
+        self.compute()
+        assert self.outputs is not None
+        return self.outputs
+
+    def compute(self) -> Tensor | None:
+        """Compute loss and gradients over all shards; the optimizer's closure."""
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.compute()
+        batch: Any = self.batch
+        parameters = {} if self._checked else self._state_of_parameters()
+        logged = Logged(self.module)
+        self._buffers.save()
+        self.module.log = logged.log
+        try:
+            with own_streams(self._device) as seed:
+                changed, outputs, earlier, sums = self._over_shards(batch, logged, seed)
+        finally:
+            del self.module.log
+        for name, before in parameters.items():
+            if self._state_of_parameters()[name] != before:
+                raise UserError(
+                    f"training_step changes the parameter {name}, which virtual devices would do once for each shard: "
+                    "do it in on_train_batch_end, or leave --run.virtual_devices out"
+                )
+        self._sums.give()
+        for parameter, gradient in zip(self._sums.parameters, earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        loss = self._finish(sums.wait(), batch.samples, changed, logged)
+        self.outputs = {**outputs, "loss": loss / self.trainer.accumulate_grad_batches}
+        self._checked = True
+        return self.outputs["loss"]
+
+    def _over_shards(
+        self, batch: Shards, logged: Logged, seed: Callable[[int], None]
+    ) -> tuple[list[int], dict[str, Any], Gradients, Future[Tensor]]:
+        """Run forward and backward pass of each shard.
+
+        Returns:
+            Places of the changed buffers, other outputs of the last shard, gradients of earlier batches of the window,
+            and the sum of the vectors over all shards.
+        """
+        accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
+        if accumulated > 1:
+            samples = self.trainer.train_dataloader.window_count(self.index, accumulated, int(self.batches))
+        changed: list[int] = []
+        earlier: Gradients = []
+        names: list[str] = []
+        vectors: dict[Node, Tensor] = {}
+        for place, (shard, count) in enumerate(zip(batch, batch.counts, strict=True)):
+            number, last = batch.first + place, place == len(batch) - 1
+            with nullcontext() if last else self._alone():
+                seed(self._seed(5, self.index, number))
+                logged.means, logged.sums = {}, {}
+                output = self.training_step(shard, self.index)
+                loss, outputs = (output, {}) if isinstance(output, Tensor) else self._unpack(output, 1)
+                if loss is None:
+                    raise UserError("training_step returned None, to skip a shard: virtual devices cannot skip one")
+                before, changed = changed, self._buffers.changed()
+                if place == 0:
+                    earlier = self._begin(accumulated)
+                elif before != changed or [*logged.means, *logged.sums] != names:
+                    self._refuse(set(before) ^ set(changed), {*logged.means, *logged.sums} ^ set(names))
+                names = [*logged.means, *logged.sums]
+                vector = self._vector(loss, count, changed, logged)
+                self._sums.tree.add(vectors, (0, number), vector, torch.add)
+                if last:
+                    sums = self._sums.sum(vectors)
+                self.backward(loss * (count / samples))
+            if not last:
+                self._buffers.restore(changed)
+            if not last or self._sums.tree.world_size == 1:
+                self._sums.take(number)
+        return changed, outputs, earlier, sums
+
+    def _begin(self, accumulated: int) -> Gradients:
+        """Begin a window of accumulated batches, or set its gradients so far aside."""
+        if self.index % accumulated == 0:
+            self._zero()
+        earlier = self._sums.taken()  # views of buckets that the last backward pass overwrites
+        return [gradient if gradient is None else gradient.clone() for gradient in earlier]
+
+    def _refuse(self, buffers: set[int], names: set[str]) -> None:
+        """Refuse shards that do different things."""
+        what = f"changes the buffer {self._buffers.name(min(buffers))}" if buffers else f"logs {min(names)!r}"
+        raise UserError(f"training_step {what} on some shards alone: do it on all, or leave --run.virtual_devices out")
+
+    def _state_of_parameters(self) -> dict[str, tuple[int, int]]:
+        return {name: (each._version, each.data_ptr()) for name, each in self.module.named_parameters()}
+
+    def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
+        """Return loss, logged values and changed buffers of a shard, times its samples unless they are sums."""
+        numbers = [
+            torch.as_tensor(value, device=self._device).detach()
+            for values in (logged.means, logged.sums)
+            for value in values.values()
+        ]
+        parts = [loss.detach(), *self._buffers.values(changed), *numbers]
+        sizes = [part.numel() for part in parts]
+        exact = torch.float32 if self._device.type == "mps" else torch.float64
+        vector = torch.zeros(sum(sizes), dtype=exact, device=self._device)
+        if count:  # a stand-in has no part in a mean
+            torch._foreach_copy_(vector.split(sizes), [part.reshape(-1) for part in parts])
+            vector[: len(vector) - len(logged.sums)].mul_(count)
+        return vector
+
+    def _finish(self, vector: Tensor, samples: int, changed: list[int], logged: Logged) -> Tensor:
+        """Write the mean buffers, log, and return the mean loss."""
+        vector[: len(vector) - len(logged.sums)].div_(samples)
+        buffers = self._buffers.values(changed)
+        sizes = [1, *(buffer.numel() for buffer in buffers), *[1] * len(logged.options)]
+        loss, *values = vector.split(sizes)
+        means = values[: len(changed)]
+        if not self._checked:
+            for place, buffer, mean in zip(changed, buffers, means, strict=True):
+                if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
+                    raise UserError(
+                        f"training_step changes the buffer {self._buffers.name(place)}, of {buffer.dtype}, to another "
+                        "value on each shard: make it a float, whose mean is kept, or leave --run.virtual_devices out"
+                    )
+        self._buffers.write(changed, means)
+        self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
+        return loss[0].float()
+
+
+class ShardedLoop(StraightLoop):
+    """The straight loop over virtual devices.
+
+    Attributes:
+        virtual_devices: Number of shards of each global batch.
+        sums: Sums over shards, from the first step on.
+        samples: Samples of the global batch.
+    """
+
+    virtual_devices: int
+    sums: ShardSums | None = None
+    samples = 0
+
+    def make_step(self) -> Step:
+        """Look up the hooks.
+
+        Raises:
+            UserError: When model, strategy or data cannot train on shards.
+        """
+        if self.reason:
+            raise UserError(f"--run.virtual_devices does not work with {self.reason}: leave one of them out")
+        loader = self.trainer.train_dataloader
+        if not getattr(loader, "virtual_devices", None):
+            raise UserError(
+                f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself: add "
+                "--run.global_order true"
+            )
+        return ShardedStep(self)
+
+    def on_batch_start(self, batch: Any) -> None:
+        """Tell `self.log` the batch and its size."""
+        super().on_batch_start(batch)
+        self._results.batch_size = self.samples
+
+    def teardown(self) -> None:
+        """Drop the sums, which belong to the strategy's model."""
+        self.sums = None
+        super().teardown()
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the state of the loop, with what the bits depend on."""
+        return {**super().on_save_checkpoint(), **self.kept}
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Shards, and on a CPU threads, which decide how kernels split a sum."""
+        threads = torch.get_num_threads() if self.trainer.strategy.root_device.type == "cpu" else 0
+        return {"virtual_devices": self.virtual_devices, "threads": threads}

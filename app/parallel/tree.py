@@ -1,0 +1,99 @@
+"""Sums over the shards of a global batch in one fixed binary tree, whatever the number of ranks.
+
+Node (level, i) sums shards i · 2^level to (i + 1) · 2^level - 1. Addition of two floating-point numbers commutes but
+does not associate, so the tree alone decides the bits of a sum, not which rank adds first.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from app.data.batches import shards_of
+
+Node = tuple[int, int]
+
+
+class Tree:
+    """The tree over all shards, and the exchange of partial sums between ranks.
+
+    Args:
+        count: Number of shards.
+        rank: This process.
+        world_size: Number of processes.
+        group: Process group, or None for one process.
+
+    Attributes:
+        shards: Shards of this rank.
+    """
+
+    def __init__(self, count: int, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
+        self.count, self.rank, self.world_size, self.group = count, rank, world_size, group
+        self.root: Node = ((count - 1).bit_length(), 0)
+        self.shards = shards_of(rank, world_size, count)
+        self._held = [self.partial_sums(shards_of(each, world_size, count)) for each in range(world_size)]
+
+    def add(self, nodes: dict[Node, Any], node: Node, value: Any, plus: Callable[[Any, Any], Any]) -> None:
+        """Add a node's value to the sums so far, and merge each pair of siblings into their parent.
+
+        Args:
+            nodes: The sums so far, changed in place.
+            node: The node.
+            value: Its value.
+            plus: Adds two values.
+        """
+        level, index = node
+        while (level, index) != self.root:
+            sibling = level, index ^ 1
+            if sibling in nodes:
+                value = plus(nodes.pop(sibling), value)
+            elif (index ^ 1) << level < self.count:  # else there is no sibling
+                break
+            level, index = level + 1, index >> 1
+        nodes[level, index] = value
+
+    def partial_sums(self, shards: Iterable[int]) -> list[Node]:
+        """Return the nodes that remain when some shards have been added."""
+        nodes: dict[Node, None] = {}
+        for shard in shards:
+            self.add(nodes, (0, shard), None, lambda *_: None)
+        return sorted(nodes)
+
+    def sum(self, nodes: dict[Node, Tensor]) -> Tensor:
+        """Return the sum over the shards of all ranks, (n,). Collective.
+
+        Each rank adds up its n-th part of all nodes and sends it to the others, as in a ring: 2 (N - 1) / N of the
+        bytes where the ranks divide the shards evenly. Only point-to-point operations.
+
+        Args:
+            nodes: Partial sums of this rank, each (n,).
+        """
+        if self.world_size == 1:
+            return nodes[self.root]
+        rank, others = self.rank, [each for each in range(self.world_size) if each != self.rank]
+        parts = [nodes[node].tensor_split(self.world_size) for node in self._held[rank]]
+        own = parts[0][rank]
+        received = {each: own.new_empty(len(self._held[each]), len(own)) for each in others}
+        received[rank] = torch.stack([part[rank] for part in parts])
+        self._exchange({each: torch.cat([part[each] for part in parts]) for each in others}, received)
+        sums: dict[Node, Tensor] = {}
+        for each, held in enumerate(self._held):
+            for node, value in zip(held, received[each], strict=True):
+                self.add(sums, node, value, torch.add)
+        whole = torch.empty_like(nodes[self._held[rank][0]])
+        places = dict(enumerate(whole.tensor_split(self.world_size)))
+        places[rank].copy_(sums[self.root])
+        self._exchange(dict.fromkeys(others, places[rank]), places)
+        return whole
+
+    def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
+        """Send a tensor to each other rank, and receive one from each."""
+        operations = [
+            distributed.P2POp(operation, tensors[other], other, self.group)
+            for other in sent
+            for operation, tensors in ((distributed.isend, sent), (distributed.irecv, received))
+            if tensors[other].numel()
+        ]
+        for work in distributed.batch_isend_irecv(operations) if operations else ():
+            work.wait()

@@ -1,0 +1,41 @@
+"""Random streams that follow from a key, apart from the program's global ones."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_of(*key: int) -> int:
+    """Return the seed of a key, such as (seed, purpose, epoch, step): below 2^63."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+@contextmanager
+def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
+    """Give a function that seeds torch, NumPy and Python's `random`; restore all three at the end.
+
+    Args:
+        device: Seed torch's stream on this device, too.
+    """
+    there = torch.get_device_module(device) if device is not None and device.type != "cpu" else None
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    before_there = there and there.get_rng_state(device)
+
+    def seed(number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        np.random.seed(number % 2**32)
+        random.seed(number)
+        if there:
+            there.manual_seed(number)
+
+    try:
+        yield seed
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        if there:
+            there.set_rng_state(before_there, device)
