@@ -36,10 +36,7 @@ def smooth_l1(logits: Tensor, labels: Tensor) -> Tensor:
     return F.smooth_l1_loss(logits.softmax(1), target, reduction="none").mean(1)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross_entropy": cross_entropy,
-    "smooth_l1": smooth_l1,
-}
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy, "smooth_l1": smooth_l1}
 
 
 def log_window(trainer: Trainer) -> int:

@@ -41,13 +41,7 @@ def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
     assert code == 0
     assert out.startswith("usage: python -m app fit [--config FILE]")
     assert out.index("--model.network") < out.index("--data.batch_size") < out.index("--trainer.strategy")
-    for flag in (
-        "--trainer.strategy",
-        "--run.name",
-        "--best_checkpoint.help",
-        "--model.network",
-        "--model.optimizer",
-    ):
+    for flag in ("--trainer.strategy", "--run.name", "--best_checkpoint.help", "--model.network", "--model.optimizer"):
         assert flag in out
     for flag in ("--data.root", "--data.batch_size", "--data.placement"):
         assert flag in out
@@ -162,10 +156,7 @@ def test_every_config_runs_two_steps(
         (["--data", "cifar10"], "--data cifar10: there is no such class: did you mean CIFAR10?"),
         (["--trainer.callbacks+=EarlyStoping"], "there is no such class: did you mean EarlyStopping?"),
         (["--model", "nowhere.Model"], "No module named 'nowhere'"),
-        (
-            ["--model.optimizer", "AdmW"],
-            "--model.optimizer AdmW: there is no such class: did you mean AdamW?",
-        ),
+        (["--model.optimizer", "AdmW"], "--model.optimizer AdmW: there is no such class: did you mean AdamW?"),
         (["--model.optimizer.lr", "-1"], "Invalid learning rate"),
         (["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.1"], "total_steps"),
         (["--model.scheduler", "OneCycleLR"], "--model.scheduler: its max_lr is required"),
@@ -260,10 +251,7 @@ def test_an_unknown_command(app: App) -> None:
         (b"- 3", "not a config"),
         (b"", "not a config"),
         (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
-        (
-            b"trainer: {max_epoch: 3}",
-            "in the config: fit has no such setting: did you mean --trainer.max_epochs?",
-        ),
+        (b"trainer: {max_epoch: 3}", "in the config: fit has no such setting: did you mean --trainer.max_epochs?"),
         (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
         (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected a number"),
         (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),

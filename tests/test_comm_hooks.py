@@ -12,18 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import (
-    App,
-    error_of,
-    fork_app,
-    free_port,
-    largest_difference,
-    losses,
-    output_of,
-    start_app,
-    tiny,
-    weights,
-)
+from harness import App, error_of, fork_app, free_port, largest_difference, losses, output_of, start_app, tiny, weights
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 

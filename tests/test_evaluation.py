@@ -15,11 +15,7 @@ from app.modules import CIFARCNN
 # 1,003 test images in batches of 64: 15 whole ones and one of 43, which neither 2 nor 4 divides
 DATA = ["--data", "Synthetic", "--data.size", "5015", "--data.batch_size", "64", "--data.val_size", "1003", *QUIET]
 SLOW = pytest.mark.slow
-WAYS = [
-    ("dp", 2),
-    ("dp", 4),
-    pytest.param("ddp_fork", 2, marks=SLOW),
-]
+WAYS = [("dp", 2), ("dp", 4), pytest.param("ddp_fork", 2, marks=SLOW)]
 
 
 def flags(strategy: str, devices: int) -> list[str]:

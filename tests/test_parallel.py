@@ -61,10 +61,7 @@ def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
     [
         ("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:51", "gone"),
         ("socketProgress: Connection closed by remote peer h2<42921>", "gone"),
-        (
-            "ncclRemoteError: possibly due to a network error or a remote process exiting prematurely.",
-            "gone",
-        ),
+        ("ncclRemoteError: possibly due to a network error or a remote process exiting prematurely.", "gone"),
         ("NCCL communicator was aborted on rank 0.", "gone"),
         ("[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", "silent"),
         ("Socket Timeout", "silent"),

@@ -99,12 +99,7 @@ def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App,
     ],
 )
 def test_accumulated_gradients(
-    single: tuple[str, Path],
-    batches: int,
-    micro_batch: int | None,
-    strategy: str,
-    app: App,
-    tmp_path: Path,
+    single: tuple[str, Path], batches: int, micro_batch: int | None, strategy: str, app: App, tmp_path: Path
 ) -> None:
     """Of batches and parts of batches, weighted by their samples: the last window has fewer, and smaller ones."""
     model, expected = single

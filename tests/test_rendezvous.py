@@ -10,18 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from harness import (
-    App,
-    error_of,
-    fork_app,
-    free_port,
-    largest_difference,
-    losses,
-    output_of,
-    start_app,
-    tiny,
-    weights,
-)
+from harness import App, error_of, fork_app, free_port, largest_difference, losses, output_of, start_app, tiny, weights
 
 SLOW = pytest.mark.slow
 SMALL = tiny(203, 20)

@@ -142,9 +142,7 @@ def test_a_module_and_data_of_ones_own(
 
 
 @pytest.mark.parametrize(
-    "way",
-    [["--trainer.devices", "1"], pytest.param(DDP[2:], marks=pytest.mark.slow)],
-    ids=["one", "ddp"],
+    "way", [["--trainer.devices", "1"], pytest.param(DDP[2:], marks=pytest.mark.slow)], ids=["one", "ddp"]
 )
 def test_a_training_that_failed(way: list[str], tmp_path: Path) -> None:
     flags = ["--model", "user_code.Fails", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]

@@ -37,13 +37,7 @@ ONE_CYCLE = [
 MODELS = {
     "sgd": CNN,
     "adam-onecycle": [*CNN, "--model.optimizer", "Adam", *ONE_CYCLE, "--model.scheduler_interval", "step"],
-    "steps-read-early": [
-        *DATA,
-        "--model",
-        "user_code.OneCycle",
-        "--last_checkpoint.every_n_train_steps",
-        "7",
-    ],
+    "steps-read-early": [*DATA, "--model", "user_code.OneCycle", "--last_checkpoint.every_n_train_steps", "7"],
     "mixed-precision": [*CNN, "--trainer.precision", "bf16-mixed"],
     "double-precision": [*CNN, "--trainer.precision", "64-true"],
 }

@@ -344,12 +344,7 @@ RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", 
     ],
 )
 def test_every_config(
-    config: Path,
-    app: App,
-    tmp_path: Path,
-    cifar_root: Path,
-    fashion_root: Path,
-    image_root: Path,
+    config: Path, app: App, tmp_path: Path, cifar_root: Path, fashion_root: Path, image_root: Path
 ) -> None:
     data = yaml.safe_load(config.read_text()).get("data", {}).get("class_path")
     root = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}.get(data)

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from app.data.batches import GlobalBatches, Placement, RawBatch, shards_beyond, stream
 from app.data.cache import ImageCache
 from app.data.image_files import FolderSource
-from app.data.sources import (
-    CIFAR10Source,
-    FashionMNISTSource,
-    Source,
-    Split,
-    SplitName,
-)
+from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import Transform
 from app.errors import UserError

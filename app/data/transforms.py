@@ -46,12 +46,7 @@ class Transform:
     """
 
     def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        crop_padding: int = 0,
-        flip: bool = False,
-        cutout: int = 0,
+        self, mean: Sequence[float], std: Sequence[float], crop_padding: int = 0, flip: bool = False, cutout: int = 0
     ) -> None:
         self.mean = torch.tensor([255 * m for m in mean]).view(-1, 1, 1)
         self.std = torch.tensor([255 * s for s in std]).view(-1, 1, 1)

@@ -429,12 +429,7 @@ def claim_version(folder: Path, what: str = "version") -> Path:
 
 
 def make_loggers(
-    folder: Path,
-    mode: str,
-    project: str,
-    group: str | None,
-    tags: Sequence[str] | None,
-    resumed: str | None = None,
+    folder: Path, mode: str, project: str, group: str | None, tags: Sequence[str] | None, resumed: str | None = None
 ) -> list[Logger]:
     """Make the CSV logger, first because run directories follow it, and the tracker, for a new or an earlier run."""
     version, name = folder.name, folder.parent.name

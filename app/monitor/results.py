@@ -115,10 +115,7 @@ class TestFigures(Callback):
                 (loader.split[row], names[label], names[predicted], confidence)
                 for confidence, row, predicted, label in worst
             ]
-            matrix_file, wrong_file = (
-                Path(directory, "confusion_matrix.png"),
-                Path(directory, "most_wrong.png"),
-            )
+            matrix_file, wrong_file = (Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png"))
             counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))
             try:
                 _write_table(matrix_file.with_suffix(".csv"), [["label \\ predicted", *names], *counts])

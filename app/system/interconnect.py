@@ -111,11 +111,7 @@ def _rank(rank: int, ranks: int, url: str, sizes: tuple[int, ...], cuda: bool, a
     if cuda:
         torch.cuda.set_device(device)
     distributed.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=url,
-        rank=rank,
-        world_size=ranks,
-        device_id=device if cuda else None,
+        "nccl" if cuda else "gloo", init_method=url, rank=rank, world_size=ranks, device_id=device if cuda else None
     )
     measured = []
     for size in sizes:

@@ -205,11 +205,7 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
     ]
 
 
-@expects(
-    "torch:Tensor._backward_hooks",
-    "torch.nn.modules.batchnorm:_BatchNorm",
-    "torch.nn.modules.dropout:_DropoutNd",
-)
+@expects("torch:Tensor._backward_hooks", "torch.nn.modules.batchnorm:_BatchNorm", "torch.nn.modules.dropout:_DropoutNd")
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Collect possible causes of differences: loaders, schedule, and layers that use the batch or random numbers."""
     named = list(module.named_modules())
