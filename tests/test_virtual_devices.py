@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import App, start_app, tiny
+from harness import QUIET, ROOT, App, start_app, tiny
+from pandas import read_csv
 from torch import Tensor
 
 from app.parallel.tree import Tree
@@ -16,6 +17,9 @@ from app.record import Record
 SHARDED = tiny(
     90, 20, "CIFARCNN", virtual_devices=5, max_epochs=3, test=False, threads=1, flip=True, log_every_n_steps=1
 )
+
+
+USER_CODE: dict[str, str | None] = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 
 def digest(checkpoint: Path) -> str:
@@ -27,7 +31,7 @@ def digest(checkpoint: Path) -> str:
 def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> Path:
     """Run fit on some processes; return its directory."""
     devices = ("--trainer.strategy", "ddp", "--trainer.devices", ranks) if ranks > 1 else ()
-    code, out = start_app("fit", "--run.root", folder, *flags, *map(str, devices), *more)
+    code, out = start_app("fit", "--run.root", folder, *flags, *map(str, devices), *more, env=USER_CODE)
     assert code == 0, out
     return max(folder.glob("*/version_*"), key=lambda each: each.stat().st_mtime)
 
@@ -38,7 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("alone"), SHARDED, 1)
 
 
-@pytest.mark.parametrize("strategy, ranks", [("ddp", 2), ("ddp", 3), ("ddp_spawn", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("ddp", 3), ("ddp_spawn", 2)])
 def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> None:
     run = train(tmp_path, SHARDED, ranks, "--trainer.strategy", strategy)
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
@@ -77,6 +81,48 @@ def test_one_order_of_additions(count: int) -> None:
     assert total == pytest.approx(values.sum().item(), abs=1e-5)
 
 
+PLAIN = ["--model", "user_code.PlainModel", "--data", "user_code.PlainData", "--run.name", "plain", *QUIET]
+PLAIN += ["--run.global_order", "true", "--run.test", "false", "--run.threads", "1", "--trainer.max_epochs", "2"]
+PLAIN += ["--trainer.log_every_n_steps", "1"]
+
+
+@pytest.fixture(scope="module", params=["shuffled", "weighted"])
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Flags for a module and a loader of plain Lightning, and a run of one process."""
+    flags = [*PLAIN, "--run.virtual_devices", "4", "--data.weighted", str(request.param == "weighted").lower()]
+    return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (3, 1)])
+def test_anybodys_loader(plain: tuple[list[str], Path], ranks: int, workers: int, tmp_path: Path) -> None:
+    """BatchNorm, dropout, random crops and colours: one SHA-256, and the same logged losses."""
+    flags, alone = plain
+    run = train(tmp_path, flags, ranks, "--data.num_workers", str(workers))
+    assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
+    logged = [read_csv(each / "metrics.csv")[["loss_step", "loss_epoch"]].to_csv() for each in (run, alone)]
+    assert logged[0] == logged[1]
+
+
+def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) -> None:
+    """Stopped in mid-epoch on two processes, and ended on one."""
+    flags, alone = plain
+    train(tmp_path, flags, 2, "--trainer.max_steps", "4")
+    run = train(tmp_path, flags, 1, "--ckpt_path", tmp_path / "plain/version_0/checkpoints/last.ckpt")
+    assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shares_without_virtual_devices(ranks: int, tmp_path: Path) -> None:
+    """A rank's mean loss is weighted by its share of the smaller last batch, and a rank without a sample takes part."""
+    flags = [*PLAIN, "--data.size", "10", "--model.normalized", "false", "--data.batch_size", "9"]
+    weights = []
+    for devices in (1, ranks):
+        run = train(tmp_path / str(devices), flags, devices)
+        weights.append(torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"])
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=1e-6)
+
+
 REFUSED = {
     "--trainer.strategy dp --trainer.devices 2": "use --trainer.strategy ddp",
     "--trainer.strategy ddp --trainer.devices 6": "6 processes need a shard each: give at least 6",
@@ -87,6 +133,11 @@ REFUSED = {
     "--trainer.profiler simple": "does not work with a profiler",
     "--model user_code.TwoOptimizers --data user_code.TheirData": "does not work with manual optimization",
     "--model user_code.TheirModel --data user_code.TheirData": "add --run.global_order true",
+    "--run.global_order true": "always have a global order: leave it out",
+    "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.batch_size 3": "3 or less",
+    "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.own_sampler true": (
+        "PlainData.train_dataloader has a OwnSampler, whose order cannot be seeded: use one of RandomSampler"
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torchvision
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset, WeightedRandomSampler
+from torchvision import transforms
 
 from app.data import ImageData, Synthetic
 from app.data.sources import CIFAR10Source, Split, SplitName
@@ -52,6 +55,81 @@ class TheirModel(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class PlainModel(LightningModule):
+    """A network as people train it: convolutions, BatchNorm, dropout."""
+
+    def __init__(self, normalized: bool = True) -> None:
+        super().__init__()
+        norm, drop = (nn.BatchNorm2d(8), nn.Dropout(0.2)) if normalized else (nn.Identity(), nn.Identity())
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, bias=False), norm, nn.ReLU(), drop, nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class OwnSampler(SequentialSampler):
+    """A sampler of the user's own."""
+
+
+class PlainPictures(Dataset[tuple[Tensor, int]]):
+    """Pictures, augmented at random by torch, NumPy and Python."""
+
+    def __init__(self, size: int) -> None:
+        self.images = torch.rand(size, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+        self.transform = transforms.Compose(
+            [transforms.RandomResizedCrop(10, antialias=True), transforms.ColorJitter(0.3, 0.3, 0.3)]
+        )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = float(np.random.rand()) + random.random()
+        return self.transform(self.images[index]) + 0.1 * noise, index % 3
+
+
+class PlainData(LightningDataModule):
+    """Data as people write them: a shuffling DataLoader."""
+
+    def __init__(
+        self,
+        size: int = 50,
+        batch_size: int = 16,
+        num_workers: int = 0,
+        weighted: bool = False,
+        own_sampler: bool = False,
+    ) -> None:
+        super().__init__()
+        self.train, self.val = PlainPictures(size), PlainPictures(11)
+        self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
+        self.sampler: Any = OwnSampler(self.train) if own_sampler else None
+        if weighted:
+            self.sampler = WeightedRandomSampler(torch.arange(1.0, size + 1).tolist(), size)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, shuffle=self.sampler is None, sampler=self.sampler, **self.options)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, **self.options)
 
 
 class Poisoned(CIFARCNN):

@@ -67,11 +67,22 @@ class GlobalOrder:
         rank: This process.
         world_size: Number of processes.
         virtual_devices: Number of shards of a global batch, or None for a part per process.
+        seed: Seed of the order.
+        position: Returns the step at which the epoch begins: above zero for a resumed one.
     """
 
     def __init__(
-        self, samples: int, batch_size: int, drop_last: bool, rank: int, world_size: int, virtual_devices: int | None
+        self,
+        samples: int,
+        batch_size: int,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        virtual_devices: int | None,
+        seed: int,
+        position: Callable[[], int],
     ) -> None:
+        self.seed, self.position = seed, position
         self._samples = samples  # read on each step
         self.batch_size, self.drop_last = batch_size, drop_last
         self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
@@ -97,6 +108,15 @@ class GlobalOrder:
         first = step - step % length
         return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
 
+    def weight(self, step: int, window: tuple[int, int]) -> float:
+        """Return by what to multiply the mean loss of this rank's share, so that the mean over ranks is the global one.
+
+        Args:
+            step: Number of the batch in its epoch.
+            window: Batches whose gradients are accumulated, and batches of the epoch.
+        """
+        return self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
+
     def bounds(self, step: int) -> list[int]:
         """Return where the parts of this rank begin and end in a step's global batch."""
         size, rest = divmod(self.global_count(step), self._parts)
@@ -107,11 +127,38 @@ class GlobalOrder:
         bounds, first = self.bounds(step), step * self.batch_size
         return per_sample[first + bounds[0] : first + bounds[-1]]
 
+    def share_size(self, step: int) -> int:
+        """Return the number of this rank's samples at a step."""
+        bounds = self.bounds(step)
+        return bounds[-1] - bounds[0]
+
+    def cut(self, items: list[Any], step: int, stand_in: Any) -> "Shards":
+        """Return this rank's parts of a global batch; one without an item has a stand-in."""
+        share, starts = self.share(items, step), self.bounds(step)
+        parts = [share[start - starts[0] : end - starts[0]] or [stand_in] for start, end in pairwise(starts)]
+        return self.shards(parts, step)
+
     def shards(self, parts: Iterable[Any], step: int) -> "Shards":
         """Label this rank's parts of a global batch."""
-        bounds = self.bounds(step)
-        counts = [end - start for start, end in pairwise(bounds)]
+        counts = [end - start for start, end in pairwise(self.bounds(step))]
         return Shards(parts, self._own.start, counts, self.global_count(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a position in an epoch refers to; the trainer holds the position."""
+        return {"seed": self.seed, "batch_size": self.batch_size, "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the position of the checkpoint means the same here.
+
+        Raises:
+            UserError: When seed, global batch or number of samples differ and the epoch is unfinished.
+        """
+        for key, value in self.state_dict().items():
+            if state[key] != value and self.position() > 0:
+                raise UserError(
+                    f"the checkpoint was made in the middle of an epoch with {key} {state[key]}, but this run "
+                    f"has {value}: resume with the same, or from a checkpoint made at the end of an epoch"
+                )
 
 
 class RawBatch(NamedTuple):
@@ -226,11 +273,10 @@ class GlobalBatches(GlobalOrder):
         augment: nn.Module | None = None,
         position: Callable[[], int] = lambda: 0,
     ) -> None:
-        super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices)
+        super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
         self.split, self.rows = split, rows
-        self.seed, self.shuffle, self.draws = seed, shuffle, draws
-        self.position = position
+        self.shuffle, self.draws = shuffle, draws
         self.epoch = 0
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
         self._pin = device.type == "cuda" and placement != "device"
@@ -342,20 +388,3 @@ class GlobalBatches(GlobalOrder):
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)
         return torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that a position in an epoch refers to; the trainer holds the position."""
-        return {"seed": self.seed, "batch_size": self.batch_size, "samples": len(self.rows)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the position of the checkpoint means the same here.
-
-        Raises:
-            UserError: When seed, global batch or number of samples differ and the epoch is unfinished.
-        """
-        for key, value in self.state_dict().items():
-            if state[key] != value and self.position() > 0:
-                raise UserError(
-                    f"the checkpoint was made in the middle of an epoch with {key} {state[key]}, but this run "
-                    f"has {value}: resume with the same, or from a checkpoint made at the end of an epoch"
-                )

@@ -56,13 +56,12 @@ def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
     return [*theirs, *[CheckpointFiles()] * own_files, *filter(None, [environment])], meets
 
 
-def callbacks(config: Namespace, command: str, adapts: bool) -> dict[str, Any]:
+def callbacks(config: Namespace, command: str) -> dict[str, Any]:
     """Return the Trainer's arguments that concern callbacks and loggers.
 
     Args:
         config: The configuration with its classes instantiated.
         command: The command line.
-        adapts: Whether a single process reduces its threads when other programs take cores.
     """
     trainer, run, timeout = config.trainer, config.run, config.cluster.timeout
     theirs: Sequence[Callback] = as_list(trainer.callbacks)
@@ -77,7 +76,7 @@ def callbacks(config: Namespace, command: str, adapts: bool) -> dict[str, Any]:
         own.append(ProgressBar())
     own += [
         NonFinite(run.on_nonfinite),
-        StepClock(RankTimes(timeout, adapts)),
+        StepClock(RankTimes(timeout)),
         StopTogether(timeout),  # before callbacks that read from the device when there is an error
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),

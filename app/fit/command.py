@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import app.data
 import app.modules
+from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.assembly import callbacks, drop_callbacks, is_recorded, patch, plugins
 from app.fit.checkpoints import check_checkpoint
@@ -41,7 +42,7 @@ from app.monitor.loggers import Tracker, make_loggers, tracking_mode
 from app.monitor.run_record import RunRecord
 from app.record import Record
 from app.system import lightning_patches
-from app.system.machine import busy, free_cores, usable_cores
+from app.system.machine import busy, usable_cores
 from app.system.tracebacks import MADE_BY, blamed, users_part
 
 
@@ -117,12 +118,6 @@ class CLI(Flags):
             torch.set_num_threads(config.run.threads)
         self.resolved = Resolved(config, str(self.config.subcommand), self.launcher)
         self.processes = self.resolved.agent_processes
-        self.adapts = config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ
-        if self.adapts and (free := free_cores()) < usable_cores():
-            ranks = 1 if self.launcher else self.resolved.processes
-            torch.set_num_threads(max(free // ranks, 1))
-            if ranks > 1:
-                os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # for child processes
         self.settings = shared_settings(config)
 
     def seeds(self) -> bool:
@@ -156,6 +151,10 @@ class CLI(Flags):
         check_trainer(self.trainer)
         if isinstance(self.datamodule, app.data.ImageData) and self.subcommand == "fit":
             self.datamodule.virtual_devices = self.resolved.virtual_devices
+        elif config.run.global_order:
+            for owner in filter(None, (self.datamodule, self.model)):
+                seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+                put_in_order(owner, self.resolved.virtual_devices, seed)
         if isinstance(self.datamodule, app.data.ImageData) and isinstance(self.model, app.modules.ImageClassifier):
             self.model.check_image_shape(self.datamodule.image_shape)
         self._agree(config.cluster.timeout)
@@ -261,6 +260,8 @@ class CLI(Flags):
         kwargs |= {"devices": resolved.trainer.devices, "num_nodes": resolved.nodes}
         if resolved.devices == resolved.nodes == 1 and kwargs["devices"] == "auto":
             kwargs["devices"] = 1
+        if config.run.global_order:
+            kwargs["use_distributed_sampler"] = False
         kwargs["plugins"], meets = plugins(config, resolved)
         if meets:
             self.rendezvous = NodeRendezvous(config.cluster, resolved.nodes, resolved.devices)
@@ -270,7 +271,7 @@ class CLI(Flags):
         drop_callbacks(self.command_parser, config.trainer)
         if not self._is_recorded:
             return super().instantiate_trainer(**kwargs)
-        kwargs |= callbacks(config, self.command, self.adapts and self.launcher is None)
+        kwargs |= callbacks(config, self.command)
         return patch(super().instantiate_trainer(**kwargs), config.run)
 
     @property

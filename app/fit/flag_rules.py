@@ -273,4 +273,14 @@ FLAGS = (
         "--run.virtual_devices {s.virtual_devices}: {s.world_size} processes need a shard each: give at least "
         "{s.world_size}, or fewer --trainer.devices",
     ),
+    Rule(
+        lambda s: s.config.run.global_order and issubclass(class_of(s.config.get("data")) or object, ImageData),
+        "--run.global_order true has no effect: the images of {s.config.data.class_path} always have a global order: "
+        "leave it out",
+    ),
+    Rule(
+        lambda s: s.config.run.global_order and s.config.run.loop == "lightning",
+        "--run.global_order true does not work with --run.loop lightning, which takes ranks for equal: leave one of "
+        "them out",
+    ),
 )

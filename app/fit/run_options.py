@@ -36,10 +36,11 @@ class Run:
         warmup_epochs: Epochs excluded from the throughput in run.json.
         on_nonfinite: Reaction to an infinite or NaN loss: `stop` before a checkpoint has it, `warn` and continue, or
             `skip` updates with such gradients, which costs a device read on each step.
-        threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the free cores, measured
-            at the start and after the first windows.
+        threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the cores.
         virtual_devices: Train as if on this many devices, with the same bits on any smaller number of processes: each
             global batch is cut into as many shards, and their gradients are added in one order.
+        global_order: Deal the samples of your own DataLoader in one seeded global order, the same on any number of
+            processes. Its batch_size is then that of all processes together.
         loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is Lightning's own.
     """
 
@@ -55,6 +56,7 @@ class Run:
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     threads: PositiveInt | Literal["auto"] = "auto"
     virtual_devices: PositiveInt | None = None
+    global_order: bool = False
     loop: Literal["straight", "lightning"] = "straight"
 
 
@@ -74,7 +76,7 @@ _HELD: list[int] = []  # descriptors of folders
 TRAINING = (  # flags that define a training
     *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
-    "run.virtual_devices",
+    *("run.virtual_devices", "run.global_order"),
 )
 EXECUTION = (  # except flags of places, and of execution
     *(".root", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from app.data.batches import Shards
+from app.data.global_order import order_of
 from app.errors import UserError
 from app.loop.straight_step import Step, StraightLoop
 from app.parallel.tree import Node, Tree
@@ -305,7 +306,9 @@ class ShardedStep(Step):
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:
-            samples = self.trainer.train_dataloader.window_count(self.index, accumulated, int(self.batches))
+            order = order_of(self.trainer.train_dataloader)
+            assert order is not None
+            samples = order.window_count(self.index, *self._window)
         changed: list[int] = []
         earlier: Gradients = []
         names: list[str] = []
@@ -408,7 +411,7 @@ class ShardedLoop(StraightLoop):
         if self.reason:
             raise UserError(f"--run.virtual_devices does not work with {self.reason}: leave one of them out")
         loader = self.trainer.train_dataloader
-        if not getattr(loader, "virtual_devices", None):
+        if order_of(loader) is None:
             raise UserError(
                 f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself: add "
                 "--run.global_order true"

@@ -1,5 +1,6 @@
 """The straight loop and its step; `app.loop` explains why they exist."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from app.data.global_order import order_of
 from app.errors import UserError
 from app.loop.lightning_step_patches import EpochLoop, averages_weights, in_hook, owner_of_batch_hook, unpack_outputs
 
@@ -48,6 +50,9 @@ class StraightLoop(EpochLoop):
 
     def make_step(self) -> "Step | None":
         """Look up the hooks; None for Lightning's step."""
+        order = order_of(self.trainer.train_dataloader)
+        if self.reason and order is not None and order is not self.trainer.train_dataloader:
+            raise UserError(f"--run.global_order true does not work with {self.reason}: leave one of them out")
         return None if self.reason else Step(self)
 
     def teardown(self) -> None:
@@ -140,6 +145,10 @@ class Step:
         progress = loop.automatic_optimization.optim_progress.optimizer
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+        order = order_of(trainer.train_dataloader)
+        # our own models weight their losses for our own data
+        self.order = order if order is not trainer.train_dataloader and trainer.world_size > 1 else None
+        self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0
         self.outputs: dict[str, Any] | None = None  # of the training step
 
@@ -328,7 +337,7 @@ class Step:
         if self.index % micro_batches == 0:
             self._zero()
         if loss is not None:
-            self.backward(loss)
+            self.backward(loss if self.order is None else loss * self.order.weight(self.index, self._window))
         return self.outputs.get("loss")
 
     def _zero(self) -> None:

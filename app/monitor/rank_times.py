@@ -21,11 +21,10 @@ from torch import Tensor, distributed
 from app.launch.agree import gather_objects, host_group
 from app.monitor.course import Course
 from app.record import RankTime
-from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds, usable_cores
+from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
 SLOWER = 0.1  # than the median of the other ranks
 DEVIATIONS = 4  # standard deviations of a fair coin, by which a slow rank's slower windows exceed half of all
-ADAPTED = (2, 4)  # windows after which fewer threads may be taken
 KEPT = 1000  # windows kept for the medians
 
 
@@ -38,7 +37,6 @@ class RankTimes:
 
     Args:
         timeout: Seconds to wait for another rank.
-        adapts: Whether a single process reduces its threads when other programs take cores.
 
     Attributes:
         places: Node and cores of each rank.
@@ -46,11 +44,10 @@ class RankTimes:
         memory: Seconds of training, and each rank's GiB: reserved by torch on a GPU, resident in memory on a CPU.
     """
 
-    def __init__(self, timeout: float, adapts: bool = False) -> None:
+    def __init__(self, timeout: float) -> None:
         self.memory = Course()
         self.others_cores: float | None = None
         self.places: list[tuple[int, tuple[int, ...]]] = []
-        self._adapts = adapts
         self._slower: Counter[int] = Counter()
         self._named: set[int] = set()
         self._heard = 0
@@ -139,18 +136,9 @@ class RankTimes:
             if self._is_slow(rank):
                 self._named.add(rank)
                 rank_zero_info(slow[rank])
-        if self._adapts and len(rows) == 1 and self._heard in ADAPTED:
-            self._adapt(self.others_cores)
 
     def _is_slow(self, rank: int) -> bool:
         return 2 * self._slower[rank] - self._heard > DEVIATIONS * math.sqrt(self._heard)
-
-    def _adapt(self, taken: float) -> None:
-        """Reduce the threads to the cores that other programs leave free."""
-        fewer = max(round(usable_cores() - taken), 1)
-        if fewer < torch.get_num_threads():
-            rank_zero_info(f"other programs take {taken:.1f} of {usable_cores()} cores: reducing threads to {fewer}")
-            torch.set_num_threads(fewer)
 
 
 NAMES = ("data", "compute", "wait")

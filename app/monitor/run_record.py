@@ -16,7 +16,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich import get_console
 
-from app.data.batches import GlobalOrder, shards_of
+from app.data.batches import shards_of
+from app.data.global_order import order_of
 from app.data.module import ImageData
 from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
 from app.launch.agree import gather_objects
@@ -242,6 +243,8 @@ class RunRecord(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch's row and start the clocks."""
+        if self.record.global_batch_size is None and (order := order_of(trainer.train_dataloader)) is not None:
+            self.record.global_batch_size = order.batch_size
         self._close_epoch(trainer)
         self._epoch_start = self._window_start = time.perf_counter()
         self._window_samples = self._window_steps = 0
@@ -263,9 +266,8 @@ class RunRecord(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count samples, and close the window if it is full."""
-        loader = trainer.train_dataloader
-        if isinstance(loader, GlobalOrder):
-            self._window_samples += loader.global_count(batch_idx)
+        if (order := order_of(trainer.train_dataloader)) is not None:
+            self._window_samples += order.global_count(batch_idx)
         else:
             self._window_samples += _count(batch) * trainer.world_size
         self._window_steps += 1

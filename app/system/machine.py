@@ -105,14 +105,6 @@ def core_wait_seconds() -> float:
     return 0.0
 
 
-def free_cores(seconds: float = 0.2) -> int:
-    """Measure for some seconds how many cores other programs leave to this process, at least one."""
-    began, busy = time.perf_counter(), busy_seconds()
-    time.sleep(seconds)
-    others = (busy_seconds() - busy) / (time.perf_counter() - began)
-    return max(round(min(usable_cores(), (os.cpu_count() or 1) - others)), 1)
-
-
 def _control_groups() -> list[Path]:
     """Folders of the control groups that limit this process: its own, and those around it."""
     own = Path("/proc/self/cgroup")

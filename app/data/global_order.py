@@ -1,0 +1,194 @@
+"""`--run.global_order`: anybody's DataLoader in one global order, the same on any number of processes.
+
+A loader is rebuilt around one seeded order per epoch, of which each rank has its share of each global batch. An item
+draws from random streams of its own, in a worker process, too.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from app.data.batches import GlobalOrder, Shards, shards_beyond, stream
+from app.errors import UserError
+from app.system.random_streams import own_streams
+
+SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class SeededItems(Dataset[Any]):
+    """A data set whose items each draw from random streams of their own.
+
+    Args:
+        dataset: The data set.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # pickle asks before there is a data set
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, parts: Shards) -> Shards:
+        """Read the items of each part, pairs of an index and a seed."""
+        with own_streams() as seed:
+            for place, part in enumerate(parts):
+                parts[place] = []
+                for index, number in part:
+                    seed(number)
+                    parts[place].append(self.dataset[index])
+        return parts
+
+
+class Collate:
+    """Makes a batch of each part: shards, or a rank's whole share.
+
+    Args:
+        collate: The loader's function.
+        sharded: Whether to return `Shards`.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], sharded: bool) -> None:
+        self.collate, self.sharded = collate, sharded
+
+    def __call__(self, parts: Any) -> Any:
+        """Collate each part: a list of items."""
+        for place, part in enumerate(parts):
+            parts[place] = self.collate(part)
+        return parts if self.sharded else parts[0]
+
+
+class GlobalSampler(GlobalOrder):
+    """Batch sampler that yields a rank's parts of each global batch, as pairs of an index and a seed.
+
+    Args:
+        sampler: The loader's sampler; draws from a stream of the epoch.
+        train: Whether a part without a sample gets a stand-in, the batch's first; else the batch is left out.
+        **order: As for `GlobalOrder`.
+    """
+
+    def __init__(self, sampler: Any, train: bool, **order: Any) -> None:
+        super().__init__(len(sampler), **order)
+        self._sampler, self._train, self.epoch = sampler, train, 0
+        self.sampler = self  # on which Lightning calls `set_epoch`
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        steps = super().__len__()
+        return steps - (steps > 0 and not self._train and not self.share_size(steps - 1))
+
+    def __iter__(self) -> Iterator[Shards]:
+        sampler = copy.copy(self._sampler)
+        sampler.generator = stream(self.seed, 1, self.epoch)
+        order = list(sampler)
+        seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, self.epoch)).tolist()
+        items = list(zip(order, seeds, strict=True))
+        for step in range(self.position(), len(self)):
+            yield self.cut(items, step, items[step * self.batch_size])
+
+
+class GlobalLoader(DataLoader[Any]):
+    """A DataLoader in a global order."""
+
+    batch_sampler: GlobalSampler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a position in an epoch refers to."""
+        return self.batch_sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the position of the checkpoint means the same here."""
+        self.batch_sampler.load_state_dict(state)
+
+
+def order_of(loader: Any) -> GlobalOrder | None:
+    """Return the global order of a loader, or None."""
+    candidates = (loader, getattr(loader, "batch_sampler", None))
+    return next((each for each in candidates if isinstance(each, GlobalOrder)), None)
+
+
+def put_in_order(owner: LightningDataModule | LightningModule, virtual_devices: int | None, seed: int) -> None:
+    """Rebuild each loader that a data module or a module makes.
+
+    Args:
+        owner: The module.
+        virtual_devices: Number of shards of a training batch, or None.
+        seed: Seed of the order and the items' streams.
+    """
+    for name in ("train", "val", "test", "predict"):
+        if is_overridden(f"{name}_dataloader", owner):
+            setattr(owner, f"{name}_dataloader", partial(_loaders, owner, name, virtual_devices, seed))
+
+
+def _loaders(owner: Any, name: str, virtual_devices: int | None, seed: int) -> Any:
+    made = getattr(type(owner), f"{name}_dataloader")(owner)
+    where, train = f"{type(owner).__name__}.{name}_dataloader", name == "train"
+    if isinstance(made, list | tuple) and not train:
+        return [_rebuilt(loader, where, owner.trainer, False, None, seed) for loader in made]
+    return _rebuilt(made, where, owner.trainer, train, virtual_devices if train else None, seed)
+
+
+def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices: int | None, seed: int) -> Any:
+    """Rebuild a loader.
+
+    Raises:
+        UserError: When it has an order of its own.
+    """
+    if isinstance(loader, GlobalLoader):
+        return loader
+    reason = None
+    if not isinstance(loader, DataLoader):
+        reason = f"returns {type(loader).__name__}: return one DataLoader"
+    elif isinstance(loader.dataset, IterableDataset):
+        reason = "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        reason = "has a batch sampler of its own, or no batches: give the DataLoader a batch_size"
+    elif type(loader.sampler) not in SAMPLERS:
+        names = ", ".join(each.__name__ for each in SAMPLERS)
+        reason = f"has a {type(loader.sampler).__name__}, whose order cannot be seeded: use one of {names}"
+    if reason:
+        raise UserError(f"--run.global_order true: {where} {reason}; or leave the flag out")
+    if virtual_devices is not None and loader.batch_size < virtual_devices:
+        raise UserError(shards_beyond(virtual_devices, loader.batch_size))
+    sampler = GlobalSampler(
+        loader.sampler,
+        train,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        virtual_devices=virtual_devices,
+        seed=seed,
+        position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),
+    )
+    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers")
+    return GlobalLoader(
+        SeededItems(loader.dataset),
+        batch_sampler=sampler,
+        collate_fn=Collate(loader.collate_fn, virtual_devices is not None),
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),  # a loader draws from the global stream without one
+        **{name: getattr(loader, name) for name in kept},
+    )
