@@ -353,6 +353,7 @@ def test_every_config(
         flags += ["--data.batch_size", "8"]
     flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2", "--run.name", "x"]
     flags += ["--trainer.limit_train_batches", "4", "--trainer.limit_val_batches", "1"]
+    flags += ["--run.virtual_devices", "null"]  # of which Lightning's step knows nothing
     assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)
 
 

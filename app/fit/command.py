@@ -262,6 +262,8 @@ class CLI(Flags):
             kwargs["devices"] = 1
         if config.run.global_order:
             kwargs["use_distributed_sampler"] = False
+        if resolved.virtual_devices is not None and resolved.accelerator == "cuda" and self.subcommand == "fit":
+            kwargs["deterministic"] = True  # kernels that add in any order would change the bits
         kwargs["plugins"], meets = plugins(config, resolved)
         if meets:
             self.rendezvous = NodeRendezvous(config.cluster, resolved.nodes, resolved.devices)

@@ -181,6 +181,7 @@ def _not_sharded(s: Resolved) -> Found:
         ("trainer.sync_batchnorm", s.sync_batchnorm, "each shard is normalised by itself: leave it out"),
         ("data.micro_batch", s.micro_batch, "a shard is one already: leave it out"),
         ("model.cuda_graph", s.given("cuda_graph"), "a graph holds one batch: leave it out"),
+        ("model.compile reduce-overhead", s.given("compile") == "reduce-overhead", "use default"),
         ("run.loop lightning", s.config.run.loop == "lightning", "only the straight loop has shards: leave it out"),
     )
     found = ({"flag": flag, "remedy": remedy} for flag, is_so, remedy in conflicts if is_so)

@@ -301,6 +301,36 @@ def ddp_ours() -> dict[str, float]:
     return ours(*DDP, *QUIET, "--trainer.strategy", "ddp", "--trainer.devices", "2")
 
 
+SHARDED = ["--model", "CIFARCNN", "--model.network", "resnet18_cifar", "--data", "Synthetic", "--data.size", "512"]
+SHARDED += ["--data.val_size", "0", "--data.batch_size", "128", "--trainer.max_epochs", "2", *UNTOUCHED, *QUIET]
+TWO = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
+
+
+def shards_parts() -> dict[str, float]:
+    """ResNet-18 under ddp × 2, 16 images at a time."""
+    return ours(*SHARDED, *TWO, "--data.micro_batch", "16")
+
+
+def shards_plain() -> dict[str, float]:
+    """The same with each process's whole share at a time."""
+    return ours(*SHARDED, *TWO)
+
+
+def shards_ours() -> dict[str, float]:
+    """The same over 8 virtual devices, 16 images each."""
+    return ours(*SHARDED, *TWO, "--run.virtual_devices", "8")
+
+
+def one_plain() -> dict[str, float]:
+    """ResNet-18 in one process."""
+    return ours(*SHARDED)
+
+
+def one_ours() -> dict[str, float]:
+    """The same over one virtual device."""
+    return ours(*SHARDED, "--run.virtual_devices", "1")
+
+
 def _mlp_raw(repeats: int) -> dict[str, float]:
     from app.modules import smooth_l1
     from app.networks import MLP
@@ -385,6 +415,8 @@ ITEMS: dict[str, tuple[int, tuple[Callable[[], dict[str, float]], ...]]] = {
     "lenet": (CORES, (lenet_raw, lenet_loader, lenet_ours)),
     "start": (1, (start_import, start_ours)),
     "ddp": (1, (ddp_raw, ddp_ours)),
+    "shards": (1, (shards_parts, shards_plain, shards_ours)),
+    "one": (CORES, (one_plain, one_ours)),
     "mlp": (CORES, (mlp24_raw, mlp24_ours, mlp64_ours)),
     "feed": (CORES, (feed_torchvision, feed_ours)),
 }
