@@ -31,7 +31,8 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         lightning_step_patches
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (where images come from), image_files (the user's own), synthetic (drawn), cache
-                        (decoded once, mapped), batches (a rank's share), transforms (pixels), module (--data)
+                        (decoded once, mapped), batches (a rank's share), global_order (for anybody's loader),
+                        transforms (pixels), module (--data)
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            torch only: the CNNs and the MLP

@@ -20,6 +20,7 @@ SHARDED = tiny(
 
 
 USER_CODE: dict[str, str | None] = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+LONGER = ("--trainer.max_epochs", "4")
 
 
 def digest(checkpoint: Path) -> str:
@@ -61,7 +62,7 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["virtual_devices", "threads"])
 def test_a_checkpoint_of_other_shards_or_threads(flag: str, alone: Path, app: App) -> None:
-    code, out = app("fit", *SHARDED, "--ckpt_path", alone / "checkpoints/last.ckpt", f"--run.{flag}", "4")
+    code, out = app("fit", *SHARDED, "--ckpt_path", alone / "checkpoints/last.ckpt", f"--run.{flag}", "4", *LONGER)
     assert code == 2
     assert f"give --run.{flag} {({'virtual_devices': 5, 'threads': 1})[flag]}" in out
 

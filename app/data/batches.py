@@ -87,7 +87,8 @@ class GlobalOrder:
         self.batch_size, self.drop_last = batch_size, drop_last
         self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
         self._parts = virtual_devices or world_size
-        self._own = shards_of(rank, world_size, self._parts)
+        own = shards_of(rank, world_size, self._parts)
+        self._ends = range(own.start, own.stop + 1)
 
     def __len__(self) -> int:
         full, rest = divmod(self._samples, self.batch_size)
@@ -118,30 +119,30 @@ class GlobalOrder:
         return self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
 
     def bounds(self, step: int) -> list[int]:
-        """Return where the parts of this rank begin and end in a step's global batch."""
+        """Return where the parts of this rank begin and end in the order of the epoch."""
         size, rest = divmod(self.global_count(step), self._parts)
-        return [part * size + min(part, rest) for part in range(self._own.start, self._own.stop + 1)]
+        first = step * self.batch_size
+        return [first + part * size + min(part, rest) for part in self._ends]
 
-    def share(self, per_sample: Any, step: int) -> Any:
-        """Return this rank's slice of what an epoch has for each sample."""
-        bounds, first = self.bounds(step), step * self.batch_size
-        return per_sample[first + bounds[0] : first + bounds[-1]]
+    def span(self, step: int) -> slice:
+        """Return where this rank's samples of a step are in the order of the epoch."""
+        bounds = self.bounds(step)
+        return slice(bounds[0], bounds[-1])
 
     def share_size(self, step: int) -> int:
         """Return the number of this rank's samples at a step."""
-        bounds = self.bounds(step)
-        return bounds[-1] - bounds[0]
+        span = self.span(step)
+        return span.stop - span.start
 
     def cut(self, items: list[Any], step: int, stand_in: Any) -> "Shards":
         """Return this rank's parts of a global batch; one without an item has a stand-in."""
-        share, starts = self.share(items, step), self.bounds(step)
-        parts = [share[start - starts[0] : end - starts[0]] or [stand_in] for start, end in pairwise(starts)]
+        parts = [items[start:end] or [stand_in] for start, end in pairwise(self.bounds(step))]
         return self.shards(parts, step)
 
     def shards(self, parts: Iterable[Any], step: int) -> "Shards":
         """Label this rank's parts of a global batch."""
         counts = [end - start for start, end in pairwise(self.bounds(step))]
-        return Shards(parts, self._own.start, counts, self.global_count(step))
+        return Shards(parts, self._ends.start, counts, self.global_count(step))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a position in an epoch refers to; the trainer holds the position."""
@@ -292,7 +293,7 @@ class GlobalBatches(GlobalOrder):
         self._images, self._where = split.tensor(), rows
         if placement == "device":
             order = torch.arange(len(rows))
-            kept = order if shuffle else torch.cat([self.share(order, step) for step in range(super().__len__())])
+            kept = order if shuffle else torch.cat([order[self.span(step)] for step in range(super().__len__())])
             there = torch.empty((len(kept), *self._images.shape[1:]), dtype=torch.uint8, device=device)
             for to, part in zip(there.split(4096), rows[kept].split(4096), strict=True):  # not all on the host again
                 to.copy_(self._images[part])
@@ -316,7 +317,7 @@ class GlobalBatches(GlobalOrder):
 
     def samples(self, step: int) -> Tensor:
         """Return the rows of the split that this rank has at a step of the epoch, int64 (n,)."""
-        return self.rows[self.share(self._order(self.epoch), step)]
+        return self.rows[self._order(self.epoch)[self.span(step)]]
 
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:
@@ -354,17 +355,14 @@ class GlobalBatches(GlobalOrder):
             self._items_of_steps[:] = [self._items(order, seeds, step) for step in steps]
             labels = self._take(self._labels, order)
             for step, images in zip(steps, self._workers, strict=True):
-                yield RawBatch(images, self.share(labels, step), None if drawn is None else self.share(drawn, step))
+                span = self.span(step)
+                yield RawBatch(images, labels[span], None if drawn is None else drawn[span])
             return
         order = order.to(self._where.device)
         labels, where = self._take(self._labels, order), self._where[order]
         batches = (
-            RawBatch(
-                self._take(self._images, self.share(where, step)),
-                self.share(labels, step),
-                None if drawn is None else self.share(drawn, step),
-            )
-            for step in steps
+            RawBatch(self._take(self._images, where[span]), labels[span], None if drawn is None else drawn[span])
+            for span in map(self.span, steps)
         )
         yield from one_ahead(batches) if self._pin else batches
 
@@ -377,10 +375,10 @@ class GlobalBatches(GlobalOrder):
 
     def _items(self, order: Tensor, seeds: Tensor, step: int) -> list[tuple[int, int]]:
         """Row of each sample of this rank, and the seed of its augmentation."""
-        rows = self.rows[self.share(order, step)].tolist()
+        rows = self.rows[order[self.span(step)]].tolist()
         if not self._augmented:
             return [(row, 0) for row in rows]
-        return list(zip(rows, self.share(seeds, step).tolist(), strict=True))
+        return list(zip(rows, seeds[self.span(step)].tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
         """Draw for a whole epoch, so that a sample's draws depend neither on ranks nor on batch size."""

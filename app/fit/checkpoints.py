@@ -248,9 +248,10 @@ def check_checkpoint(
     if resumed_by is None:
         return
     _check_resumable(path, checkpoint)
-    _check_shards(path, checkpoint, resumed_by)
     if not may_be_finished:
         _check_unfinished(path, checkpoint, resumed_by)
+    if isinstance(loop := resumed_by.fit_loop.epoch_loop, ShardedLoop):
+        _check_shards(path, checkpoint, loop)
     own = isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier)
     if own:
         assert isinstance(model, ImageClassifier)
@@ -271,11 +272,10 @@ def _check_resumable(path: str, checkpoint: dict[str, Any]) -> None:
             )
 
 
-def _check_shards(path: str, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+def _check_shards(path: str, checkpoint: dict[str, Any], loop: ShardedLoop) -> None:
     """Refuse another number of shards or threads than the checkpoint's: either changes the bits."""
-    loop = trainer.fit_loop.epoch_loop
-    before = checkpoint["loops"].get("fit_loop", {}).get("epoch_loop.state_dict", {})
-    for name, value in loop.kept.items() if isinstance(loop, ShardedLoop) else ():
+    before = checkpoint["loops"]["fit_loop"].get("epoch_loop.state_dict", {})
+    for name, value in loop.kept.items():
         if name in before and before[name] != value:
             raise UserError(
                 f"--run.{name} {value}: {path} was trained with {before[name]}, on which its bits depend: give --run."

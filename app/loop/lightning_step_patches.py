@@ -58,6 +58,10 @@ class EpochLoop(_TrainingEpochLoop):
         """Whether a callback trains without a backward pass: StochasticWeightAveraging in its last epoch."""
         return self.automatic_optimization._skip_backward
 
+    def validates_first(self, data_fetcher: Any) -> bool:
+        """Return whether a resumed run has a validation to do before its first step."""
+        return self.restarting and self._should_check_val_fx(data_fetcher)
+
     @staticmethod
     def hands_over(data_fetcher: Any) -> bool:
         """Return whether `training_step` takes the iterator of the data instead of a batch."""

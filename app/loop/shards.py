@@ -25,6 +25,7 @@ from app.data.global_order import order_of
 from app.errors import UserError
 from app.loop.straight_step import Step, StraightLoop
 from app.parallel.tree import Node, Tree
+from app.system.patches import expects
 from app.system.random_streams import own_streams, seed_of
 
 Gradients = list[Tensor | None]
@@ -38,6 +39,7 @@ def _plus(first: Gradients, second: Gradients) -> Gradients:
     return [one if other is None else other for one, other in zip(first, second, strict=True)]
 
 
+@expects("torch:_foreach_add_", "torch:_foreach_copy_")
 class ShardSums:
     """Sums over shards: of gradients, in DDP's buckets during the last backward pass, and of a vector.
 

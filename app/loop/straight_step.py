@@ -80,7 +80,7 @@ class StraightLoop(EpochLoop):
         """Take a step; or none where a resumed run has a validation to do, which Lightning handles."""
         step = self._step
         trainer: Any = self.trainer
-        if step is None or (self.restarting and self._should_check_val_fx(data_fetcher)):
+        if step is None or self.validates_first(data_fetcher):
             super().advance(data_fetcher)
             return
         if self.restarting:

@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 NUMBERS = ("loss", "gradients", "weights", "evaluation", "optimizer")
-OURS = "subclass app.data.ImageData, whose ranks share one permutation and every batch of it"
+OURS = "--run.global_order true: ranks share one permutation and every batch of it"
 
 
 def causes(case: Case) -> list[Cause]:
@@ -93,7 +93,7 @@ def _samples(case: Case) -> Iterator[Cause]:
             everything,
             "the same samples with other pixels: augmentation is drawn from global random state, which is not "
             "that of the reference",
-            "draw it from a generator that is seeded by seed, epoch and sample",
+            "--run.global_order true; or draw it from a generator that is seeded by seed, epoch and sample",
         )
         return
     twice = sum(count - 1 for count in Counter(sample for each in shares for sample in each).values())
@@ -235,7 +235,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
         yield Cause(
             NUMBERS,
             f"BatchNorm normalises each replica's part of a batch by itself: {_some(facts['batchnorm'])}",
-            "--trainer.sync_batchnorm true in ways of several processes on GPUs; or GroupNorm",
+            "--run.virtual_devices 8 in all ways but dp; or GroupNorm",
         )
     draws = bool(facts["dropout"]) or any(rank.get("draws") for rank in case.way.ranks)
     if draws and (case.splits or case.way.resumed_at is not None):
@@ -248,7 +248,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
         yield Cause(
             NUMBERS,
             f"{what} drawn from torch's global random state, {state}",
-            "for a proof, give dropout 0; trainings with it are the same on average",
+            "--run.virtual_devices 8 in all ways but dp; trainings without it are the same on average",
         )
 
 

@@ -98,9 +98,15 @@ class Prover:
             "ddp, 2 nodes": {**ddp, "trainer.devices": 1, "trainer.num_nodes": 2},
         }
         accumulated = "accumulation × 2"
+        sharded = self.config.run.virtual_devices is not None
+        if sharded:
+            left_out["dp × 2"] = "--run.virtual_devices is for separate processes"
+            del ways["dp × 2"]
         size = self.config.data.get("init_args.batch_size")
         if self.config.trainer.accumulate_grad_batches != 1:
             left_out[accumulated] = "--trainer.accumulate_grad_batches is given"
+        elif sharded:
+            left_out[accumulated] = "half a batch has smaller shards"
         elif not isinstance(size, int) or size % 2:
             left_out[accumulated] = f"there is no --data.batch_size that can be halved: it is {size}"
         else:

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from app.data.batches import GlobalBatches
+from app.data.batches import GlobalBatches, Shards
 from app.launch.signals import stop_training
 from app.system.patches import expects
 
@@ -144,6 +144,9 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     """Identify a batch's samples, by rows of our own loaders or else by digests; and digest their integers."""
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
+    if isinstance(batch, Shards):
+        parts = [contents(None, shard, index) for shard, count in zip(batch, batch.counts, strict=True) if count]
+        return [each for part in parts for each in part[0]], [each for part in parts for each in part[1]]
     leaves = [leaf for leaf in tensors(batch) if leaf.ndim]
     count = Counter(map(len, leaves)).most_common(1)[0][0] if leaves else 0
     leaves = [leaf for leaf in leaves if len(leaf) == count]
