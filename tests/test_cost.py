@@ -3,6 +3,7 @@
 Times belong to `tests/benchmarks`. Every count is of the second epoch, from the first step to the last.
 """
 
+import gc
 import itertools
 import json
 import sys
@@ -69,10 +70,12 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> l
             count += 1
 
     in_second_epoch(patch, lambda: sys.setprofile(profile))
+    gc.disable()  # hypothesis calls back at a collection
     try:
         code, out = app("fit", *TWO_EPOCHS, *flags)
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert code == 0, out
     return [after - before for before, after in itertools.pairwise(marks)]
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -106,22 +107,26 @@ class ShardSums:
         """Add up a bucket of gradients, which holds the rank's last shard: DDP's communication hook."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
+        starts = list(accumulate((each.numel() for each in parameters), initial=0))
 
         def views(flat: Tensor) -> list[Tensor]:  # in each parameter's order of memory, as DDP lays them out
-            starts = torch.tensor([0, *(each.numel() for each in parameters)]).cumsum(0).tolist()
             return [
                 flat.as_strided(each.size(), each.stride(), flat.storage_offset() + start)
                 for each, start in zip(parameters, starts, strict=False)
             ]
 
-        nodes = {node: [gradients[place] for place in places] for node, gradients in self.nodes.items()}
-        self.tree.add(nodes, (0, self.tree.shards[-1]), views(buffer), _plus)
+        nodes: dict[Node, Gradients] = {
+            node: [gradients[place] for place in places] for node, gradients in self.nodes.items()
+        }
+        self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = flat = torch.zeros_like(buffer)
-            for view, gradient in zip(views(flat), gradients, strict=True):
-                if gradient is not None:
-                    view.copy_(gradient)
+            flats[node] = buffer  # which holds the sum with the last shard
+            if node in self.nodes:
+                flats[node] = torch.zeros_like(buffer)
+                for view, gradient in zip(views(flats[node]), gradients, strict=True):
+                    if gradient is not None:
+                        view.copy_(gradient)
         return self.sum(flats)
 
 
