@@ -11,6 +11,7 @@ from harness import QUIET, ROOT, App, start_app, tiny
 from pandas import read_csv
 from torch import Tensor
 
+from app.monitor.balance import balanced
 from app.parallel.tree import Tree
 from app.record import Record
 
@@ -58,6 +59,21 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
         more = ["--ckpt_path", tmp_path / "CIFARCNN/version_0/checkpoints/last.ckpt"] if ranks < 3 else []
         run = train(tmp_path, [*SHARDED, "--run.name", "CIFARCNN"], ranks, "--trainer.max_steps", str(steps), *more)
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
+
+
+def test_balance(alone: Path, tmp_path: Path) -> None:
+    """A slow rank has fewer shards after the first epoch, and the bits stay the same."""
+    run = train(tmp_path, SHARDED, 3, "--model", "user_code.SlowRank", "--run.balance", "true")
+    assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
+    assert Record.load(run / "run.json").shards[-1] == 1, "it began with 2 of 5"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count", "shares"),
+    [([1.0, 1.0], 8, [4, 4]), ([1.0, 3.0], 8, [6, 2]), ([1.0, 100.0], 8, [7, 1]), ([2.0, 1.0, 1.0], 5, [1, 2, 2])],
+)
+def test_balanced(seconds: list[float], count: int, shares: list[int]) -> None:
+    assert balanced(seconds, count) == shares
 
 
 @pytest.mark.parametrize("flag", ["virtual_devices", "threads"])
@@ -127,6 +143,7 @@ def test_shares_without_virtual_devices(ranks: int, tmp_path: Path) -> None:
 REFUSED = {
     "--trainer.strategy dp --trainer.devices 2": "use --trainer.strategy ddp",
     "--trainer.strategy ddp --trainer.devices 6": "6 processes need a shard each: give at least 6",
+    "--run.virtual_devices null --run.balance true": "--run.balance true deals shards: add --run.virtual_devices 8",
     "--data.batch_size 4": "a global batch of 4 has fewer samples than shards: give 4 or less",
     "--data.batch_size 0.03": "a global batch of 3 has fewer samples than shards: give 3 or less",
     "--data.micro_batch 2": "a shard is one already",
@@ -145,6 +162,6 @@ REFUSED = {
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_cannot_be_sharded(flags: str, app: App) -> None:
     own = [] if "user_code" in flags else SHARDED
-    code, out = app("fit", *own, *flags.split(), "--run.virtual_devices", "5")
+    code, out = app("fit", *own, "--run.virtual_devices", "5", *flags.split())
     assert code == 2, out
     assert REFUSED[flags] in out.splitlines()[-1]

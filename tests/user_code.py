@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +140,15 @@ class Poisoned(CIFARCNN):
         loss = super().training_step(batch, batch_idx)
         bad = (self.trainer.current_epoch, batch_idx, self.trainer.global_rank) == (0, 6, self.trainer.world_size - 1)
         return loss * float("nan") if bad else loss
+
+
+class SlowRank(CIFARCNN):
+    """Its last rank is slow."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank and self.global_rank == self.trainer.world_size - 1:
+            time.sleep(0.03)
+        return super().training_step(batch, batch_idx)
 
 
 class PoisonedUpdate(CIFARCNN):

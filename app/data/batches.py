@@ -44,9 +44,15 @@ class Shards(list[Any]):
         self.first, self.counts, self.samples = first, counts, samples
 
 
-def shards_of(rank: int, world_size: int, count: int) -> range:
-    """Return a rank's shards, of `count` in all: runs of equal or nearly equal length."""
-    return range(rank * count // world_size, (rank + 1) * count // world_size)
+def equal_shares(world_size: int, count: int) -> list[int]:
+    """Return the number of shards of each rank, equal or nearly equal, of `count` in all."""
+    return [(rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)]
+
+
+def run_of(rank: int, shares: Sequence[int]) -> range:
+    """Return the numbers of a rank's shards, by the number of shards of each rank."""
+    first = sum(shares[:rank])
+    return range(first, first + shares[rank])
 
 
 def shards_beyond(virtual_devices: int, batch_size: int) -> str:
@@ -87,7 +93,11 @@ class GlobalOrder:
         self.batch_size, self.drop_last = batch_size, drop_last
         self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
         self._parts = virtual_devices or world_size
-        own = shards_of(rank, world_size, self._parts)
+        self.deal(equal_shares(world_size, self._parts))
+
+    def deal(self, shares: Sequence[int]) -> None:
+        """Set the number of parts of each rank; iterations that begin later follow it."""
+        own = run_of(self.rank, shares)
         self._ends = range(own.start, own.stop + 1)
 
     def __len__(self) -> int:

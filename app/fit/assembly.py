@@ -18,6 +18,7 @@ from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
 from app.loop.shards import ShardedLoop
 from app.loop.straight_step import StraightLoop
+from app.monitor.balance import Balance
 from app.monitor.header import Header
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
@@ -76,7 +77,8 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         own.append(ProgressBar())
     own += [
         NonFinite(run.on_nonfinite),
-        StepClock(RankTimes(timeout)),
+        StepClock(ranks := RankTimes(timeout)),
+        *[Balance(ranks)] * run.balance,
         StopTogether(timeout),  # before callbacks that read from the device when there is an error
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),

@@ -270,6 +270,10 @@ FLAGS = (
     Rule(_not_sharded, "--run.virtual_devices {s.virtual_devices} does not work with --{flag}: {remedy}"),
     Rule(_more_shards_than_samples, "{said}"),
     Rule(
+        lambda s: s.config.run.balance and s.virtual_devices is None,
+        "--run.balance true deals shards: add --run.virtual_devices 8",
+    ),
+    Rule(
         lambda s: s.virtual_devices is not None and s.virtual_devices < s.world_size,
         "--run.virtual_devices {s.virtual_devices}: {s.world_size} processes need a shard each: give at least "
         "{s.world_size}, or fewer --trainer.devices",

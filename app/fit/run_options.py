@@ -39,6 +39,7 @@ class Run:
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the cores.
         virtual_devices: Train as if on this many devices, with the same bits on any smaller number of processes: each
             global batch is cut into as many shards, and their gradients are added in one order.
+        balance: Give slow processes fewer shards, from one epoch to the next.
         global_order: Deal the samples of your own DataLoader in one seeded global order, the same on any number of
             processes. Its batch_size is then that of all processes together.
         loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is Lightning's own.
@@ -56,6 +57,7 @@ class Run:
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     threads: PositiveInt | Literal["auto"] = "auto"
     virtual_devices: PositiveInt | None = None
+    balance: bool = False
     global_order: bool = False
     loop: Literal["straight", "lightning"] = "straight"
 

@@ -110,6 +110,10 @@ class RankTimes:
         rows = [torch.empty_like(mine) for _ in range(trainer.world_size)]
         self._pending = elapsed, rows, distributed.all_gather(rows, mine, self._group, async_op=True)
 
+    def forget(self) -> None:
+        """Drop the times so far, because the ranks' shares have changed."""
+        self._windows.clear()
+
     def _memory(self, device: torch.device) -> float:
         cuda = device.type == "cuda"
         return (torch.cuda.memory_reserved(device) if cuda else self._process.memory_info().rss) / GIB

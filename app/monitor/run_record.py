@@ -16,7 +16,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich import get_console
 
-from app.data.batches import shards_of
 from app.data.global_order import order_of
 from app.data.module import ImageData
 from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
@@ -78,7 +77,6 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "global_batch_size": own and own.global_batch_size,
         "micro_batch": own.micro_batch if own and trainer.state.fn == "fit" else None,
         "virtual_devices": shards,
-        "shards": [len(shards_of(rank, world, shards)) for rank in range(world)] if shards else [],
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
         "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
@@ -344,6 +342,8 @@ class RunRecord(Callback):
         record, loop = self.record, trainer.fit_loop.epoch_loop
         record.loop_reason = loop.reason if isinstance(loop, EpochLoop) else "--run.loop lightning"
         record.loop = "straight" if record.loop_reason is None else "lightning"
+        if isinstance(loop, ShardedLoop) and loop.sums is not None:
+            record.shards = loop.sums.tree.shares
         memory: list[list[float]] = []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):

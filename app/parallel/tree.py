@@ -4,13 +4,13 @@ Node (level, i) sums shards i · 2^level to (i + 1) · 2^level - 1. Addition of 
 does not associate, so the tree alone decides the bits of a sum, not which rank adds first.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from app.data.batches import shards_of
+from app.data.batches import equal_shares, run_of
 
 Node = tuple[int, int]
 
@@ -25,14 +25,19 @@ class Tree:
         group: Process group, or None for one process.
 
     Attributes:
+        shares: Number of shards of each rank.
         shards: Shards of this rank.
     """
 
     def __init__(self, count: int, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
         self.count, self.rank, self.world_size, self.group = count, rank, world_size, group
         self.root: Node = ((count - 1).bit_length(), 0)
-        self.shards = shards_of(rank, world_size, count)
-        self._held = [self.partial_sums(shards_of(each, world_size, count)) for each in range(world_size)]
+        self.deal(equal_shares(world_size, count))
+
+    def deal(self, shares: Sequence[int]) -> None:
+        """Set the number of shards of each rank, the same on all ranks."""
+        self.shares, self.shards = list(shares), run_of(self.rank, shares)
+        self._held = [self.partial_sums(run_of(rank, shares)) for rank in range(self.world_size)]
 
     def add(self, nodes: dict[Node, Any], node: Node, value: Any, plus: Callable[[Any, Any], Any]) -> None:
         """Add a node's value to the sums so far, and merge each pair of siblings into their parent.

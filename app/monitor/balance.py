@@ -1,0 +1,60 @@
+"""Callback of `--run.balance`: shares of a global batch that follow the ranks' speed."""
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from app.data.global_order import order_of
+from app.loop.shards import ShardedLoop
+from app.monitor.rank_times import RankTimes
+
+GAIN = 0.95  # another division of the shards must shorten the slowest rank's step to this share
+
+
+class Balance(Callback):
+    """Gives a slow rank fewer shards, from one epoch to the next. The bits do not depend on who computes a shard.
+
+    Args:
+        ranks: The ranks' step times, equal on all ranks.
+    """
+
+    def __init__(self, ranks: RankTimes) -> None:
+        self.ranks = ranks
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Divide the shards anew, before the epoch's loader begins."""
+        loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
+        if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
+            return
+        self.ranks.share(trainer, [])  # the last window, which is still on its way
+        tree, rows = loop.sums.tree, self.ranks.ranks
+        if not rows:
+            return
+        seconds = [(row.data + row.compute) / share for row, share in zip(rows, tree.shares, strict=True)]
+        shares = balanced(seconds, tree.count)
+        if slowest(seconds, shares) > GAIN * slowest(seconds, tree.shares):
+            return
+        tree.deal(shares)
+        order.deal(shares)
+        self.ranks.forget()
+        rank_zero_info(f"shards  {', '.join(map(str, shares))} of {tree.count} on ranks 0 to {len(shares) - 1}")
+
+
+def balanced(seconds: Sequence[float], count: int) -> list[int]:
+    """Divide shards so that the slowest rank ends as early as possible.
+
+    Args:
+        seconds: Seconds per shard of each rank.
+        count: Number of shards; each rank gets at least one.
+    """
+    shares = [1] * len(seconds)
+    for _ in range(count - len(shares)):
+        ends = [second * (share + 1) for second, share in zip(seconds, shares, strict=True)]
+        shares[ends.index(min(ends))] += 1
+    return shares
+
+
+def slowest(seconds: Sequence[float], shares: Sequence[int]) -> float:
+    """Return the step time of the slowest rank."""
+    return max(second * share for second, share in zip(seconds, shares, strict=True))
