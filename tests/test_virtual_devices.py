@@ -1,13 +1,15 @@
 """`--run.virtual_devices`: the same bits on any number of processes."""
 
 import hashlib
+import random
+import sys
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, ROOT, App, start_app, tiny
+from harness import QUIET, ROOT, App, free_port, start_app, started, tiny
 from pandas import read_csv
 from torch import Tensor
 
@@ -59,6 +61,47 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
         more = ["--ckpt_path", tmp_path / "CIFARCNN/version_0/checkpoints/last.ckpt"] if ranks < 3 else []
         run = train(tmp_path, [*SHARDED, "--run.name", "CIFARCNN"], ranks, "--trainer.max_steps", str(steps), *more)
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
+
+
+@pytest.mark.slow
+def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
+    """Torchrun loses one of two nodes after a random step, and continues on the other."""
+    flags = [*SHARDED, "--trainer.max_epochs", "20", "--last_checkpoint.every_n_train_steps", "3"]
+    at = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "x", "--rdzv-backend", "c10d"]
+    at += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--rdzv-conf"]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), *at, "last_call_timeout=2,is_host="]
+    agents = [[*torchrun[:-1], torchrun[-1] + str(host)] for host in (1, 0)]
+    env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (
+        started(tmp_path, *flags, launcher=agents[0], env=env) as kept,
+        started(tmp_path, *flags, launcher=agents[1], env=env) as lost,
+    ):
+        kept.trained(random.randint(1, 5))
+        lost.get("SIGKILL", "main")
+        out = kept.end(180)
+    assert kept.process.returncode == 0, out
+    assert (kept.record["shards"], len(kept.record["parts"])) == ([5], 1), out
+    whole = train(tmp_path / "whole", flags, 1)
+    assert digest(kept.directory / "checkpoints/last.ckpt") == digest(whole / "checkpoints/last.ckpt")
+
+
+@pytest.mark.slow
+def test_killed_on_four_ranks(tmp_path: Path) -> None:
+    """Killed at a random step on four ranks, stopped on two, stopped on three, and ended on one."""
+    flags = [*SHARDED, "--run.virtual_devices", "8", "--last_checkpoint.every_n_train_steps", "1", "--run.name", "run"]
+    whole = train(tmp_path / "whole", flags, 1, "--trainer.max_epochs", "30")
+    ddp, last = ["--trainer.strategy", "ddp", "--trainer.devices"], tmp_path / "run/version_0/checkpoints/last.ckpt"
+    with started(tmp_path, *flags, *ddp, "4", "--trainer.max_epochs", "30") as killed:
+        killed.trained(random.randint(1, 5))
+        killed.get("SIGKILL", "all")
+        killed.end(60)
+    for ranks, more in ((2, 7), (3, 11), (1, None)):
+        done = torch.load(last, weights_only=True)["global_step"]
+        steps = -1 if more is None else done + more
+        train(
+            tmp_path, flags, ranks, "--trainer.max_epochs", "30", "--trainer.max_steps", str(steps), "--ckpt_path", last
+        )
+    assert digest(last) == digest(whole / "checkpoints/last.ckpt")
 
 
 def test_balance(alone: Path, tmp_path: Path) -> None:

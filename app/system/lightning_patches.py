@@ -293,7 +293,9 @@ class DDPWithHooks(DDPStrategy):
 
     def keep_buffers(self) -> None:
         """Leave each rank its buffers: virtual devices make them equal."""
-        self._ddp_kwargs["broadcast_buffers"] = False
+        names = inspect.signature(DistributedDataParallel).parameters
+        # torch 2.14 renamed it, and warns of the earlier name
+        self._ddp_kwargs["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
 
     def comm_state(self) -> object | None:
         """Return the first argument of the hook, made when the processes are connected."""
