@@ -189,6 +189,7 @@ REFUSED = {
     "--run.virtual_devices null --run.balance true": "--run.balance true deals shards: add --run.virtual_devices 8",
     "--data.batch_size 4": "a global batch of 4 has fewer samples than shards: give 4 or less",
     "--data.batch_size 0.03": "a global batch of 3 has fewer samples than shards: give 3 or less",
+    "--model user_code.Unrepeatable --trainer.deterministic true": "put_ does not have a deterministic implementation",
     "--data.micro_batch 2": "a shard is one already",
     "--run.loop lightning": "only the straight loop has shards",
     "--trainer.profiler simple": "does not work with a profiler",
@@ -204,7 +205,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_cannot_be_sharded(flags: str, app: App) -> None:
-    own = [] if "user_code" in flags else SHARDED
+    own = [] if "Data" in flags else SHARDED
     code, out = app("fit", *own, "--run.virtual_devices", "5", *flags.split())
     assert code == 2, out
     assert REFUSED[flags] in out.splitlines()[-1]

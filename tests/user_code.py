@@ -142,6 +142,14 @@ class Poisoned(CIFARCNN):
         return loss * float("nan") if bad else loss
 
 
+class Unrepeatable(CIFARCNN):
+    """Calls an operation that torch has in no deterministic version."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+
 class SlowRank(CIFARCNN):
     """Its last rank is slow."""
 

@@ -285,6 +285,14 @@ class ShardedStep(Step):
         try:
             with own_streams(self._device) as seed:
                 changed, outputs, earlier, sums = self._over_shards(batch, logged, seed)
+        except RuntimeError as error:
+            reason, found, _ = str(error).partition("deterministic implementation")
+            if not found:
+                raise
+            raise UserError(
+                f"--run.virtual_devices: {reason}{found}, so that the bits would change from run to run: replace this "
+                "operation, or leave the flag out"
+            ) from error
         finally:
             del self.module.log
         for name, before in parameters.items():
