@@ -48,11 +48,14 @@ class ShardSums:
         module: The module.
         strategy: Its strategy, with the model set up.
         count: Number of shards.
+
+    Attributes:
+        in_buckets: Whether DDP's buckets get the sum, so that its hook adds the last shard.
     """
 
     def __init__(self, module: LightningModule, strategy: Any, count: int) -> None:
         model = strategy.model
-        ddp = isinstance(model, DistributedDataParallel)
+        self.in_buckets = ddp = isinstance(model, DistributedDataParallel)
         group = model.process_group if ddp else None
         self.tree = Tree(count, strategy.global_rank if ddp else 0, strategy.world_size if ddp else 1, group)
         self.parameters = [each for each in module.parameters() if each.requires_grad]
@@ -78,7 +81,7 @@ class ShardSums:
 
     def give(self) -> None:
         """Set the parameters' gradients to the sum over all shards; under DDP, its buckets hold it."""
-        if self.tree.world_size == 1:
+        if not self.in_buckets:
             for parameter, gradient in zip(self.parameters, self.nodes[self.tree.root], strict=True):
                 parameter.grad = gradient
         self.nodes = {}
@@ -350,7 +353,7 @@ class ShardedStep(Step):
                 self.backward(loss * (count / samples))
             if not last:
                 self._buffers.restore(changed)
-            if not last or self._sums.tree.world_size == 1:
+            if not last or not self._sums.in_buckets:
                 self._sums.take(number)
         return changed, outputs, earlier, sums
 
