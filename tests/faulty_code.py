@@ -318,3 +318,14 @@ class Average(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.average is not None:
             pl_module.net[1].weight.data.copy_(self.kept)
+
+
+class Sum(Model):
+    """A loss that is a sum over samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+
+class ScaledAndNormalised(ScaledRate, Normalised):
+    """Two mistakes."""

@@ -68,6 +68,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
     theirs: Sequence[Callback] = as_list(trainer.callbacks)
     arguments: dict[str, Any] = {}
     own: list[Callback] = []
+    ranks = RankTimes(timeout)
     if isinstance(trainer.logger, bool | None):
         arguments["logger"] = False  # ours are added when the directory is known
     if trainer.enable_model_summary is not False and not any(isinstance(each, ModelSummary) for each in theirs):
@@ -77,7 +78,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         own.append(ProgressBar())
     own += [
         NonFinite(run.on_nonfinite),
-        StepClock(ranks := RankTimes(timeout)),
+        StepClock(ranks),
         *[Balance(ranks)] * run.balance,
         StopTogether(timeout),  # before callbacks that read from the device when there is an error
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),

@@ -115,6 +115,11 @@ class Step:
         return sum(loss * n for loss, n in parts) / count if count else math.nan
 
     @property
+    def operations(self) -> list[list[tuple[str, str, list[str]]]]:
+        """Module, name and digests of each operation, for each shard or rank's share of a batch."""
+        return [part for rank in self.ranks for part in rank.get("operations", [])]
+
+    @property
     def rates(self) -> tuple[list[float], list[float]]:
         """Learning rate and weight decay of each group of parameters."""
         return self.ranks[0].get("rates", []), self.ranks[0].get("decays", [])
@@ -177,6 +182,35 @@ def largest(reference: Recorded, way: Recorded) -> float:
     pairs = list(zip(way.steps, reference.steps, strict=False))
     places = [place for here, there in pairs for look in (_losses, _gradients) for place in look(here, there, 0.0)]
     return max((place.size for place in [*places, *weights_apart(reference, way, 0.0)]), default=0.0)
+
+
+def effect(way: Recorded, other: Recorded) -> float:
+    """Return the largest difference of two runs' losses at a step, infinite if one of them is no number."""
+    sizes = [abs(here.loss - there.loss) for here, there in zip(way.steps, other.steps, strict=False)]
+    return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
+
+
+def first_operation(reference: Recorded, way: Recorded) -> str | None:
+    """Name the first operation whose output, or else the first parameter whose gradient, has other bits."""
+    for here, there in zip(way.steps, reference.steps, strict=False):
+        shards = list(zip(here.operations, there.operations, strict=False))
+        if len(here.operations) != len(there.operations):  # then operations are compared over the whole batch
+            shards = [(_joined(here.operations), _joined(there.operations))]
+        for number, pair in enumerate(shards):
+            for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):
+                if ours != theirs and len(ours) == len(theirs):
+                    place = f", shard {number + 1}" if len(shards) > 1 else ""
+                    return f"step {there.number + 1}{place}: {name} in {module}"
+        mine, wanted = (step.ranks[0].get("bits", {}) for step in (here, there))
+        if changed := [name for name in wanted if mine.get(name) != wanted[name]]:
+            operator = reference.ranks[0].get("operators", {}).get(changed[-1], "accumulation")
+            return f"step {there.number + 1}: the gradient of {changed[-1]}, by {operator}"
+    return None
+
+
+def _joined(parts: list[list[tuple[str, str, list[str]]]]) -> list[tuple[str, str, list[str]]]:
+    """Join the digests of the parts of a batch, operation by operation."""
+    return [(*rows[0][:2], [each for row in rows for each in row[2]]) for rows in zip(*parts, strict=False)]
 
 
 def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:

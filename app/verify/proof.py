@@ -13,9 +13,9 @@ from app.errors import UserError
 from app.runs import run_fit
 from app.runs.starter import last_lines
 from app.variant import RESERVED, Variant
-from app.verify.causes import Case, causes, unused
-from app.verify.differences import EXACT, Recorded, differences, largest
-from app.verify.verdict import Result, Verdict
+from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, unused
+from app.verify.differences import EXACT, TOLERANCE, Recorded, differences, effect, first_operation, largest
+from app.verify.verdict import Remedied, Result, Verdict
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
@@ -32,12 +32,14 @@ class Settings:
         steps: Optimizer steps of each run.
         ways: Further variants: names, with their flags of `fit`.
         quick: Only one device, two processes, and stop and resume.
+        bits: Require the same bits, and name the first operation whose output differs.
         time_limit: Seconds after which a run is ended and counts as failed.
     """
 
     steps: int = 30
     ways: dict[str, dict[str, Any]] = field(default_factory=dict)
     quick: bool = False
+    bits: bool = False
     time_limit: float = 600.0
 
 
@@ -80,6 +82,7 @@ class Prover:
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
+        self.references: dict[str, Recorded | None] = {}  # runs on one device with further flags
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
@@ -127,11 +130,14 @@ class Prover:
             raise UserError(f"the run on one device failed: {reference.failed}")
         results = [self._run(name, more, reference.recorded) for name, more in flags.items()]
         results += [Result(name, [], skipped=reason) for name, reason in skipped.items()]
-        results.append(self._resume(reference.recorded))
+        results.append(self._resume(reference.recorded, {}))
+        faults: dict[str, Result] = {}
         for result in results:
-            if result.differences:
-                self._repeat_in_float64(result, flags.get(result.name))
-        return Verdict(reference.recorded, results)
+            if not self.settings.bits:
+                self._repeat_in_float64(result, flags.get(result.name), {})
+            if result.differences and faults.setdefault(result.fault, result) is result:
+                self._look_behind(result, flags.get(result.name), reference.recorded)
+        return Verdict(reference.recorded, results, self.settings.bits)
 
     def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
         """Make a variant of the training.
@@ -172,6 +178,7 @@ class Prover:
             "trainer.callbacks+": "app.verify.recording.Recording",
             "trainer.callbacks.steps": steps or self.settings.steps,
             "trainer.callbacks.epoch_steps": self.epoch_steps,
+            "trainer.callbacks.bits": str(self.settings.bits).lower(),
             "run.wandb": "false",
             "run.warmup_epochs": 0,
             "run.on_nonfinite": "warn",
@@ -191,40 +198,94 @@ class Prover:
         except UserError as error:
             result.failed = str(error)
         if reference and result.recorded:
-            result.differences = differences(reference, result.recorded)
+            tolerance = 0.0 if self.settings.bits else TOLERANCE
+            result.differences = differences(reference, result.recorded, tolerance)
             result.causes = causes(Case(reference, result.recorded, result.differences, variant.replicas))
+            if self.settings.bits:
+                result.operation = first_operation(reference, result.recorded)
         return result
 
-    def _resume(self, reference: Recorded, precision: Mapping[str, Any] | None = None, more: str = "") -> Result:
+    def _resume(self, reference: Recorded, more: Mapping[str, Any], series: str = "") -> Result:
         """Stop in the middle of the first epoch, and resume from the checkpoint."""
-        flags, middle = {**ALONE, **(precision or {})}, max(len(reference.epoch(0)) // 2, 1)
-        stopped = self._run(STOPPED, flags, steps=middle, more=more)
+        flags, middle = {**ALONE, **more}, max(len(reference.epoch(0)) // 2, 1)
+        stopped = self._run(STOPPED, flags, steps=middle, more=series)
         if stopped.recorded is None:
             return Result(RESUMED, stopped.command, failed=stopped.failed)
         checkpoint = {"ckpt_path": str(stopped.recorded.run_dir / "checkpoints" / "last.ckpt")}
-        return self._run(RESUMED, flags | checkpoint, reference, stopped.recorded, more=more)
+        return self._run(RESUMED, flags | checkpoint, reference, stopped.recorded, more=series)
 
-    def _repeat_in_float64(self, result: Result, flags: Mapping[str, Any] | None) -> None:
+    def _again(
+        self, name: str, flags: Mapping[str, Any] | None, more: Mapping[str, Any]
+    ) -> tuple[Recorded | None, Result]:
+        """Run one device and a variant with further flags; None and the failure if one device does not run.
+
+        Args:
+            name: Name of the variant.
+            flags: Its flags; None for the variant that is stopped and resumed.
+            more: The further flags.
+        """
+        series = " ".join(f"{flag}={value}" for flag, value in more.items())
+        failure = Result(name, [])
+        if series not in self.references:
+            failure = self._run(REFERENCE, {**ALONE, **more}, more=series)
+            self.references[series] = failure.recorded
+        reference = self.references[series]
+        if reference is None:
+            return None, failure
+        if flags is None:
+            return reference, self._resume(reference, more, series)
+        return reference, self._run(name, {**flags, **more}, reference, more=series)
+
+    def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
+        """Remove causes by flags of ours, one after the other, and find the causes behind them.
+
+        Args:
+            result: The result of a variant that differs.
+            flags: Its flags; None for the variant that was stopped and resumed.
+            reference: The recording on one device.
+        """
+        before, more, left = result, dict[str, Any](), result.causes
+        for flag in (ORDER, SHARDS):
+            name = next(iter(flag))
+            if not (name in ORDER and "samples" in result.differences) and not any(name in c.remedy for c in left):
+                continue
+            try:
+                self.variant(result.name, {**(flags or ALONE), **more, **flag})
+            except UserError:  # a rule refuses the flag
+                continue
+            more |= flag
+            same, after = self._again(result.name, flags, more)
+            result.remedied = Remedied(dict(more), after)
+            if same is None or before.recorded is None or after.recorded is None:
+                return
+            self._repeat_in_float64(after, flags, more)
+            change = effect(after.recorded, same)
+            if name in ORDER:
+                removed = effect(before.recorded, after.recorded)
+            else:
+                removed = max(effect(before.recorded, reference) - change, 0.0)
+            remaining = {_without_figures(cause) for cause in after.causes}
+            known = {_without_figures(cause) for cause in (*result.causes, *result.behind)}
+            result.behind += [cause for cause in after.causes if _without_figures(cause) not in known]
+            for causes_so_far in (result.causes, result.behind):
+                causes_so_far[:] = [_with_effect(cause, remaining, removed, change) for cause in causes_so_far]
+            before, reference, left = after, same, after.causes
+
+    def _repeat_in_float64(self, result: Result, flags: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
         """Repeat a variant in float64, in which rounding nearly vanishes and other differences stay.
 
         Args:
             result: The result of a variant that differs.
             flags: Its flags; None for the variant that was stopped and resumed.
+            more: Further flags of this run.
         """
         numbers = [result.differences[name] for name in NUMBERS if name in result.differences]
         exact = str(self.config.trainer.precision).startswith("64")
         other = {"samples", "learning rate"} & result.differences.keys()
         if exact or other or not numbers or numbers[0].size > MAY_BE_ROUNDING:
             return
-        double, more = {"trainer.precision": "64-true"}, "in float64"
-        reference = self._run(REFERENCE, {**ALONE, **double}, more=more).recorded
-        if reference is None:
-            return
-        if flags is None:
-            repeated = self._resume(reference, double, more)
-        else:
-            repeated = self._run(result.name, {**flags, **double}, reference, more=more)
-        if repeated.recorded is None:
+        reference, repeated = self._again(result.name, flags, {**more, "trainer.precision": "64-true"})
+        if reference is None or repeated.recorded is None:
             return
         result.in_float64 = largest(reference, repeated.recorded)
         if result.in_float64 > EXACT:
@@ -236,3 +297,16 @@ class Prover:
         result.rounding = {name: place for name, place in result.differences.items() if name not in kept}
         result.differences = {name: place for name, place in result.differences.items() if name in kept}
         result.causes = [cause for cause in result.causes if kept & set(cause.columns)]
+
+
+def _without_figures(cause: Cause) -> str:
+    return re.sub(r"\d", "", cause.text)
+
+
+def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
+    """Set the effect of a cause that changes the loss: of the flag that removed it, or of all that remain."""
+    if "loss" not in cause.columns:
+        return cause
+    if _without_figures(cause) in remaining:
+        return cause._replace(effect=change)
+    return cause if cause.effect is not None else cause._replace(effect=removed)

@@ -1,10 +1,11 @@
 """Callback that records every step of a training on each rank."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
 from torchmetrics import Metric
 
 from app.data.batches import GlobalBatches, Shards
@@ -23,21 +26,66 @@ from app.system.patches import expects
 FOLDER = "recording"  # in the directory of the run: rank_N.json of each rank, weights.pt of rank zero
 
 
+@expects("torch.utils._python_dispatch:TorchDispatchMode")
+class Operations(TorchDispatchMode):
+    """Records each operation's module, name and output, by digests of the samples, or of the whole.
+
+    Args:
+        samples: Number of samples of the batch.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples, self.rows = samples, list[tuple[str, str, list[str]]]()
+        self.tracker = ModuleTracker()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        module, name = max(self.tracker.parents, key=len), func._schema.name.partition("::")[2]
+        for value in () if func.is_view else tensors(output):
+            split = value.ndim and len(value) == self.samples
+            self.rows.append((module, name, [digest(each) for each in (value if split else [value])]))
+        return output
+
+
 class Recording(Callback):
     """Writes down samples, learning rates, losses, gradients and evaluations; ends training after some steps.
 
     Args:
         steps: Optimizer steps after which training ends.
         epoch_steps: Optimizer steps after which an epoch ends, so that a few steps see more than one of them.
+        bits: Record the bits of each operation's output and of each gradient, too.
     """
 
-    def __init__(self, steps: int, epoch_steps: int) -> None:
-        self.steps, self.epoch_steps = steps, epoch_steps
+    def __init__(self, steps: int, epoch_steps: int, bits: bool = False) -> None:
+        self.steps, self.epoch_steps, self.bits = steps, epoch_steps, bits
         self.record: dict[str, Any] = {"steps": [], "evaluation": {}, "metrics": {}}
         self._step: dict[str, Any] | None = None  # between two updates
         self._random = torch.empty(0)
         self._scale = 0.0
         self._before: dict[str, float] = {}  # metrics, when the last validation began
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Watch the operations of `training_step`."""
+        if self.bits and stage == "fit":
+            pl_module.training_step = self._watched(pl_module)  # type: ignore[method-assign]
+
+    def _watched(self, module: LightningModule) -> Callable[..., Any]:
+        training_step = module.training_step
+
+        @functools.wraps(training_step)
+        def watched(batch: Any, *args: Any) -> Any:
+            samples = next((len(leaf) for leaf in tensors(batch) if leaf.ndim), 0)
+            with (operations := Operations(samples)), operations.tracker:
+                output = training_step(batch, *args)
+            assert self._step is not None
+            if samples:  # else the rank has a stand-in
+                self._step.setdefault("operations", []).append(operations.rows)
+            loss: Any = output["loss"] if isinstance(output, dict) else output
+            self.record["operators"] = operators(loss, module)
+            return output
+
+        return watched
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record possible causes of differences, and limit the epochs."""
@@ -69,6 +117,8 @@ class Recording(Callback):
             self._step.setdefault("decays", []).append(float(group.get("weight_decay") or 0.0))
         gradients = {name: each.grad for name, each in pl_module.named_parameters() if each.grad is not None}
         self._step["gradients"] = {name: size(each) for name, each in gradients.items()}
+        if self.bits:
+            self._step["bits"] = {name: digest(each) for name, each in gradients.items()}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -132,6 +182,23 @@ class Recording(Callback):
         if trainer.is_global_zero:
             torch.save(state, folder / "weights.pt")
         (folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(self.record))
+
+
+def operators(loss: Tensor, module: LightningModule) -> dict[str, str]:
+    """Return the name of the operation whose backward pass makes each parameter's gradient."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    made: dict[str, str] = {}
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        for source, _ in node.next_functions if node is not None else ():
+            variable = getattr(source, "variable", None)
+            if variable is not None:
+                made[names.get(id(variable), "")] = node.name()  # type: ignore[union-attr]
+            elif source not in seen:
+                seen.add(source)
+                nodes.append(source)
+    return made
 
 
 def digest(value: Tensor) -> str:

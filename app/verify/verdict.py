@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,28 @@ from rich.table import Table
 
 from app.verify.causes import Cause
 from app.verify.differences import COLUMNS, Parting, Recorded
+
+LEGEND = "✓ the same · ≈ rounding · ✗ different, from this step on"
+
+
+@dataclass
+class Remedied:
+    """A variant and one device, run again with flags that remove causes.
+
+    Attributes:
+        flags: The flags.
+        result: The variant's result.
+    """
+
+    flags: Mapping[str, Any]
+    result: "Result"
+
+    def __str__(self) -> str:
+        flags = " ".join(f"--{name} {value}" for name, value in self.flags.items())
+        if self.result.failed:
+            return f"{flags}: does not run: {self.result.failed}"
+        still = ", ".join(self.result.differences)
+        return f"{flags}: {f'still other {still}' if still else 'the same training'}"
 
 
 @dataclass
@@ -24,10 +46,13 @@ class Result:
         recorded: The recording of its run; None where it failed or was skipped.
         differences: First difference from one device, by column.
         causes: Their causes, as far as they are known.
+        operation: The first operation whose bits differ, for `--bits true`.
         rounding: Differences that are only rounding, by column.
         in_float64: Largest difference of a step's numbers in float64, if the variant was repeated in float64.
         failed: Why it did not run to the end.
         skipped: Why it was not tried.
+        behind: Causes that showed only when flags had removed others.
+        remedied: The last run with such flags.
     """
 
     name: str
@@ -35,15 +60,29 @@ class Result:
     recorded: Recorded | None = None
     differences: dict[str, Parting] = field(default_factory=dict)
     causes: list[Cause] = field(default_factory=list)
+    operation: str | None = None
     rounding: dict[str, Parting] = field(default_factory=dict)
     in_float64: float | None = None
     failed: str | None = None
     skipped: str | None = None
+    behind: list[Cause] = field(default_factory=list)
+    remedied: Remedied | None = None
 
     @property
     def same(self) -> bool:
         """Whether the variant is the same training, or was skipped."""
         return self.failed is None and not self.differences
+
+    @property
+    def fault(self) -> str:
+        """Text that is equal for variants with the same fault."""
+        causes = [cause.text for cause in self.causes] or [*self.differences]
+        return self.name if self.same else re.sub(r"\d", "", "; ".join([self.failed or "", *causes]))
+
+    @property
+    def by_effect(self) -> list[Cause]:
+        """All causes, the one that changes the loss most first."""
+        return sorted([*self.causes, *self.behind], key=lambda cause: -(cause.effect or 0.0))
 
     def cell(self, column: str) -> str:
         """Return the table's cell for a column."""
@@ -51,25 +90,33 @@ class Result:
             return "—"
         difference = self.differences.get(column)
         if difference is None:
-            return "✓ ≈" if column in self.rounding else "✓"
-        return f"✗ {difference.where}" if difference.step is not None else "✗"
+            return "≈" if column in self.rounding else "✓"
+        return "✗" if difference.step is None else f"✗ {difference.step + 1}"
 
-    def explained(self) -> list[str]:
-        """Explain the variant's row."""
+    def explained(self) -> Iterator[str]:
+        """Explain the variant's row: its differences, then their causes."""
+        yield self.name
         if self.skipped:
-            return [f"{self.name}: skipped: {self.skipped}"]
-        lines = [f"{self.name}: does not run: {self.failed}"] if self.failed else []
+            yield f"  skipped: {self.skipped}"
+        if self.failed:
+            yield f"  does not run: {self.failed}"
         if self.rounding:
             sizes = ", ".join(f"{name} by {difference.size:.1g}" for name, difference in self.rounding.items())
-            lines.append(f"{self.name}: rounding ({sizes}): in float64 they agree to {self.in_float64:.1g}")
-        lines += [f"{self.name}: {column}, {difference}" for column, difference in self.differences.items()]
+            yield f"  rounding ({sizes}): in float64 they agree to {self.in_float64:.1g}"
+        for column, difference in self.differences.items():
+            yield f"  {column}, {difference}"
         if self.in_float64 is not None and not self.rounding:
-            lines.append(f"  in float64 the difference is {self.in_float64:.1g}; rounding would nearly vanish")
-        for cause in self.causes:
-            lines += [f"  because {cause.said}", f"  do      {cause.remedy}"]
-        if self.differences and not self.causes:
-            lines.append("  the cause is not known")
-        return lines
+            yield f"  in float64 the difference is {self.in_float64:.1g}; rounding would nearly vanish"
+        if self.operation:
+            yield f"  first other bits: {self.operation}"
+        for cause in self.by_effect:
+            change = f" (changes the loss by up to {cause.effect:.1g})" if cause.effect else ""
+            yield f"  because {cause.text}{change}"
+            yield f"  do      {cause.remedy}"
+        if self.differences and not self.causes and not self.operation:
+            yield "  the cause is not known"
+        if self.remedied:
+            yield f"  with    {self.remedied}"
 
 
 @dataclass(repr=False)
@@ -79,10 +126,12 @@ class Verdict:
     Attributes:
         reference: The recording of the run on one device.
         results: The other variants.
+        bits: Whether the same bits were required.
     """
 
     reference: Recorded
     results: list[Result]
+    bits: bool = False
 
     def __bool__(self) -> bool:
         return all(result.same for result in self.results)
@@ -96,15 +145,14 @@ class Verdict:
     def table(self) -> list[list[str]]:
         """Return the rows of the table, the header first."""
         rows = [[result.name, *(result.cell(column) for column in COLUMNS)] for result in self.results]
-        return [["", *COLUMNS], *rows]
+        return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
 
     def explained(self) -> Iterator[str]:
-        """Explain the table line by line; variants with the same fault are listed once."""
+        """Explain the table line by line; variants with the same fault are listed once, equal ones not at all."""
         faults: dict[str, list[Result]] = {}
         for result in self.results:
-            causes = [cause.said for cause in result.causes] or [*result.differences]
-            fault = result.name if result.same else re.sub(r"\d", "", "; ".join([result.failed or "", *causes]))
-            faults.setdefault(fault, []).append(result)
+            if not result.same or result.rounding or result.skipped:
+                faults.setdefault(result.fault, []).append(result)
         for first, *others in faults.values():
             yield from first.explained()
             if others:
@@ -120,16 +168,17 @@ class Verdict:
         trained, batches = sum(step.micro_batches for step in self.reference.epoch(0)), self.reference.facts["batches"]
         cut = f", in the first {trained} of {batches} batches of an epoch" if trained < batches else ""
         if not different:
-            return f"The same training in all {len(tried) + 1} ways of running{cut}."
-        return f"Not the same training as on one device: {', '.join(different)}{cut}."
+            return f"The same {'bits' if self.bits else 'training'} in all {len(tried) + 1} ways of running{cut}."
+        return f"Not the same {'bits' if self.bits else 'training'} as on one device: {', '.join(different)}{cut}."
 
     def show(self, console: Console) -> None:
         """Print the table and the causes."""
         header, *rows = self.table()
-        table = Table(*header)
+        table = Table(*header, box=None, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*(f"[red]{escape(text)}[/red]" if text[0] == "✗" else escape(text) for text in row))
         console.print(table)
+        console.print(LEGEND, style="dim", highlight=False)
         for line in self.explained():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(self.conclusion, highlight=False)
@@ -150,7 +199,9 @@ class Verdict:
                     "rounding": {name: difference._asdict() for name, difference in result.rounding.items()},
                     "in_float64": result.in_float64,
                     "differences": {name: difference._asdict() for name, difference in result.differences.items()},
-                    "causes": [cause._asdict() for cause in result.causes],
+                    "first_operation": result.operation,
+                    "causes": [cause._asdict() for cause in result.by_effect],
+                    "remedied": result.remedied and str(result.remedied),
                 }
                 for result in self.results
             ],
