@@ -4,6 +4,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
 
     __main__            calls cli.main
     cli                 routes a command line; turns what happened into an exit status and one line
+    replay              repeats a step of a run, and shows its samples
     verify              proves that variants are the same training: recording (of a run), differences (between two),
                         causes, proof (runs them), verdict, report, command
     compare             many runs: experiment (what), runner (each in processes of its own), results, advice, figures,
@@ -19,7 +20,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         checkpoint_file, memory (how much of a batch fits)
     runs                starter: one training run as a function, run_fit
     callbacks           callbacks that a user may add to a run: BatchShapes
-    monitor             watches one run: run_record (fills the record), rank_times (who is slow), course (of a
+    monitor             watches one run: run_record (fills the record), rank_times (who is slow), balance (shares that follow speed), course (of a
                         figure), step_clock, results (of a test or
                         prediction), nonfinite, progress_bar, loggers, header and
                         summary (what is said of it), report (its page)

@@ -33,6 +33,7 @@ commands:
   predict    write predictions.csv for the test split or a folder of images
   compare    measure which way of running is best on this machine, with a report and advice
   verify     prove that all ways of running are the same training, on your model and data
+  replay     repeat a step of a run, and show its samples ranked by loss
   plan       predict what more devices or nodes would gain
   doctor     report what this machine has, and test what works on it
 
@@ -47,8 +48,9 @@ MEANT = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "p
 OWN = {  # modules of the commands that Lightning lacks
     **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
     "doctor": "app.doctor",
+    "replay": "app.replay",
 }
-COMMANDS = ("fit", "validate", "test", "predict", "compare", "verify", "plan", "doctor")
+COMMANDS = ("fit", "validate", "test", "predict", "compare", "verify", "replay", "plan", "doctor")
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -67,7 +67,7 @@ def app(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tupl
         capfd.readouterr()
         words = [str(word) for word in args]
         root = "--root" if words[0] in ("compare", "plan", "verify") else "--run.root"
-        if len(words) > 1 and words[0] != "doctor" and root not in words:
+        if len(words) > 1 and words[0] not in ("doctor", "replay") and root not in words:
             words[1:1] = [root, str(tmp_path / "runs")]
         try:
             code = main(words)

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
+from app.modules import CIFARCNN
+
 BATCH, COUNT, VALIDATED = 8, 61, 21  # neither of the last batches can be halved
 
 
@@ -325,6 +327,24 @@ class Sum(Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+
+class NoisyStock(Stock, Noisy):
+    """An ordinary loader, and noise from torch's global random state."""
+
+
+class Noise(nn.Module):
+    """Changes the last bits on other ranks than the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 1e-6 * int(os.environ.get("RANK", 0)))
+
+
+class Jitters(CIFARCNN):
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(num_classes=num_classes)
+        self.network.noise = Noise()
+        self.network.register_forward_hook(lambda module, args, logits: module.noise(logits))
 
 
 class ScaledAndNormalised(ScaledRate, Normalised):

@@ -24,6 +24,7 @@ LEVELS = (
     {"variant"},
     {"plan", "doctor"},
     {"compare", "verify"},
+    {"replay"},
     {"cli"},
     {"__main__"},
 )

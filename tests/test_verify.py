@@ -96,6 +96,7 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("CountsItsOwn", "Data", "ddp", {"weights"}, "buffers are computed from each rank's own share: seen"),
     ("ClipsTooEarly", "Data", "ddp", {"gradients"}, "hooks of parameters change each rank's gradients before"),
     ("PlainMean", "Data", "ddp", {"gradients"}, "a mean of means, of unequal shares (3, 2 samples)"),
+    ("Sum", "Data", "ddp", {"loss"}, "the loss is a sum over a rank's samples: "),
     ("Model", "Data", "accumulation", {"gradients"}, "a mean of means, of unequal shares (4, 1 samples)"),
     ("Model", "Data", "ragged", {"gradients"}, "the last window of an epoch accumulates 1 of 2 batches, divided as if"),
     ("ByBatch", "Data", "accumulation", RATE, "the learning rate advances with each of the"),
@@ -109,14 +110,14 @@ def test_a_mistake_is_named(
 ) -> None:
     found, named = Runs(server, tmp_path, model, data).case(way)
     assert columns <= found.keys(), found
-    assert any(said in cause.said for cause in named), [cause.said for cause in named]
+    assert any(said in cause.text for cause in named), [cause.text for cause in named]
     assert all(cause.remedy for cause in named)
 
 
 def test_a_step_that_a_scaler_leaves_out(server: ForkServer, tmp_path: Path) -> None:
     found, named = Runs(server, tmp_path, "Overflows", "Data").case("ddp", "--trainer.plugins", "user_code.Float16")
     assert "weights" in found
-    assert "float16's scaler has left out steps 4, 12, and none in the reference" in [cause.said for cause in named]
+    assert "float16's scaler has left out steps 4, 12, and none in the reference" in [cause.text for cause in named]
 
 
 def test_what_a_callback_loses(server: ForkServer, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_what_a_callback_loses(server: ForkServer, tmp_path: Path) -> None:
     averaged = ["--trainer.callbacks+=faulty_code.Average"]
     found, named = Runs(server, tmp_path, "Model", "Data").case("resume", *averaged)
     assert "evaluation" in found
-    assert any(cause.said == "state that is in no checkpoint: Average.average" for cause in named), named
+    assert any(cause.text == "state that is in no checkpoint: Average.average" for cause in named), named
 
 
 def test_the_same_fault_of_several_ways_is_reported_once() -> None:
@@ -135,9 +136,51 @@ def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     ]
     lines = [*Verdict(SimpleNamespace(), [*ways, Result("dp × 2", [], failed="why")]).explained()]  # type: ignore[arg-type]
     assert [line.split(":")[0] for line in lines] == [
-        *("ddp × 2", "  because the batch size is that of each rank", "  do      divide it", "  also    ddp × 4"),
-        "dp × 2",
+        *("ddp × 2", "  loss, step 1", "  because the batch size is that of each rank", "  do      divide it"),
+        *("  also    ddp × 4", "dp × 2", "  does not run"),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "data", "named", "removed"),
+    [
+        (
+            "ScaledAndNormalised",
+            "Stock",
+            ["the batch size is that of each rank", "the learning rate is 2 times", "BatchNorm normalises each"],
+            "--run.global_order true --run.virtual_devices 4: still other learning rate",
+        ),
+        (
+            "Dropping",
+            "NoisyStock",
+            ["the batch size is that of each rank", "the same samples with other pixels", "dropout (net.1) drawn from"],
+            "--run.global_order true --run.virtual_devices 4: the same training",
+        ),
+    ],
+)
+def test_causes_behind_other_samples(model: str, data: str, named: list[str], removed: str) -> None:
+    """An ordinary loader hides the other mistakes, until its samples are dealt in the reference's order."""
+    flags = {"trainer.accelerator": "cpu", "data.batch_size": 8}
+    found = same_training(f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=flags)
+    causes = found.results[0].by_effect
+    for text in named:
+        assert any(cause.text.startswith(text) and cause.remedy for cause in causes), repr(found)
+    effects = [cause.effect or 0.0 for cause in causes]
+    assert effects == sorted(effects, reverse=True)
+    assert effects[0] > 0
+    assert f"  with    {removed}" in repr(found)
+    assert max(map(len, repr(found).splitlines()[1:5])) < 80
+
+
+@pytest.mark.slow
+def test_bits(tmp_path: Path) -> None:
+    """The operation that differs on one rank is named by its module, and nothing is named without it."""
+    flags = [*OURS, "--quick", "--steps", "4", "--bits", "true", "--run.virtual_devices", "4", "--run.threads", "1"]
+    found, out = verdict(tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
+    assert [way["first_operation"] for way in found["ways"]] == ["step 1, shard 3: mul in Jitters.network.noise", None]
+    found, out = verdict(tmp_path, *flags)
+    assert "The same bits in all 3 ways of running" in out
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

@@ -99,10 +99,17 @@ class GlobalSampler(GlobalOrder):
         steps = super().__len__()
         return steps - (steps > 0 and not self._train and not self.share_size(steps - 1))
 
-    def __iter__(self) -> Iterator[Shards]:
+    def samples(self, step: int) -> list[int]:
+        """Return the indices of this rank's samples at a step of the epoch."""
+        return self._order()[self.span(step)]
+
+    def _order(self) -> list[int]:
         sampler = copy.copy(self._sampler)
         sampler.generator = stream(self.seed, 1, self.epoch)
-        order = list(sampler)
+        return list(sampler)
+
+    def __iter__(self) -> Iterator[Shards]:
+        order = self._order()
         seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, self.epoch)).tolist()
         items = list(zip(order, seeds, strict=True))
         for step in range(self.position(), len(self)):

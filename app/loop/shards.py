@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.distributed import GradBucket
@@ -229,6 +229,11 @@ class Logged:
             LightningModule.log(self._module, name, value, **{**self.options[name], "batch_size": samples})
 
 
+def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
+    """Return the seed of a shard's random streams, for its transforms (purpose 4) or its forward pass (5)."""
+    return seed_of(int(os.environ.get("PL_GLOBAL_SEED", 0)), purpose, trainer.current_epoch, step, shard)
+
+
 class ShardedStep(Step):
     """The straight step over the shards of a batch.
 
@@ -251,17 +256,12 @@ class ShardedStep(Step):
         self._log_step = self._part("training_step", lambda logged, *args: logged.log_step(*args))
         self._checked = False
 
-    def _seed(self, purpose: int, step: int, shard: int) -> int:
-        """Return the seed of a shard's random streams, for its transforms (4) or its forward pass (5)."""
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        return seed_of(seed, purpose, self.trainer.current_epoch, step, shard)
-
     def _prepare(self, batch: Any) -> Shards:
         assert isinstance(batch, Shards)
         self.loop.samples, step = batch.samples, self.loop.batch_progress.current.ready
         with own_streams(self._device) as seed:
             for place, shard in enumerate(batch):
-                seed(self._seed(4, step, batch.first + place))
+                seed(seed_of_shard(self.trainer, 4, step, batch.first + place))
                 for prepare in self._prepare_shard:
                     shard = prepare(shard)
                 batch[place] = shard
@@ -334,7 +334,7 @@ class ShardedStep(Step):
         for place, (shard, count) in enumerate(zip(batch, batch.counts, strict=True)):
             number, last = batch.first + place, place == len(batch) - 1
             with nullcontext() if last else self._alone():
-                seed(self._seed(5, self.index, number))
+                seed(seed_of_shard(self.trainer, 5, self.index, number))
                 logged.means, logged.sums = {}, {}
                 output = self.training_step(shard, self.index)
                 loss, outputs = (output, {}) if isinstance(output, Tensor) else self._unpack(output, 1)

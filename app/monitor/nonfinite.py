@@ -28,12 +28,14 @@ class NonFinite(Callback):
 
     Attributes:
         since: First epoch with a loss that is not finite.
+        step: First step with a loss that is not finite, from 1.
         skipped: Number of skipped updates.
     """
 
     def __init__(self, action: Literal["stop", "warn", "skip"]) -> None:
         self.action = action
         self.since: int | None = None
+        self.step: int | None = None
         self.skipped = 0
         self._losses: list[tuple[int, Tensor]] = []  # with the batch
         self._window, self._looked, self._last = 1, 0, 0
@@ -102,6 +104,7 @@ class NonFinite(Callback):
             step -= self._last // every - batch // every
             at = f"batch {batch + 1} of epoch {trainer.current_epoch + 1}"
             what = f"the training loss is not finite since step {step} ({at}, rank {rank})"
+            self.step = self.step or step
         if self.action == "stop":
             kept = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
             good = max(

@@ -276,14 +276,18 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
         file.write(png(figure))
 
 
-def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> None:
-    """Draw images (C, H, W) with label, prediction and its probability, most confident first, into a PNG."""
+def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
+    """Draw images (C, H, W), of which one or three channels are shown, with a caption of two lines each."""
     columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: a cell, and the longer side of an image in it
     lines = max(-(-len(rows) // columns), 1)
     figure = Figure(figsize=(columns * width, lines * height))
     axes = figure.add_axes((0, 0, 1, 1))  # one for all: 25 of them take a second to lay out
     axes.axis("off")
-    for cell, (image, label, predicted, confidence) in enumerate(rows):
+    for cell, (image, caption) in enumerate(rows):
+        image = image if len(image) in (1, 3) else image[:1]
+        if image.is_floating_point():  # normalised
+            image = image.nan_to_num(0.0, 0.0, 0.0)
+            image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
         centre, bottom = (cell % columns + 0.5) * width, (lines - cell // columns - 1) * height + 0.05
         high, wide = (side * length / max(image.shape[1:]) for length in image.shape[1:])
         axes.imshow(
@@ -291,12 +295,10 @@ def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> N
             cmap="gray" if len(image) == 1 else None,
             extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high),
         )
-        said = f"{label}\npredicted {predicted}, {confidence:.0%}"
         # on paper and on a dark screen
-        axes.text(centre, bottom + high + 0.05, said, fontsize=8, color="#767676", ha="center", va="bottom")
+        axes.text(centre, bottom + high + 0.05, caption, fontsize=8, color="#767676", ha="center", va="bottom")
     axes.set(xlim=(0, columns * width), ylim=(0, lines * height))
-    with whole(path) as file:
-        figure.savefig(file, format="png", dpi=120, transparent=True)
+    return figure
 
 
 def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: dict[str, Figure | bytes]) -> str:

@@ -108,7 +108,7 @@ class TestFigures(Callback):
         directory = trainer.log_dir
         if trainer.is_global_zero and directory is not None:
             # imported here, because matplotlib takes a fifth of all import time
-            from app.monitor.report import draw_confusion_matrix, draw_most_wrong
+            from app.monitor.report import draw_confusion_matrix, draw_images
 
             names = list(data.class_names)
             rows = [
@@ -120,7 +120,10 @@ class TestFigures(Callback):
             try:
                 _write_table(matrix_file.with_suffix(".csv"), [["label \\ predicted", *names], *counts])
                 draw_confusion_matrix(matrix, names, matrix_file)
-                draw_most_wrong(rows, wrong_file)
+                captions = [f"{label}\npredicted {predicted}, {share:.0%}" for _, label, predicted, share in rows]
+                figure = draw_images([(row[0], caption) for row, caption in zip(rows, captions, strict=True)])
+                with whole(wrong_file) as file:
+                    figure.savefig(file, format="png", dpi=120, transparent=True)
             except OSError as error:
                 rank_zero_info(f"{directory}: the test's pictures cannot be written there ({error.strerror})")
             pictures = [path for path in (matrix_file, wrong_file)[: 1 + self.track] if path.exists()]

@@ -348,6 +348,7 @@ class RunRecord(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):
                 record.not_finite_since, record.skipped_steps = callback.since, callback.skipped
+                record.not_finite_step = callback.step
         if self._clock is not None:
             ranks = self._clock.ranks
             record.ranks, record.others_cores, memory = ranks.ranks, ranks.others_cores, ranks.memory.points

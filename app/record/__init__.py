@@ -228,6 +228,7 @@ class Record:
     test: Metrics | None = None
     tested: str | None = None
     not_finite_since: Int | None = None
+    not_finite_step: Int | None = None
     skipped_steps: Int = 0
 
     # how fast

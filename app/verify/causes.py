@@ -97,7 +97,8 @@ def _samples(case: Case) -> Iterator[Cause]:
             everything,
             "the same samples with other pixels: augmentation is drawn from global random state, which is not "
             "that of the reference",
-            "--run.global_order true; or draw it from a generator that is seeded by seed, epoch and sample",
+            "--run.global_order true where a data set draws it, --run.virtual_devices 4 where a module does; or seed "
+            "a generator by seed, epoch and sample",
         )
         return
     twice = sum(count - 1 for count in Counter(sample for each in shares for sample in each).values())
@@ -401,6 +402,11 @@ LOOKS: tuple[Callable[[Case], Iterator[Cause]], ...] = (
     _state,
     _evaluation,
 )
+
+
+def rounding() -> Cause:
+    """Return why the bits differ where nothing else does."""
+    return Cause(NUMBERS, "each rank adds up its samples, and sums of other parts are rounded otherwise", BITS)
 
 
 def unused(reference: Recorded) -> Cause:

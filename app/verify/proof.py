@@ -13,7 +13,7 @@ from app.errors import UserError
 from app.runs import run_fit
 from app.runs.starter import last_lines
 from app.variant import RESERVED, Variant
-from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, unused
+from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, rounding, unused
 from app.verify.differences import EXACT, TOLERANCE, Recorded, differences, effect, first_operation, largest
 from app.verify.verdict import Remedied, Result, Verdict
 
@@ -203,6 +203,8 @@ class Prover:
             result.causes = causes(Case(reference, result.recorded, result.differences, variant.replicas))
             if self.settings.bits:
                 result.operation = first_operation(reference, result.recorded)
+                if result.differences and not result.causes and variant.settings.run.virtual_devices is None:
+                    result.causes = [rounding()]
         return result
 
     def _resume(self, reference: Recorded, more: Mapping[str, Any], series: str = "") -> Result:

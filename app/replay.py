@@ -1,0 +1,272 @@
+"""`python -m app replay`: repeats a training step, and shows its samples, the one with the largest loss first.
+
+Seed, step and checkpoint determine a step. `replay` resumes the run from the nearest earlier checkpoint, on one device,
+and scores the step's samples with the weights before it. Each sample is scored alone: without dropout, and with
+BatchNorm's running statistics, so that one bad sample does not spoil the others.
+"""
+
+import itertools
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from app.data.batches import GlobalBatches, Shards
+from app.data.global_order import GlobalSampler, order_of
+from app.errors import UserError
+from app.fit.configuration import split_flags
+from app.fit.parser import PlainParser
+from app.loop.shards import Buffers, seed_of_shard
+from app.modules import ImageClassifier
+from app.monitor.loggers import claim_version
+from app.monitor.report import draw_images, read_metrics
+from app.record import Record
+from app.runs import run_fit
+from app.system.files import write_text
+from app.system.page import Section, code, page, table
+from app.system.random_streams import own_streams
+from app.verify.recording import tensors
+
+USAGE = """\
+python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]
+
+Repeats a step of a finished, stopped or failed run on one device, and shows its samples, ranked by loss. --step worst
+finds the first loss that is no number, or else the sharpest rise of the loss."""
+
+FILE = "replay.pt"
+SHOWN = 25  # samples on the page
+LIMIT = 7 * 86400.0  # seconds
+
+
+class Replay(Callback):
+    """Records the samples of the step with the largest loss, among some steps.
+
+    Args:
+        first: The first step, from 1.
+        last: The last step.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._step: dict[str, Any] = {"step": 0}
+        self._worst: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Score the samples of a batch, with the weights before the step."""
+        step, epoch = trainer.global_step + 1, trainer.current_epoch
+        if not self.first <= step <= self.last:
+            return
+        if step != self._step["step"]:
+            names = list(getattr(trainer.datamodule, "class_names", []))  # type: ignore[attr-defined]
+            self._step = {"step": step, "epoch": epoch + 1, "losses": [], "samples": [], "norms": [], "names": names}
+        whole = [len(leaf) for leaf in tensors(batch) if leaf.ndim][:1]
+        shards = batch if isinstance(batch, Shards) else Shards([batch], 0, whole, sum(whole))
+        files = iter(names_of(trainer, batch_idx))
+        with untouched(pl_module, trainer.strategy.root_device) as seed:
+            for number, (shard, count) in enumerate(zip(shards, shards.counts, strict=True), shards.first):
+                seed(seed_of_shard(trainer, 5, batch_idx, number))
+                self._step["norms"].append(gradient_norm(pl_module, shard, batch_idx) if count else 0.0)
+                for sample in range(count):
+                    one = apply_to_collection(shard, Tensor, lambda value, row=sample: value[row : row + 1])
+                    row = {"sample": next(files, len(self._step["samples"])), "shard": number + 1}
+                    self._step["samples"].append(row | score(pl_module, one, batch_idx))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the step if its loss is the largest so far, or the first that is no number."""
+        if trainer.global_step < self.first or self._step["step"] < self.first:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        self._step["losses"].append(math.nan if loss is None else float(loss))
+        self._step["loss"] = sum(self._step["losses"])
+        if not self._worst or key(self._step["loss"]) > key(self._worst["loss"]):
+            self._worst = self._step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the step."""
+        if self._worst:
+            torch.save(self._worst, Path(str(trainer.log_dir), FILE))
+
+
+def key(loss: float) -> float:
+    """Return a loss for sorting: one that is no number is the largest."""
+    return loss if math.isfinite(loss) else math.inf
+
+
+def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
+    """Return file or index of each sample of a batch; an empty list for a loader without a global order."""
+    loader = trainer.train_dataloader
+    if isinstance(loader, GlobalBatches):
+        rows, files = loader.samples(batch_idx).tolist(), loader.split.names
+        return [files[row] for row in rows] if files else rows
+    order = order_of(loader)
+    return order.samples(batch_idx) if isinstance(order, GlobalSampler) else []
+
+
+@contextmanager
+def untouched(module: LightningModule, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Restore buffers, modes and random streams after computations beside the training; nothing is logged."""
+    buffers, modes = Buffers(module), [(each, each.training) for each in module.modules()]
+    buffers.save()
+    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    try:
+        with own_streams(device) as seed:
+            yield seed
+    finally:
+        del module.log, module.log_dict
+        for each, mode in modes:
+            each.training = mode
+        buffers.restore(buffers.changed())
+
+
+def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
+    """Return the mean loss over the samples of a batch."""
+    if isinstance(module, ImageClassifier):
+        return module.criterion(module(batch[0]), batch[1]).mean()
+    output: Any = module.training_step(batch, index)
+    return output["loss"] if isinstance(output, dict) else output
+
+
+def gradient_norm(module: LightningModule, batch: Any, index: int) -> float:
+    """Return the norm of the gradient of a batch's mean loss."""
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(mean_loss(module, batch, index), parameters, allow_unused=True)
+    return float(get_total_norm([each for each in gradients if each is not None]))
+
+
+@torch.no_grad()
+def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
+    """Return loss, label, predicted class and image of a sample, a batch of one."""
+    outputs: list[Tensor] = []
+    handles = [
+        each.register_forward_hook(lambda _module, _args, output: outputs.extend(tensors(output)))
+        for each in module.modules()
+    ]
+    module.eval()
+    loss = float(mean_loss(module, sample, index))
+    module.train()
+    for handle in handles:
+        handle.remove()
+    leaves = list(tensors(sample))
+    logits = next((each for each in reversed(outputs) if each.ndim == 2), None)
+    label = next((int(each) for each in leaves if each.numel() == 1 and not each.is_floating_point()), None)
+    image = next((each[0].float().cpu() for each in leaves if each.ndim == 4), None)
+    return {"loss": loss, "label": label, "predicted": None if logits is None else int(logits.argmax()), "image": image}
+
+
+def run(arguments: list[str]) -> int:
+    """Repeat a step and write its page.
+
+    Args:
+        arguments: The arguments after `replay`.
+
+    Raises:
+        UserError: For a user's mistake, or when the run cannot be repeated.
+    """
+    own, flags = split_flags(arguments)
+    parser = PlainParser(prog="python -m app replay", usage=USAGE)
+    parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
+    options = parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own)
+    config = next((Path(value) for flag, value in flags if flag == "--config"), None)
+    if config is None or not config.with_name("run.json").exists():
+        given = "" if config is None else f" {config}: there is no run.json beside it"
+        raise UserError(f"--config{given}: name the config.yaml of a run, such as runs/NAME/version_0/config.yaml")
+    record = Record.load(config.with_name("run.json"))
+    first, last = worst(record, config.with_name("metrics.csv")) if options.step == "worst" else (options.step,) * 2
+    if record.steps is not None and first > record.steps + 1:
+        raise UserError(f"--step {first}: the run took {record.steps:,} steps")
+    folder = claim_version(config.with_name("replay"))
+    words = [word for flag, value in flags for word in (flag, value)]
+    words += ["--trainer.strategy", "auto", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
+    words += ["--trainer.max_epochs", "-1", "--trainer.max_steps", str(last), "--trainer.enable_checkpointing", "false"]
+    words += ["--run.wandb", "off", "--run.on_nonfinite", "warn", f"--trainer.callbacks+={__name__}.Replay"]
+    words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
+    if (checkpoint := before(config.with_name("checkpoints"), first)) is not None:
+        words += ["--ckpt_path", str(checkpoint)]
+    print(f"replay  step {first:,}{f' to {last:,}' * (last > first)}, from {checkpoint or 'the beginning'}", flush=True)
+    result = run_fit(words, LIMIT, folder)
+    if result.status != "completed" or not (folder / "version_0" / FILE).exists():
+        raise UserError(f"the run cannot be repeated: {result.error or 'it ended before the step'}")
+    step = torch.load(folder / "version_0" / FILE, weights_only=True)
+    samples = sorted(step["samples"], key=lambda sample: -key(sample["loss"]))
+    rows = [described(sample, step["names"]) for sample in samples]
+    title = f"Step {step['step']:,}, epoch {step['epoch']}: loss {step['loss']:.4g}"
+    command = shlex.join(["python", "-m", "app", "replay", *arguments])
+    sample, shard, label, predicted, loss = rows[0]
+    print(f"{title}\nlargest loss {loss}: sample {sample} (shard {shard}), label {label}, predicted {predicted}")
+    print(f"report  {write_report(title, samples, rows, step['norms'], command, folder / 'report.html')}")
+    return 0
+
+
+def worst(record: Record, metrics: Path) -> tuple[int, int]:
+    """Return the steps among which the loss first is no number, or else rises most.
+
+    Raises:
+        UserError: When the run has not logged the loss of steps.
+    """
+    if record.not_finite_step is not None:
+        return record.not_finite_step, record.not_finite_step
+    rows = read_metrics(metrics) if metrics.exists() else []
+    names = [name for row in rows for name in row if name.endswith("loss_step") or name == "loss"]
+    losses = [(int(row["step"]) + 1, row[names[0]]) for row in rows if names and names[0] in row]
+    if len(losses) < 2:
+        raise UserError(f"--step worst: {metrics} has no losses of steps: give --step N")
+    rises = [key(after) - before for (_, before), (_, after) in itertools.pairwise(losses)]
+    place = rises.index(max(rises))
+    return losses[place][0] + 1, losses[place + 1][0]
+
+
+def before(folder: Path, step: int) -> Path | None:
+    """Return the last checkpoint made before a step, or None."""
+    made = [(torch.load(path, weights_only=True, mmap=True)["global_step"], path) for path in folder.glob("*.ckpt")]
+    return max(((steps, path) for steps, path in made if steps < step), default=(0, None))[1]
+
+
+def described(sample: dict[str, Any], names: list[str]) -> list[str]:
+    """Describe a sample: file or index, shard, label, prediction, loss."""
+    numbers = (sample["label"], sample["predicted"])
+    classes = ["—" if number is None else names[number] if names else str(number) for number in numbers]
+    return [str(sample["sample"]), str(sample["shard"]), *classes, f"{sample['loss']:.4g}"]
+
+
+def write_report(
+    title: str, samples: list[dict[str, Any]], rows: list[list[str]], norms: list[float], command: str, file: Path
+) -> Path:
+    """Write the page, and return its path.
+
+    Args:
+        title: Step and loss.
+        samples: The samples, the largest loss first.
+        rows: Their descriptions.
+        norms: Gradient norm of each shard.
+        command: The command line.
+        file: The page.
+    """
+    shown = [
+        (sample["image"], f"{label}, predicted {predicted}\nloss {loss}")
+        for sample, (_, _, label, predicted, loss) in zip(samples[:SHOWN], rows, strict=False)
+        if sample["image"] is not None
+    ]
+    figures = {"images": draw_images(shown)} if shown else {}
+    pictures = '![The samples as the network got them, with label, prediction and loss](images "Largest loss first")'
+    norm_rows = [(f"shard {number + 1}", f"{norm:.4g}") for number, norm in enumerate(norms)]
+    sections = [
+        Section("Images", pictures * bool(shown)),
+        Section("Samples", table(("sample", "shard", "label", "predicted", "loss"), rows, words=range(4))),
+        Section("Gradient norm", table(("shard", "norm"), norm_rows)),
+        Section("The command", code(command)),
+    ]
+    lead = f"{len(samples)} samples, each scored alone with the weights before the step, without dropout."
+    write_text(file, page(title, lead, sections, figures))
+    return file

@@ -1,0 +1,81 @@
+"""`replay`: a step of a run again, and its samples ranked by loss."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from harness import QUIET, App, error_of, output_of, tiny
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+
+RUN = tiny(90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1)
+THEIRS = ["--model", "user_code.PlainModel", "--data", "test_replay.Poisoned", "--run.global_order", "true", *QUIET]
+THEIRS += ["--run.name", "poisoned", "--run.threads", "1", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
+
+
+class Poisoned(LightningDataModule):
+    """Images of noise, one of them with an infinite pixel or with pixels that are far too large."""
+
+    def __init__(self, bad: int, value: float, count: int = 2000) -> None:
+        super().__init__()
+        images = torch.rand(count, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+        images[bad] *= value  # 1e39 overflows
+        self.dataset = TensorDataset(images, torch.arange(count) % 3)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.dataset, batch_size=100, shuffle=True)
+
+
+def largest(out: str) -> str:
+    """The line of the sample with the largest loss."""
+    return next(line for line in out.splitlines() if line.startswith("largest loss"))
+
+
+def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
+    """The step has the loss that the run logged, all of its samples, and a gradient norm for each shard."""
+    output_of(*app("fit", *RUN, "--run.name", "run"))
+    folder = tmp_path / "runs" / "run" / "version_0"
+    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "7"))
+    logged = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+    column = logged[0].index("train_loss_step")
+    (loss,) = [float(row[column]) for row in logged[1:] if row[logged[0].index("step")] == "6" and row[column]]
+    assert f"Step 7, epoch 2: loss {loss:.4g}" in out
+    assert "step 7, from " in out
+    assert ".ckpt" in out, "it begins at a checkpoint, not with the first step"
+    page = (folder / "replay" / "version_0" / "report.html").read_text()
+    assert page.count("<tr>") == 1 + 20 + 1 + 4
+    assert "as the network got them" in page
+
+
+@pytest.mark.parametrize("value", ["1e39", "1e4"])
+def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
+    """It is named, whether the loss is no number, which ends the run, or only high."""
+    bad = random.randrange(2000)
+    flags = [*THEIRS, "--trainer.max_epochs", "1", "--data.bad", str(bad), "--data.value", value]
+    flags += ["--model.normalized", "false"]
+    assert app("fit", *flags)[0] == (2 if value == "1e39" else 0)
+    config = tmp_path / "runs" / "poisoned" / "version_0" / "config.yaml"
+    out = output_of(*app("replay", "--config", config, "--step", "worst"))
+    assert f": sample {bad} " in largest(out)
+    if value == "1e39":
+        assert json.loads(config.with_name("run.json").read_text())["not_finite_step"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--step", "3"], "--config: name the config.yaml of a run"),
+        (["--config", "none.yaml"], "--config none.yaml: there is no run.json beside it"),
+        (["--config", "CONFIG", "--step", "0"], "--step"),
+        (["--config", "CONFIG", "--step", "99"], "--step 99: the run took 4 steps"),
+        (["--config", "CONFIG"], "has no losses of steps: give --step N"),
+    ],
+)
+def test_what_cannot_be_replayed(flags: list[str], message: str, app: App, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.touch()
+    if "CONFIG" in flags:
+        (tmp_path / "run.json").write_text('{"steps": 4}')
+    assert message in error_of(*app("replay", *(str(config) if flag == "CONFIG" else flag for flag in flags)))
