@@ -9,21 +9,19 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         causes, proof (runs them), verdict, report, command
     compare             many runs: experiment (what), runner (each in processes of its own), results, advice, figures,
                         report, command
-    plan                predicts scaling: measure (a step), cost_model (the formulas), compared (with what compare has
-                        measured), report, command
+    plan                predicts scaling: measure (a step), cost_model (the formulas), report, command
     doctor              says what this machine can run, and tests it
     variant             flags of fit, what they resolve to, and their processes on this machine
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
                         flag), help, configuration (all flags), resolved (strategy, devices, processes), rule, rules,
                         flag_rules, machine_rules (whether a run can work), command (launches or trains), assembly (of
                         a Trainer), outcome (exit code, closing lines), run_options (where a run is kept), checkpoints,
-                        checkpoint_file, memory (how much of a batch fits)
+                        checkpoint_file
     runs                starter: one training run as a function, run_fit
     callbacks           callbacks that a user may add to a run: BatchShapes
-    monitor             watches one run: run_record (fills the record), rank_times (who is slow), balance (shares that follow speed), course (of a
-                        figure), step_clock, results (of a test or
-                        prediction), nonfinite, progress_bar, loggers, header and
-                        summary (what is said of it), report (its page)
+    monitor             watches one run: run_record (fills the record), step_clock, rank_times (who is slow), balance
+                        (shares that follow speed), course (of a figure), results (of a test or prediction), nonfinite,
+                        progress_bar, loggers, header and summary (printed at the start and the end), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;

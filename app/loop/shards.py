@@ -6,6 +6,7 @@ VirtualFlow (https://arxiv.org/abs/2009.09523) and EasyScale (https://arxiv.org/
 """
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -434,6 +435,8 @@ class ShardedLoop(StraightLoop):
                 f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself: add "
                 "--run.global_order true"
             )
+        # values that shards log are equal on all ranks: a mean over ranks would round them
+        warnings.filterwarnings("ignore", r"It is recommended to use `self\.log")
         return ShardedStep(self)
 
     def on_batch_start(self, batch: Any) -> None:

@@ -70,6 +70,15 @@ def _samples(case: Case) -> Iterator[Cause]:
     is_per_rank = world > 1 and len(here.samples) == world * len(there.samples)
     if split and not is_per_rank:
         return
+    if _other_pixels(case):
+        yield Cause(
+            everything,
+            "the same samples with other pixels: augmentation is drawn from global random state, which is not "
+            "that of the reference",
+            "--run.global_order true where a data set draws it, --run.virtual_devices 4 where a module does; or seed "
+            "a generator by seed, epoch and sample",
+        )
+        return
     if way.resumed_at is not None:
         yield _lost_order(case, place.step)
         return
@@ -88,17 +97,6 @@ def _samples(case: Case) -> Iterator[Cause]:
             f"the batch size is that of each rank: {len(here.samples)} samples a step, {len(there.samples)} in the "
             f"reference ({epochs})",
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
-        )
-        return
-    pairs = list(zip(way.steps, reference.steps, strict=False))
-    shared = set(map(str, here.samples)) & set(map(str, there.samples))
-    if here.labels and not shared and all(Counter(a.labels) == Counter(b.labels) for a, b in pairs):
-        yield Cause(
-            everything,
-            "the same samples with other pixels: augmentation is drawn from global random state, which is not "
-            "that of the reference",
-            "--run.global_order true where a data set draws it, --run.virtual_devices 4 where a module does; or seed "
-            "a generator by seed, epoch and sample",
         )
         return
     twice = sum(count - 1 for count in Counter(sample for each in shares for sample in each).values())
@@ -132,6 +130,17 @@ def _samples(case: Case) -> Iterator[Cause]:
         f"samples come in another order{by}, from other random numbers: the same training only on average",
         f"draw one permutation from the seed and share it out; {OURS}",
     )
+
+
+def _other_pixels(case: Case) -> bool:
+    """Return whether a step has the reference's labels, but none of its samples."""
+    place = case.found.get("samples")
+    if place is None or place.step is None:
+        return False
+    pairs = list(zip(case.way.steps, case.reference.steps, strict=False))
+    here, there = pairs[place.step]
+    shared = set(map(str, here.samples)) & set(map(str, there.samples))
+    return bool(here.labels) and not shared and all(Counter(a.labels) == Counter(b.labels) for a, b in pairs)
 
 
 def _split(case: Case) -> Iterator[Cause]:
@@ -234,7 +243,8 @@ def _rates(case: Case) -> Iterator[Cause]:
 def _over_a_batch(case: Case) -> Iterator[Cause]:
     """Find differences by BatchNorm and by random numbers within the step."""
     facts = case.way.facts
-    if "samples" in case.found or not ({"loss", "gradients", "weights"} & case.found.keys()):
+    dealt = "samples" not in case.found or _other_pixels(case)
+    if not dealt or not ({"loss", "gradients", "weights"} & case.found.keys()):
         return
     if facts["batchnorm"] and case.splits:
         yield Cause(

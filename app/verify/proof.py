@@ -201,9 +201,9 @@ class Prover:
             tolerance = 0.0 if self.settings.bits else TOLERANCE
             result.differences = differences(reference, result.recorded, tolerance)
             result.causes = causes(Case(reference, result.recorded, result.differences, variant.replicas))
-            if self.settings.bits:
+            if self.settings.bits and result.differences:
                 result.operation = first_operation(reference, result.recorded)
-                if result.differences and not result.causes and variant.settings.run.virtual_devices is None:
+                if not result.causes and variant.settings.run.virtual_devices is None:
                     result.causes = [rounding()]
         return result
 
