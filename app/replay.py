@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -174,10 +175,7 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: For a user's mistake, or when the run cannot be repeated.
     """
-    own, flags = split_flags(arguments)
-    parser = PlainParser(prog="python -m app replay", usage=USAGE)
-    parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
-    options = parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own)
+    options, flags = _parse(arguments)
     config = next((Path(value) for flag, value in flags if flag == "--config"), None)
     if config is None or not config.with_name("run.json").exists():
         given = "" if config is None else f" {config}: there is no run.json beside it"
@@ -207,6 +205,14 @@ def run(arguments: list[str]) -> int:
     print(f"{title}\nlargest loss {loss}: sample {sample} (shard {shard}), label {label}, predicted {predicted}")
     print(f"report  {write_report(title, samples, rows, step['norms'], command, folder / 'report.html')}")
     return 0
+
+
+def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
+    """Read the options of replay itself, and the flags of `fit`."""
+    own, flags = split_flags(arguments)
+    parser = PlainParser(prog="python -m app replay", usage=USAGE)
+    parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
+    return parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own), flags
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from app.errors import UserError
 from app.fit.configuration import Flags, resolve, split_flags
 from app.fit.parser import parameters
 from app.plan.command import _parse as read_plan
+from app.replay import _parse as read_replay
 from app.verify.command import _parse as read_verify
 
 BESIDE_CODE = [*ROOT.glob("app/**/*.md"), *ROOT.glob("configs/**/*.md")]
@@ -170,6 +171,9 @@ def check_app(arguments: list[str]) -> None:
     elif command == "verify":
         read_verify(rest)
         resolve(["fit", *flags])
+    elif command == "replay":
+        read_replay(rest)
+        resolve(["fit", *flags])
     elif command == "doctor":
         assert set(rest) <= set(own_flags("doctor"))
     elif "--help" in rest or "--print_config" in rest or any(".help" in word for word in rest):
@@ -269,7 +273,7 @@ def test_flags_in_the_prose() -> None:
     fit = parser._subcommands_action.choices["fit"]
     known = {flag.rstrip("+") for action in fit._actions for flag in action.option_strings}
     known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
-    known |= {flag for command in ("compare", "plan", "verify", "doctor") for flag in own_flags(command)}
+    known |= {flag for command in ("compare", "plan", "verify", "replay", "doctor") for flag in own_flags(command)}
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
         known |= {f"--{section}.{name}" for cls in base.__subclasses__() for name in parameters(cls)}
