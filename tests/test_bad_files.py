@@ -184,7 +184,7 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     for version, way in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
         code, out = app(*images_at(image_root, **flags), *way)
         assert code == 0, out
-        first = f"3 of 38 images are left out; the first one: {cats / '00.jpg'} cannot be read (not an image)\n"
+        first = f"3 of 38 images are skipped; the first one: {cats / '00.jpg'} cannot be read (not an image)\n"
         assert (first in out) == (version == 0), "said when they are decoded"
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
         assert json.loads((run / "run.json").read_text())["images_left_out"] == {"train": 3}

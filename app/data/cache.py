@@ -89,7 +89,7 @@ class ImageCache:
             if not right:
                 raise UserError(f"none of {len(images):,} images can be read; the first one: {first}")
             if wrong:
-                rank_zero_info(f"{len(wrong):,} of {len(images):,} images are left out; the first one: {first}")
+                rank_zero_info(f"{len(wrong):,} of {len(images):,} images are skipped; the first one: {first}")
             names = json.dumps(images.names and [images.names[place] for place in right]).encode()
             file.write(images.labels[right].numpy().data)
             file.write(names)

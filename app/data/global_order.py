@@ -1,7 +1,7 @@
 """`--run.global_order`: anybody's DataLoader in one global order, the same on any number of processes.
 
-A loader is rebuilt around one seeded order per epoch, of which each rank has its share of each global batch. An item
-draws from random streams of its own, in a worker process, too.
+A loader is rebuilt around one seeded order per epoch. Each rank reads its share of each global batch. Each item has its
+own random streams, in worker processes, too.
 """
 
 import copy
@@ -82,7 +82,7 @@ class GlobalSampler(GlobalOrder):
 
     Args:
         sampler: The loader's sampler; draws from a stream of the epoch.
-        train: Whether a part without a sample gets a stand-in, the batch's first; else the batch is left out.
+        train: Whether a part without a sample gets a stand-in, the batch's first; otherwise the batch is skipped.
         **order: As for `GlobalOrder`.
     """
 

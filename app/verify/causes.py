@@ -1,7 +1,7 @@
 """Causes of a variant's differences from the reference, as far as they are known, and remedies."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from app.verify.differences import COLUMNS, TOLERANCE, Parting, Recorded, apart, weights_apart
@@ -52,80 +52,74 @@ BITS = "--run.virtual_devices 4 in all ways but dp"
 
 def causes(case: Case) -> list[Cause]:
     """Return the causes of the differences, the first one first."""
-    return [cause for look in LOOKS for cause in look(case)] if case.found else []
+    if not case.found:
+        return []
+    at_most_one = [_split(case), _samples(case), _rates(case)]
+    return [*filter(None, at_most_one), *_over_a_batch(case), *_gradients(case), *_state(case), *_evaluation(case)]
 
 
-def _samples(case: Case) -> Iterator[Cause]:
+def _samples(case: Case) -> Cause | None:
+    """Return why the samples of a step differ."""
     way, reference, place = case.way, case.reference, case.found.get("samples")
-    split = list(_split(case))
-    yield from split
     if place is None:
-        return
+        return None
     everything, world = ("samples", *NUMBERS), len(way.ranks)
     if place.step is None:
         epochs = f"an epoch has {way.facts['batches']} batches, {reference.facts['batches']} in the reference"
-        yield Cause(everything, f"training ends at another step: {epochs}", f"keep the global batch; or {OURS}")
-        return
+        return Cause(everything, f"training ends at another step: {epochs}", f"keep the global batch; or {OURS}")
     here, there = way.steps[place.step], reference.steps[place.step]
     is_per_rank = world > 1 and len(here.samples) == world * len(there.samples)
-    if split and not is_per_rank:
-        return
+    if _split(case) and not is_per_rank:
+        return None
     if _other_pixels(case):
-        yield Cause(
+        return Cause(
             everything,
             "the same samples with other pixels: augmentation is drawn from global random state, which is not "
             "that of the reference",
             "--run.global_order true where a data set draws it, --run.virtual_devices 4 where a module does; or seed "
             "a generator by seed, epoch and sample",
         )
-        return
     if way.resumed_at is not None:
-        yield _lost_order(case, place.step)
-        return
+        return _lost_order(case, place.step)
     shares = [[str(s) for step in way.epoch(0) for b in step.ranks[r]["samples"] for s in b] for r in range(world)]
     if world > 1 and shares[0] and all(Counter(each) == Counter(shares[0]) for each in shares):
-        yield Cause(
+        return Cause(
             everything,
             f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of {world} ranks",
             "leave --trainer.use_distributed_sampler on, or have an iterable data set give each rank its share",
         )
-        return
     if is_per_rank:
         epochs = f"{way.facts['batches']} batches an epoch, {reference.facts['batches']} in the reference"
-        yield Cause(
+        return Cause(
             ("learning rate", *everything),
             f"the batch size is that of each rank: {len(here.samples)} samples a step, {len(there.samples)} in the "
             f"reference ({epochs})",
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
         )
-        return
     twice = sum(count - 1 for count in Counter(sample for each in shares for sample in each).values())
     if place.step and twice:
-        yield Cause(
+        return Cause(
             everything,
             f"shares are filled up to one size: {twice} samples of the first epoch were seen twice",
             f"weight each rank's loss by its samples instead (torch's DistributedSampler repeats); or {OURS}",
         )
-        return
     if twice >= world > 1:
-        yield Cause(
+        return Cause(
             everything,
             f"ranks draw their shares from different permutations: {twice} of {sum(map(len, shares))} samples of the "
             "first epoch were seen twice",
             "seed the sampler alike on all ranks",
         )
-        return
     same = [_same_order(each) for each in (way, reference)]
     if same == [True, False]:
-        yield Cause(
+        return Cause(
             everything,
             "every epoch has the same order: nobody calls set_epoch of the sampler",
             "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start",
         )
-        return
     ours, theirs = (each.facts["sampler"] for each in (way, reference))
     by = f": here by {ours}, there by {theirs}" if ours != theirs else ""
-    yield Cause(
+    return Cause(
         everything,
         f"samples come in another order{by}, from other random numbers: the same training only on average",
         f"draw one permutation from the seed and share it out; {OURS}",
@@ -143,19 +137,20 @@ def _other_pixels(case: Case) -> bool:
     return bool(here.labels) and not shared and all(Counter(a.labels) == Counter(b.labels) for a, b in pairs)
 
 
-def _split(case: Case) -> Iterator[Cause]:
-    """Yield a cause when one run validates samples that the other one trains on."""
+def _split(case: Case) -> Cause | None:
+    """Return a cause when one run validates samples that the other one trains on."""
     runs = case.way, case.reference
     ours, theirs = (run.evaluated for run in runs)
     here, there = ({sample for step in run.steps for sample in step.samples} for run in runs)
     more, fewer = ours - theirs, theirs - ours
     if more and fewer and ({*more} & there or {*fewer} & here):
         each, others = "process" if len(case.way.ranks) > 1 else "run", min(more.total(), theirs.total())
-        yield Cause(
+        return Cause(
             ("samples", *NUMBERS),
             f"each {each} draws its own split: {others} of {theirs.total()} validation samples differ",
             "seed random_split's generator: generator=torch.Generator().manual_seed(0)",
         )
+    return None
 
 
 def _same_order(recorded: Recorded) -> bool:
@@ -170,74 +165,70 @@ def _lost_order(case: Case, number: int) -> Cause:
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == found), None)
     step = f"step {number + 1}"
     if match is None:
-        said = f"{step} has samples that are drawn anew"
+        change = f"{step} has samples that are drawn anew"
     else:
-        said = f"{step} {'repeats' if match < number else 'skips to'} those of step {match + 1}"
+        change = f"{step} {'repeats' if match < number else 'skips to'} those of step {match + 1}"
     return Cause(
         ("samples", *NUMBERS),
-        f"the order of samples is lost on resume: {said}",
+        f"the order of samples is lost on resume: {change}",
         f"give the loader a state_dict, as torchdata's StatefulDataLoader has, and a seed of its own; or {OURS}",
     )
 
 
-def _rates(case: Case) -> Iterator[Cause]:
+def _rates(case: Case) -> Cause | None:
+    """Return why learning rates differ."""
     if "learning rate" not in case.found:
-        return
+        return None
     way, reference, place = case.way, case.reference, case.found["learning rate"]
     here, there = way.steps[place.step or 0].rates[0], reference.steps[place.step or 0].rates[0]
     pairs = [(a, b) for a, b in zip(here, there, strict=False) if b]
     ratios = {round(a / b, 6) for a, b in pairs}
     columns = ("learning rate", *NUMBERS)
     if way.facts["accumulate"] > reference.facts["accumulate"]:
-        yield Cause(
+        return Cause(
             columns,
             f"the learning rate advances with each of the {way.facts['accumulate']} batches that a step accumulates",
             "advance it when an optimizer step was made: leave that to Lightning (interval: step)",
         )
-        return
     first = next((step.number for step in reference.steps if any(step.rates[0])), 0)  # of a warm-up from 0
     if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
         by = "the number of ranks" if ratio == len(way.ranks) else "something that differs"
-        yield Cause(
+        return Cause(
             columns,
             f"the learning rate is {ratio:g} times that of the reference from the first step on: it is scaled by {by}",
             "leave it as it is where the global batch stays; scale it only with the global batch",
         )
-        return
     if way.resumed_at is not None and place.step is not None and place.step >= way.resumed_at:
-        yield Cause(
+        return Cause(
             columns,
             f"the schedule is lost on resume: {place}",
             "return the scheduler from configure_optimizers, so that Lightning saves it; or save its state",
         )
-        return
     for mine, theirs in zip(way.facts["schedulers"], reference.facts["schedulers"], strict=False):
         total = next((key for key in theirs["state"] if "total" in key or "T_max" in key), None)
         if total and mine["state"].get(total) != theirs["state"][total]:
             lengths = f"{total} is {mine['state'].get(total)}, {theirs['state'][total]} in the reference"
             of = "estimated_stepping_batches or another count of this process' steps"
-            yield Cause(
+            return Cause(
                 columns,
                 f"{mine['class']} is counted in {of}: its {lengths}",
                 "compute its length from the global batch and the size of the data set",
             )
-            return
         ours, wanted = ([len(each.epoch(number)) for number in (0, 1)] for each in (way, reference))
         if mine["interval"] == "epoch" and ours != wanted:
-            yield Cause(
+            return Cause(
                 columns,
                 f"{mine['class']} advances with each epoch, which has {ours[0]} steps, {wanted[0]} in the reference",
                 "have it advance with each step, or keep the global batch",
             )
-            return
         if mine["interval"] == "step" and way.facts["estimated_steps"] != reference.facts["estimated_steps"]:
             counts = [f"{each.facts['estimated_steps']:g}" for each in (way, reference)]
-            yield Cause(
+            return Cause(
                 columns,
                 f"{mine['class']} is counted in estimated_stepping_batches: {counts[0]}, {counts[1]} in the reference",
                 "compute its length from the global batch and the size of the data set",
             )
-            return
+    return None
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
@@ -305,7 +296,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
         which = [_some([str(number + 1) for number in each]) or "none" for each in (skipped, theirs)]
         yield Cause(
             NUMBERS,
-            f"float16's scaler has left out steps {which[0]}, and {which[1]} in the reference",
+            f"float16's scaler skips steps {which[0]}, and {which[1]} in the reference",
             "--trainer.precision bf16-mixed, or a lower init_scale",
         )
 
@@ -334,7 +325,7 @@ def _state(case: Case) -> Iterator[Cause]:
         yield Cause(
             ("weights", "evaluation"),
             f"buffers are computed from each rank's own share: {_some(list(dict.fromkeys(buffers)))}",
-            "reduce what they are computed from over all ranks",
+            "reduce their inputs over all ranks",
         )
     mine, theirs = way.ranks[0]["attributes"], reference.ranks[0]["attributes"]
     lost = [name for name in theirs if name not in mine or apart(mine[name], theirs[name]) > TOLERANCE]
@@ -362,12 +353,10 @@ def _evaluation(case: Case) -> Iterator[Cause]:
     more, fewer = sum((ours - theirs).values()), sum((theirs - ours).values())
     if more and not fewer:
         if more == sum(theirs.values()) * (len(way.ranks) - 1):
-            said = "every rank evaluates all samples"
+            text = "every rank evaluates all samples"
         else:
-            said = f"{more} of {sum(theirs.values())} samples are evaluated twice: the shares are filled up to one size"
-        yield Cause(
-            ("evaluation",), said, f"leave out what is filled up (torch's DistributedSampler repeats); or {OURS}"
-        )
+            text = f"{more} of {sum(theirs.values())} samples are evaluated twice: the shares are filled up to one size"
+        yield Cause(("evaluation",), text, f"drop the repeated samples (torch's DistributedSampler repeats); or {OURS}")
     if fewer and not more:
         yield Cause(
             ("evaluation",),
@@ -404,23 +393,13 @@ def _of(name: str, modules: list[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
 
 
-LOOKS: tuple[Callable[[Case], Iterator[Cause]], ...] = (
-    _samples,
-    _rates,
-    _over_a_batch,
-    _gradients,
-    _state,
-    _evaluation,
-)
-
-
 def rounding() -> Cause:
     """Return why the bits differ where nothing else does."""
     return Cause(NUMBERS, "each rank adds up its samples, and sums of other parts are rounded otherwise", BITS)
 
 
 def unused(reference: Recorded) -> Cause:
-    """Why ddp fails: parameters without a gradient, as the reference has them."""
+    """Return why ddp fails: the parameters that have no gradient in the reference."""
     used = reference.steps[0].gradients
     names = [name for name in reference.ranks[0]["parameters"] if name not in used]
     return Cause(

@@ -21,8 +21,8 @@ from app.verify.report import write_report
 USAGE = """\
 python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]
 
-Runs a few steps of a training on one device and in every other way that this machine allows, and says where they part,
-why, and what to do. Exit code 0: all are the same training; 1: something differs; 2: it cannot be run."""
+Trains a few steps on one device and in every other way that this machine allows. Shows the first differences, their
+causes, and remedies. Exit code 0: the same training in all ways; 1: a difference; 2: it cannot be run."""
 
 
 def run(arguments: list[str]) -> int:

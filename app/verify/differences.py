@@ -217,8 +217,8 @@ def _joined(parts: list[list[tuple[str, str, list[str]]]]) -> list[tuple[str, st
 def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
     if Counter(map(str, here.samples)) != Counter(map(str, there.samples)):
         shared = sum((Counter(map(str, here.samples)) & Counter(map(str, there.samples))).values())
-        said = f"{len(here.samples)} samples, of which {shared} are among the {len(there.samples)} of the reference"
-        yield Parting(f"step {there.number + 1}", said, step=there.number)
+        figures = f"{len(here.samples)} samples, {shared} of them among the {len(there.samples)} of the reference"
+        yield Parting(f"step {there.number + 1}", figures, step=there.number)
 
 
 def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
@@ -226,14 +226,14 @@ def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
         for group, (value, wanted) in enumerate(zip(ours, theirs, strict=False)):
             if not math.isclose(value, wanted, rel_tol=1e-9):
                 of = f" of group {group}" if len(theirs) > 1 else ""
-                said = f"{what}{of} {value:.6g}, {wanted:.6g} in the reference"
-                yield Parting(f"step {there.number + 1}", said, step=there.number)
+                figures = f"{what}{of} {value:.6g}, {wanted:.6g} in the reference"
+                yield Parting(f"step {there.number + 1}", figures, step=there.number)
 
 
 def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
     if (size := apart(here.loss, there.loss, TINY)) > tolerance:
-        said = f"{here.loss:.9g}, {there.loss:.9g} in the reference"
-        yield Parting(f"step {there.number + 1}", said, size, there.number)
+        figures = f"{here.loss:.9g}, {there.loss:.9g} in the reference"
+        yield Parting(f"step {there.number + 1}", figures, size, there.number)
 
 
 def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
@@ -245,8 +245,8 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
     name = max(sizes, key=lambda each: sizes[each], default="")
     if name and sizes[name] > tolerance:
         ours, theirs = (step.gradients.get(name, math.nan) for step in (here, there))
-        said = f"norm of {name} {ours:.9g}, {theirs:.9g} in the reference"
-        yield Parting(f"step {there.number + 1}", said, sizes[name], there.number)
+        figures = f"norm of {name} {ours:.9g}, {theirs:.9g} in the reference"
+        yield Parting(f"step {there.number + 1}", figures, sizes[name], there.number)
 
 
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
@@ -272,8 +272,8 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
     seen, wanted = way.evaluated, reference.evaluated
     if seen != wanted:
         twice, missing = sum((seen - wanted).values()), sum((wanted - seen).values())
-        said = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
-        yield Parting("samples", f"{' and '.join(said)}, of {sum(wanted.values())}")
+        counts = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
+        yield Parting("samples", f"{' and '.join(counts)}, of {sum(wanted.values())}")
     for rank in range(len(way.ranks)):
         ours, theirs = way.metrics(rank), reference.metrics()
         if rank:  # only rank zero may log
