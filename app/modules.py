@@ -40,20 +40,20 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_
 
 
 def log_window(trainer: Trainer) -> int:
-    """Steps of a logging window."""
+    """Return the number of steps of a logging window."""
     return max(getattr(trainer, "log_every_n_steps", 50), 1)
 
 
 class Sums:
-    """Sums of the losses and number of correct answers in training, on the device until a logging window ends.
+    """Sums of losses and correct answers, kept on the device until a logging window ends.
 
-    In float64, so that no order of ranks shows.
+    Float64 hides the order of additions.
 
     Args:
-        device: Where the losses are.
+        device: Device of the losses.
 
     Attributes:
-        epoch: Losses, correct answers and samples of the epoch's windows that have ended, over all ranks.
+        epoch: Losses, correct answers and samples of the epoch's completed windows, over all ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Sums:
         self.epoch = [0.0] * 3
 
     def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch: losses of its samples (B,), logits (B, classes), labels (B,)."""
+        """Add a batch: losses (B,), logits (B, classes), labels (B,)."""
         self.losses.add_(losses.sum(dtype=self.window.dtype))
         self.correct.add_(torch.eq(logits.argmax(1), labels).sum())
         self.count += labels.shape[0]
@@ -86,7 +86,7 @@ class Sums:
         return _mean(window[0], window[2])
 
     def end_epoch(self, trainer: Trainer) -> tuple[Tensor, Tensor]:
-        """Mean loss and accuracy of the epoch, on the host; begin another one. Collective."""
+        """Return the epoch's mean loss and accuracy, on the host, and begin the next. Collective."""
         self.end_window(trainer)
         losses, correct, samples = self.epoch
         self.epoch = [0.0] * 3
@@ -98,7 +98,7 @@ def _mean(total: float, samples: float) -> Tensor:
 
 
 class ImageClassifier(LightningModule):
-    """Base of both models: a step, its metrics, the optimizer, predictions.
+    """LightningModule for image classification: loss, metrics, optimizer, predictions.
 
     A batch is a pair of images (B, C, H, W) and labels (B,). Metrics accumulate on the device and are means over the
     samples of every rank. Training metrics are read once per logging window, which logs `train_loss_step`; the other
@@ -153,7 +153,7 @@ class ImageClassifier(LightningModule):
         self.cuda_graph = cuda_graph
         self.step_graph: StepGraph | None = None
         self.micro_batch: int | None = None  # from setup on
-        self._has_gradients = False  # of earlier parts of the batch
+        self._has_gradients = False  # from earlier micro-batches
         self.executed: dict[str, Any] = {}
         self.images: dict[str, Any] | None = None
         self.criterion = LOSSES[loss]
@@ -172,15 +172,16 @@ class ImageClassifier(LightningModule):
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
 
     def setup(self, stage: str) -> None:
-        """Begin metrics anew, losses in float64, so that no order of ranks shows.
+        """Prepare network and metrics.
 
-        Anew because spawned processes get the states in shared memory, and would count into each other's.
+        Reset the metrics, because spawned processes share their states' memory. Sum losses in float64, which hides the
+        order of additions.
         """
         device = self.trainer.strategy.root_device
         self.executed = self.execution.prepare(self.network, device, str(self.trainer.precision))
         self.executed["cuda_graph"] = self.cuda_graph
         for metric in self.modules():
-            if isinstance(metric, MeanMetric) and self.trainer.strategy.root_device.type != "mps":  # it has none
+            if isinstance(metric, MeanMetric) and self.trainer.strategy.root_device.type != "mps":  # MPS lacks float64
                 metric.set_dtype(torch.float64)
             if isinstance(metric, Metric):
                 metric.reset()
@@ -193,7 +194,7 @@ class ImageClassifier(LightningModule):
                 self.optimizer_zero_grad = self._zero_unless_in_parts  # type: ignore[method-assign]
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
-        """Refuse images (C, H, W) that the network does not take: the command asks, before it starts a process."""
+        """Raise a UserError for images (C, H, W) that the network does not take."""
         wanted: Any = getattr(self.network, "image_shape", shape)
         if len(shape) != len(wanted) or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
             text = "×".join("any" if w is None else str(w) for w in wanted)
@@ -204,19 +205,19 @@ class ImageClassifier(LightningModule):
             )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Score images: (B, C, H, W) -> logits (B, classes)."""
+        """Return the logits (B, classes) of images (B, C, H, W)."""
         return self.network(images)
 
     def _score(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Score images (B, C, H, W): losses of the samples (B,) and logits (B, classes)."""
+        """Return the samples' losses (B,) and the logits (B, classes) of images (B, C, H, W)."""
         logits = self(images)
         return self.criterion(logits, labels), logits
 
     def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> Tensor:
-        """Score a batch and count it: logits (B, classes)."""
+        """Update metrics by a batch, and return its logits (B, classes)."""
         images, labels = batch
         losses, logits = self._score(images, labels)
-        if len(labels):  # a rank may have none of the last batch
+        if len(labels):  # a rank's share of the last batch may be empty
             metrics.update(value=losses, preds=logits, target=labels)
         return logits
 
@@ -226,7 +227,7 @@ class ImageClassifier(LightningModule):
         trainer = self.trainer
         loader = trainer.train_dataloader
         self._has_gradients = False
-        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:  # the usual mean; of nothing, zero
+        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:  # the plain mean; zero for an empty shard
             return self._training_losses(images, labels, batch_idx).sum() / max(len(labels), 1)
         accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:
@@ -240,7 +241,7 @@ class ImageClassifier(LightningModule):
         return self._training_losses(images, labels, batch_idx).sum() * scale
 
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
-        """Score and count images (B, C, H, W): losses of the samples (B,)."""
+        """Return the samples' losses (B,) of images (B, C, H, W), and add them to the sums."""
         try:
             losses, logits = (self.step_graph or self._score)(images, labels)
         except ValueError as error:
@@ -258,11 +259,10 @@ class ImageClassifier(LightningModule):
             optimizer.zero_grad()
 
     def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float, count: int) -> Tensor:
-        """Return a batch's loss; all micro-batches but the last have run their backward pass.
+        """Return a batch's loss, after the backward pass of all micro-batches but the last.
 
         Every rank has the same number of micro-batches, because SyncBatchNorm synchronizes each. DDP averages gradients
-        only in the backward pass of the returned loss, because its forward pass, which calls this method, has not
-        ended before.
+        only in the backward pass of the returned loss, because this method runs inside its forward pass.
         """
         trainer, self._has_gradients = self.trainer, True
         accumulated = trainer.accumulate_grad_batches
@@ -279,7 +279,7 @@ class ImageClassifier(LightningModule):
         return self._training_losses(*parts[-1], batch_idx).sum() * scale + earlier
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the loss of the window that this step ends."""
+        """Log the mean loss of a logging window at its last step."""
         trainer = self.trainer
         if (trainer.global_step + 1) % log_window(trainer) == 0:
             loss = self._sums.end_window(trainer)
@@ -291,7 +291,7 @@ class ImageClassifier(LightningModule):
         self.log_dict({"train_loss": loss, "train_acc": accuracy})
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Count a validation batch."""
+        """Update the validation metrics."""
         self._step(batch, self.val_metrics)
 
     def on_validation_epoch_end(self) -> None:
@@ -299,7 +299,7 @@ class ImageClassifier(LightningModule):
         self._log(self.val_metrics)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Count a test batch; class probabilities (B, classes)."""
+        """Update the test metrics, and return class probabilities (B, classes)."""
         logits = self._step(batch, self.test_metrics)
         if len(logits):
             self.confusion.update(logits, batch[1])
@@ -310,7 +310,7 @@ class ImageClassifier(LightningModule):
         self._log(self.test_metrics)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Class probabilities of a batch, (B, classes)."""
+        """Return a batch's class probabilities, (B, classes)."""
         return self(batch[0]).float().softmax(1)
 
     def _log(self, metrics: MetricCollection) -> None:

@@ -20,7 +20,7 @@ class LeNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 6, 5),
-            nn.MaxPool2d(2),  # before ReLU, which gives the same, of a quarter of the values
+            nn.MaxPool2d(2),  # before ReLU: the same values, at a quarter of the cost
             nn.ReLU(),
             nn.Conv2d(6, 16, 5),
             nn.MaxPool2d(2),

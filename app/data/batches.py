@@ -89,7 +89,7 @@ class GlobalOrder:
         position: Callable[[], int],
     ) -> None:
         self.seed, self.position = seed, position
-        self._samples = samples  # read on each step
+        self._samples = samples  # an attribute, because each step reads it
         self.batch_size, self.drop_last = batch_size, drop_last
         self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
         self._parts = virtual_devices or world_size
@@ -120,7 +120,7 @@ class GlobalOrder:
         return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
 
     def weight(self, step: int, window: tuple[int, int]) -> float:
-        """Return by what to multiply the mean loss of this rank's share, so that the mean over ranks is the global one.
+        """Return the factor for this rank's mean loss, so that the mean over ranks is the global mean.
 
         Args:
             step: Number of the batch in its epoch.
@@ -129,13 +129,13 @@ class GlobalOrder:
         return self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
 
     def bounds(self, step: int) -> list[int]:
-        """Return where the parts of this rank begin and end in the order of the epoch."""
+        """Return the bounds of this rank's parts in the epoch's order."""
         size, rest = divmod(self.global_count(step), self._parts)
         first = step * self.batch_size
         return [first + part * size + min(part, rest) for part in self._ends]
 
     def span(self, step: int) -> slice:
-        """Return where this rank's samples of a step are in the order of the epoch."""
+        """Return the slice of a step's samples of this rank in the epoch's order."""
         bounds = self.bounds(step)
         return slice(bounds[0], bounds[-1])
 
@@ -145,7 +145,7 @@ class GlobalOrder:
         return span.stop - span.start
 
     def cut(self, items: list[Any], step: int, stand_in: Any) -> "Shards":
-        """Return this rank's parts of a global batch; one without an item has a stand-in."""
+        """Return this rank's parts of a global batch; an empty part gets a stand-in."""
         parts = [items[start:end] or [stand_in] for start, end in pairwise(self.bounds(step))]
         return self.shards(parts, step)
 
@@ -155,7 +155,7 @@ class GlobalOrder:
         return Shards(parts, self._ends.start, counts, self.global_count(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a position in an epoch refers to; the trainer holds the position."""
+        """Return the settings that a position in an epoch depends on; the trainer saves the position."""
         return {"seed": self.seed, "batch_size": self.batch_size, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -209,9 +209,9 @@ class Reader:
         image = self.split[row]
         if self.augment is None:
             return image
-        image = image.clone()  # which an augmentation may change in place; the split may be mapped to be read only
+        image = image.clone()  # an augmentation may work in place, and the split may be mapped read-only
         before = torch.get_rng_state()
-        torch.default_generator.manual_seed(seed)  # of the CPU alone, unlike torch.manual_seed
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, too
         augmented = self.augment(image)
         torch.set_rng_state(before)
         kept, made = f"{image.dtype} {tuple(image.shape)}", type(augmented).__name__
@@ -224,7 +224,7 @@ class Reader:
 
 
 def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
-    """Make each batch in a thread, during the use of the one before."""
+    """Make each batch in a thread while the previous one is used."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, batches, None)
         while (batch := following.result()) is not None:
@@ -305,7 +305,9 @@ class GlobalBatches(GlobalOrder):
             order = torch.arange(len(rows))
             kept = order if shuffle else torch.cat([order[self.span(step)] for step in range(super().__len__())])
             there = torch.empty((len(kept), *self._images.shape[1:]), dtype=torch.uint8, device=device)
-            for to, part in zip(there.split(4096), rows[kept].split(4096), strict=True):  # not all on the host again
+            for to, part in zip(
+                there.split(4096), rows[kept].split(4096), strict=True
+            ):  # without a second copy on the host
                 to.copy_(self._images[part])
             self._images = there
             self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept))).to(device)
@@ -313,7 +315,7 @@ class GlobalBatches(GlobalOrder):
 
     @property
     def _iterator(self) -> Any:
-        """The worker processes, under the name by which Lightning ends them after a stage."""
+        """The worker processes; Lightning ends them by this name after a stage."""
         return self._workers and self._workers._iterator
 
     @_iterator.setter
@@ -377,14 +379,14 @@ class GlobalBatches(GlobalOrder):
         yield from one_ahead(batches) if self._pin else batches
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Copy rows once, into page-locked memory where they go to an accelerator: its copies then overlap with us."""
+        """Copy rows once, for an accelerator into page-locked memory, so that its copies overlap with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
         return torch.index_select(values, 0, rows, out=out)
 
     def _items(self, order: Tensor, seeds: Tensor, step: int) -> list[tuple[int, int]]:
-        """Row of each sample of this rank, and the seed of its augmentation."""
+        """Return row and augmentation seed of each of this rank's samples."""
         rows = self.rows[order[self.span(step)]].tolist()
         if not self._augmented:
             return [(row, 0) for row in rows]

@@ -21,11 +21,11 @@ from app.data.sources import Source, Split, SplitName, mapped
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
-HEADER = 4096  # bytes, so that the pixels begin with a page
+HEADER = 4096  # bytes: the pixels begin at a page
 
 
 class ImageCache:
-    """The files of decoded images.
+    """Files of decoded images.
 
     Args:
         folder: Where they lie; by default in the user's cache directory.
@@ -52,7 +52,7 @@ class ImageCache:
                 file.seek(HEADER + pixels)
                 values = torch.from_numpy(np.frombuffer(file.read(labels), np.int64).copy())
                 return Split(images, values, json.loads(file.read(names)), mapped=True, left_out=header["left_out"])
-        except (OSError, ValueError, LookupError, TypeError):  # another program's file
+        except (OSError, ValueError, LookupError, TypeError):  # not a file of this cache
             return None
 
     def write(self, source: Source, split: SplitName, num_workers: int) -> None:
@@ -98,7 +98,7 @@ class ImageCache:
             file.write(json.dumps(header).encode().ljust(HEADER))
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
-        """File for a split, the same whatever becomes of its images; and the key, which changes with them."""
+        """Return a split's file, and a key that changes with its images."""
         place = os.path.commonpath([min(files), max(files)])
         labelled = split != "predict" or getattr(source, "predict_dir", None) is None
         made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place), labelled, source.skips]

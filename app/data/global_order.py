@@ -31,7 +31,7 @@ SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRando
 
 
 class SeededItems(Dataset[Any]):
-    """A data set whose items each draw from random streams of their own.
+    """Data set whose items have their own random streams.
 
     Args:
         dataset: The data set.
@@ -44,7 +44,7 @@ class SeededItems(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # pickle asks before there is a data set
+        if name.startswith("__") or name == "dataset":  # pickle looks these up before `dataset` is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -60,7 +60,7 @@ class SeededItems(Dataset[Any]):
 
 
 class Collate:
-    """Makes a batch of each part: shards, or a rank's whole share.
+    """Collate function that makes a batch of each part: shards, or a rank's whole share.
 
     Args:
         collate: The loader's function.
@@ -89,7 +89,7 @@ class GlobalSampler(GlobalOrder):
     def __init__(self, sampler: Any, train: bool, **order: Any) -> None:
         super().__init__(len(sampler), **order)
         self._sampler, self._train, self.epoch = sampler, train, 0
-        self.sampler = self  # on which Lightning calls `set_epoch`
+        self.sampler = self  # Lightning calls its `set_epoch`
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order."""
@@ -117,12 +117,12 @@ class GlobalSampler(GlobalOrder):
 
 
 class GlobalLoader(DataLoader[Any]):
-    """A DataLoader in a global order."""
+    """DataLoader in a global order."""
 
     batch_sampler: GlobalSampler
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a position in an epoch refers to."""
+        """Return the settings that a position in an epoch depends on."""
         return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
     """Rebuild a loader.
 
     Raises:
-        UserError: When it has an order of its own.
+        UserError: When its order cannot be seeded.
     """
     if isinstance(loader, GlobalLoader):
         return loader
@@ -196,6 +196,6 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
         batch_sampler=sampler,
         collate_fn=Collate(loader.collate_fn, virtual_devices is not None),
         multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),  # a loader draws from the global stream without one
+        generator=torch.Generator(),  # without it, a loader draws from the global stream
         **{name: getattr(loader, name) for name in kept},
     )

@@ -41,7 +41,7 @@ class FileSplit(Split):
         channels, height, width = self.image_shape
         try:
             with Image.open(self.names[index]) as file:
-                deep = file.mode.startswith("I;16")  # convert() would cut 16 bits off at 255
+                deep = file.mode.startswith("I;16")  # convert() would clip 16 bits at 255
                 picture = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)) if deep else file
                 if picture.mode in ("I", "F"):
                     raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
@@ -122,7 +122,7 @@ class FolderSource(Source):
                 f"{train} has no class folders: --data.root must hold train/<class>/*.jpg or *.png, or "
                 f"<class>/*.jpg{hint}, {EMBEDDED}"
             )
-        # a name that is no UTF-8 can be neither printed nor drawn
+        # a name that is not UTF-8 cannot be printed
         self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
 
     def prepare(self) -> None:

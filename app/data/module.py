@@ -59,7 +59,7 @@ class ImageData(LightningDataModule):
         UserError: When a size does not fit the data set, or the world size does not divide the global batch.
     """
 
-    placement: Placement  # settled in setup
+    placement: Placement  # set in setup
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ImageData(LightningDataModule):
         self.virtual_devices: int | None = None  # set by `fit`
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.transform = Transform(source.mean, source.std, crop_padding, flip, cutout)
-        # YAML takes an `off` without quotes for false
+        # YAML reads an unquoted `off` as false
         self.cache = None if cache in ("off", False) else ImageCache(None if cache in ("auto", True) else str(cache))
         self._prepared: set[SplitName] = set()
         self._splits: dict[str, tuple[Split, Tensor]] = {}
@@ -146,7 +146,7 @@ class ImageData(LightningDataModule):
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
         if stage in ("test", "predict"):
             self._load("test" if stage == "test" else "predict")
-        if not hasattr(self, "placement"):  # decided once, because loaded images change the free memory
+        if not hasattr(self, "placement"):  # once, because loaded images change the free memory
             self.placement = self._place()
         if stage == "fit":
             assert self.trainer is not None
@@ -179,7 +179,7 @@ class ImageData(LightningDataModule):
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
-        """Read the training split, and carve validation out of it by a seeded permutation if it must be."""
+        """Read the training split; split off validation by a seeded permutation if the source has none."""
         if "train" in self._splits:
             return
         self._load("train")
@@ -196,17 +196,17 @@ class ImageData(LightningDataModule):
 
     @property
     def content(self) -> dict[str, tuple[int, int]]:
-        """Number of images of each split that has been loaded, and a checksum of their labels."""
+        """Number of images and checksum of labels of each loaded split."""
         return {name: (len(split), crc32(split.labels.numpy().tobytes())) for name, (split, _) in self._splits.items()}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of images of each split that has been loaded; of training without those set aside for validation."""
+        """Number of images of each loaded split; training excludes the validation images."""
         return {name: len(rows) for name, (_, rows) in self._splits.items()}
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of images that could not be read, of each split that has been loaded."""
+        """Number of unreadable images of each loaded split."""
         loaded = {name: split for name, (split, _) in self._splits.items() if name in self.source.splits}
         return {name: split.left_out for name, split in loaded.items() if split.left_out}
 
@@ -225,7 +225,7 @@ class ImageData(LightningDataModule):
         return f"{below} or {below + world}" if below else f"{world}"
 
     def _place(self) -> Placement:
-        """Choose the placement, the same on all ranks although each sees another amount of free memory."""
+        """Choose one placement for all ranks, although their free memory differs."""
         if self.requested_placement != "auto":
             return self.requested_placement
         if self.augment is not None:
@@ -239,7 +239,7 @@ class ImageData(LightningDataModule):
             return "disk"
         if strategy.root_device.type != "cuda":
             return "memory"
-        # ranks on one GPU see only memory that the others leave free
+        # ranks that share a GPU see only the free rest of its memory
         fits = size < torch.cuda.mem_get_info(strategy.root_device)[0] / 10
         return "device" if strategy.reduce_boolean_decision(fits, all=True) else "memory"
 

@@ -31,17 +31,17 @@ EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
 def work_apart(worker: int) -> None:
-    """Leave the process group, which Ctrl-C and SIGTERM are sent to: the loader ends its workers when it is done."""
-    if sys.platform == "linux":  # one that hangs would outlive its rank; 1 is PR_SET_PDEATHSIG in linux/prctl.h
+    """Leave the process group, so that Ctrl-C and SIGTERM reach the rank alone; the loader ends its workers."""
+    if sys.platform == "linux":  # end a hung worker with its rank; 1 is PR_SET_PDEATHSIG in linux/prctl.h
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setpgrp()
 
 
 class _Items(Dataset[Any]):
-    """Reads an item; a UserError is its value, for a DataLoader would make another one of the traceback's text."""
+    """Data set that returns a UserError as an item, because a DataLoader would replace its message by a traceback."""
 
     def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int]) -> None:
-        self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY  # for workers that are spawned
+        self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY  # for spawned workers
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
         try:
@@ -55,14 +55,14 @@ class _Items(Dataset[Any]):
             return wrong
 
     def stack(self, images: list[Tensor | UserError]) -> tuple[Tensor, dict[int, UserError]]:
-        """Return a batch's images, (n, C, H, W) with n from 0, and the errors of unreadable ones by place."""
+        """Return the readable images, (n, C, H, W), and the errors of the others by place; n may be 0."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         return torch.stack(right) if right else torch.empty((0, *self.image_shape), dtype=torch.uint8), wrong
 
 
 class Workers(DataLoader[Tensor]):
-    """Processes that read images batch by batch, and raise a reader's error here.
+    """Loader whose worker processes read images; a reader's error is raised in this process.
 
     Args:
         read: Makes an image, uint8 (C, H, W), of an item.
@@ -89,7 +89,7 @@ class Workers(DataLoader[Tensor]):
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=work_apart,
-            generator=torch.Generator(),  # it would draw from global random state
+            generator=torch.Generator(),  # without it, a loader draws from global random state
         )
 
     def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
@@ -109,8 +109,8 @@ class Split(Dataset[Tensor]):
     Args:
         images: uint8 (N, C, H, W).
         labels: int64 (N,).
-        names: File names, where there are any.
-        mapped: Whether the images lie in a file that the ranks of a node map, so that it holds them once.
+        names: File names, if any.
+        mapped: Whether a node's ranks map the images from one file.
         left_out: Number of images that could not be read.
     """
 
@@ -137,7 +137,7 @@ class Split(Dataset[Tensor]):
         """Return all images, uint8 (N, C, H, W).
 
         Args:
-            num_workers: Processes that decode them, where they must be decoded.
+            num_workers: Processes that decode, if decoding is needed.
         """
         assert self._images is not None
         return self._images
@@ -160,7 +160,7 @@ class Split(Dataset[Tensor]):
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Return images that stay in a file, uint8 (N, C, H, W), for reading only: private pages would count as memory."""
+    """Map a file's images read-only, uint8 (N, C, H, W), because private pages would count as memory."""
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -190,7 +190,7 @@ class Source(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare the files: called in one process per node, before the others read.
+        """Prepare the files: runs in one process per node, before the others read.
 
         Raises:
             UserError: When files are missing and cannot be downloaded, or are corrupted.
@@ -198,16 +198,16 @@ class Source(ABC):
 
     @abstractmethod
     def load(self, split: SplitName) -> Split:
-        """Read one of its splits; to predict are the test images, unless others were named."""
+        """Read a split; `predict` is the test split unless other images were named."""
 
     def encoded(self, split: SplitName) -> Sequence[str]:
-        """Files of a split that must be decoded, which is worth keeping; none where `load` costs nothing."""
+        """Return a split's files if they must be decoded, so that a cache pays; else nothing."""
         return ()
 
 
 @contextmanager
 def _download(what: str, root: str, where: Path, files: str) -> Iterator[None]:
-    """Report that a download failed, and do not wait for a dead network: torchvision sets no time limit."""
+    """Report a failed download; time out on a dead network, because torchvision does not."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(20)
     try:
@@ -257,7 +257,7 @@ class CIFAR10Source(Source):
         return Split(torch.from_numpy(images), torch.tensor(labels))
 
     def _unpickled(self, file: Path) -> dict[str, Any]:
-        """Unpickle a batch whose checksum is right, because a pickle can run any code."""
+        """Unpickle a batch after its checksum is verified, because a pickle can run any code."""
         if file.exists() and not file.is_file():
             raise UserError(f"{file} is not a file: move it away to have it downloaded again")
         try:

@@ -13,10 +13,10 @@ from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, S
 from app.errors import UserError
 
 Floats = NDArray[Any]  # float32
-BLOCK = 256  # images drawn at once, few enough to stay in a core's cache; a block's random numbers are its own
+BLOCK = 256  # images drawn at once, so that they fit into a core's cache; each block has its own random stream
 
-# Strokes (from x, y to x, y) of the right half of letters that are their own mirror images, so that flipping makes
-# no other class of them: A, H, M, T, U, V, W, Y.
+# Strokes (from x, y to x, y) of the right half of A, H, M, T, U, V, W, Y. These letters are symmetric, so that flipping
+# does not change the class.
 LETTERS = np.array(
     [
         [(0.0, -1.0, 0.7, 1.0), (0.0, 0.35, 0.45, 0.35)],
@@ -41,12 +41,12 @@ def _box(x: Floats, y: Floats, width: Floats | float, height: Floats | float) ->
 
 
 def _bands(x: Floats, width: Floats | float) -> Floats:
-    """Distance from the edges of bands of one width, one of them around 0."""
+    """Return the distance from the edges of equally wide bands, one around 0."""
     return abs((x + width) % (2 * width) - width) - width / 2
 
 
-# Each shape gives the signed distance of points (x, y) from its edge, negative inside, in a drawing that reaches from
-# -1 to 1; `kind`, from 0 to 1, is of an image, and varies it. https://iquilezles.org/articles/distfunctions2d/
+# Each shape returns the signed distance of points (x, y) in [-1, 1] from its edge, negative inside; `kind`, from 0 to 1
+# varies it from image to image. https://iquilezles.org/articles/distfunctions2d/
 
 
 def circle(x: Floats, y: Floats, kind: Floats) -> Floats:
@@ -60,12 +60,12 @@ def square(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def triangle(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a triangle of equal sides, which stands."""
+    """Return an upright equilateral triangle."""
     return np.maximum(0.866 * abs(x) - 0.5 * y, y) - 0.5
 
 
 def star(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a star with five tips, of different depth."""
+    """Return a five-pointed star; `kind` sets its depth."""
     fifth, inner = 2 * math.pi / 5, 0.4 + 0.1 * kind
     angle = abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)
     # the edge from a tip at (1, 0) to the corner at `inner` between two tips
@@ -76,31 +76,31 @@ def star(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def cross(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a cross with arms of one length, of different width."""
+    """Return a cross; `kind` sets the width of its arms."""
     width = 0.2 + 0.15 * kind
     return np.minimum(_box(x, y, 0.95, width), _box(x, y, width, 0.95))
 
 
 def ring(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a ring of different width."""
+    """Return a ring; `kind` sets its width."""
     width = 0.12 + 0.13 * kind
     return abs(_length(x, y) - 0.95 + width) - width
 
 
 def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Three stripes, which lie."""
+    """Return three horizontal stripes."""
     return np.maximum(_box(x, y, 0.85, 0.85), _bands(y, 0.34))
 
 
 def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a board: squares of one colour are where x and y are in unlike bands."""
+    """Return a checkerboard: its squares lie where x and y are in different bands."""
     across, down = _bands(x, 0.567), _bands(y, 0.567)
     edge = np.minimum(abs(across), abs(down))
     return np.maximum(_box(x, y, 0.85, 0.85), np.copysign(edge, -across * down))
 
 
 def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a letter that is its own mirror image."""
+    """Return a symmetric letter; `kind` chooses it."""
     strokes = LETTERS[(kind.ravel() * len(LETTERS)).astype(int), ..., None, None, None] * np.float32(0.85)
     x, nearest = abs(x), np.full_like(x, np.inf)
     for ax, ay, bx, by in (np.moveaxis(strokes[:, i], 1, 0) for i in range(strokes.shape[1])):
@@ -111,7 +111,7 @@ def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def wave(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a wave of different length."""
+    """Return a wave; `kind` sets its length."""
     pitch = 4.5 + 3 * kind
     steepness = np.sqrt(1 + (0.4 * pitch * np.cos(pitch * x)) ** 2)
     return np.maximum(abs(y - 0.4 * np.sin(pitch * x)) / steepness - 0.16, abs(x) - 1)

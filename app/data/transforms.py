@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DRAWS = 5  # random numbers per sample: crop y and x, flip, cutout y and x
-# Draws are integers because Lightning turns floats into the precision of the run, where 0.999 may become 1.
+# Draws are integers, because Lightning converts floats to the run's precision, which may round 0.999 to 1.
 DRAW_BITS = 16
 DRAW_RANGE = 2**DRAW_BITS
 
 
 class Choices(NamedTuple):
-    """Tables for the draws, for images of one size on one device: each choice is a row.
+    """Lookup tables of draws, for one image size and device: each choice is a row.
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
@@ -32,7 +32,7 @@ class Choices(NamedTuple):
 
 
 class Transform:
-    """Turns uint8 images into normalised float images, after augmenting them where draws are given.
+    """Transform from uint8 images to normalised float images; augments them if draws are given.
 
     Every random choice comes from the sample's own draws, never from global random state.
 
@@ -55,7 +55,7 @@ class Transform:
 
     @property
     def draws(self) -> int:
-        """Random numbers that a training sample needs."""
+        """Number of random draws of a training sample."""
         return DRAWS if self.crop_padding or self.flip or self.cutout else 0
 
     def __call__(self, images: Tensor, draws: Tensor | None = None) -> Tensor:

@@ -55,11 +55,11 @@ class EpochLoop(_TrainingEpochLoop):
 
     @property
     def skips_backward(self) -> bool:
-        """Whether a callback trains without a backward pass: StochasticWeightAveraging in its last epoch."""
+        """Whether to skip the backward pass, as StochasticWeightAveraging does in its last epoch."""
         return self.automatic_optimization._skip_backward
 
     def validates_first(self, data_fetcher: Any) -> bool:
-        """Return whether a resumed run has a validation to do before its first step."""
+        """Return whether a resumed run validates before its first step."""
         return self.restarting and self._should_check_val_fx(data_fetcher)
 
     @staticmethod
@@ -75,7 +75,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Tell `self.log` the batch, and whether it is the first of the epoch."""
         connector, results = self.trainer._logger_connector, self._results
         connector._first_loop_iter = connector._first_loop_iter is None
-        connector._current_fx = None  # until something is logged
+        connector._current_fx = None  # until the first call of `self.log`
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def on_batch_end(self, accumulating: bool) -> None:

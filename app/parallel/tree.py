@@ -16,7 +16,7 @@ Node = tuple[int, int]
 
 
 class Tree:
-    """The tree over all shards, and the exchange of partial sums between ranks.
+    """Binary tree over all shards, and the exchange of partial sums between ranks.
 
     Args:
         count: Number of shards.
@@ -53,7 +53,7 @@ class Tree:
             sibling = level, index ^ 1
             if sibling in nodes:
                 value = plus(nodes.pop(sibling), value)
-            elif (index ^ 1) << level < self.count:  # else there is no sibling
+            elif (index ^ 1) << level < self.count:  # otherwise the node has no sibling
                 break
             level, index = level + 1, index >> 1
         nodes[level, index] = value

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # every rank that is recorded imports this package
+if TYPE_CHECKING:  # recorded ranks import this package
     from app.verify.verdict import Verdict
 
 

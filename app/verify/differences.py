@@ -15,9 +15,9 @@ from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
 TOLERANCE = 1e-5  # for float32: relative for losses and gradients, and for other values above 1
-TINY = 1e-3  # smaller losses, or shares of the largest gradient, are compared absolutely: they may be
-# differences of larger numbers
-EXACT = 1e-10  # for float64, in which only rounding becomes so small
+TINY = 1e-3  # below this size, losses and shares of the largest gradient are compared absolutely, because
+# they may be differences of larger numbers
+EXACT = 1e-10  # for float64, where only rounding is this small
 
 
 class Recorded:
@@ -47,7 +47,7 @@ class Recorded:
 
     @cached_property
     def steps(self) -> list["Step"]:
-        """The steps, each as its ranks have seen it."""
+        """The steps, as all ranks recorded them."""
         together = zip(*(rank["steps"] for rank in self.ranks), strict=False)
         return [Step(number, list(ranks)) for number, ranks in enumerate(together)]
 
@@ -250,7 +250,7 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
 
 
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
-    """Weights and buffers that differ at the end."""
+    """Yield the weights and buffers that differ at the end."""
     for name in {*reference.weights, *way.weights}:
         if name not in reference.weights or name not in way.weights:
             yield Parting(name, "there in one of them only")
@@ -260,7 +260,7 @@ def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Itera
             yield Parting(name, f"{tuple(here.shape)}, {tuple(there.shape)} in the reference")
         elif here.numel():
             size = float(((here - there).abs() / there.abs().clamp(min=1)).max())
-            if not size <= tolerance:  # or not finite in one of them
+            if not size <= tolerance:  # or not finite in one run
                 yield Parting(name, f"differs by up to {size:.2g}", math.inf if math.isnan(size) else size)
     for rank, recorded in enumerate(way.ranks):
         for name in way.ranks[0]["parameters"]:
@@ -289,7 +289,7 @@ def _metrics(ours: Mapping[str, float], theirs: Mapping[str, float], where: str,
 
 
 def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
-    """State of optimizers and schedulers on rank zero, by their norms."""
+    """Compare the optimizers' and schedulers' state on rank zero by norms."""
     ours, theirs = ({name: each.ranks[0][name] for name in ("optimizers", "schedulers")} for each in (way, reference))
     for path, here, there in _leaves(ours, theirs, ""):
         size = apart(here, there) if isinstance(here, float | int) and isinstance(there, float | int) else math.inf

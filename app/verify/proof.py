@@ -19,7 +19,7 @@ from app.verify.verdict import Remedied, Result, Verdict
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
-MAY_BE_ROUNDING = 1e-2  # a first difference that is larger than this is none, in 16 bits either
+MAY_BE_ROUNDING = 1e-2  # a larger first difference is not rounding, not even in 16 bits
 NUMBERS = ("loss", "gradients", "weights")
 UNUSED = re.compile("find_unused_parameters|finished reduction")
 
@@ -117,13 +117,13 @@ class Prover:
         return ways | self.settings.ways, left_out
 
     def run(self) -> Verdict:
-        """Run everything.
+        """Run all variants.
 
         Raises:
             UserError: When the reference cannot be run, or `fit` rejects a variant's flags.
         """
         flags, skipped = self.ways()
-        for name, more in flags.items():  # before anything runs
+        for name, more in flags.items():  # reject wrong flags before anything runs
             self.variant(name, more)
         reference = self._run(REFERENCE, ALONE)
         if reference.recorded is None:
@@ -147,7 +147,7 @@ class Prover:
         """
         variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
-            variant.lacking = None  # replicas that share cores are slow, but the same
+            variant.lacking = None  # replicas may share cores: slow, but the same training
         return variant
 
     def _run(

@@ -28,7 +28,7 @@ FOLDER = "recording"  # in the directory of the run: rank_N.json of each rank, w
 
 @expects("torch.utils._python_dispatch:TorchDispatchMode")
 class Operations(TorchDispatchMode):
-    """Records each operation's module, name and output, by digests of the samples, or of the whole.
+    """Dispatch mode that records each operation's module and name, and digests of its output.
 
     Args:
         samples: Number of samples of the batch.
@@ -49,7 +49,7 @@ class Operations(TorchDispatchMode):
 
 
 class Recording(Callback):
-    """Writes down samples, learning rates, losses, gradients and evaluations; ends training after some steps.
+    """Records samples, learning rates, losses, gradients and evaluations; ends training after some steps.
 
     Args:
         steps: Optimizer steps after which training ends.
@@ -60,10 +60,10 @@ class Recording(Callback):
     def __init__(self, steps: int, epoch_steps: int, bits: bool = False) -> None:
         self.steps, self.epoch_steps, self.bits = steps, epoch_steps, bits
         self.record: dict[str, Any] = {"steps": [], "evaluation": {}, "metrics": {}}
-        self._step: dict[str, Any] | None = None  # between two updates
+        self._step: dict[str, Any] | None = None  # the current step
         self._random = torch.empty(0)
         self._scale = 0.0
-        self._before: dict[str, float] = {}  # metrics, when the last validation began
+        self._before: dict[str, float] = {}  # metrics at the start of the last validation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Watch the operations of `training_step`."""
@@ -94,13 +94,13 @@ class Recording(Callback):
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
-            if trainer.val_check_batch == float("inf"):  # of data without a length, which Lightning validates by this
+            if trainer.val_check_batch == float("inf"):  # data without a length: Lightning validates at this limit
                 trainer.limit_train_batches = batches
             elif trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, batches)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the samples of a batch."""
+        """Record the samples of a batch."""
         if self._step is None or self._step["epoch"] != trainer.current_epoch:
             self._step = {"epoch": trainer.current_epoch, "samples": [], "labels": [], "losses": []}
         samples, labels = contents(trainer.train_dataloader, batch, batch_idx)
@@ -109,8 +109,8 @@ class Recording(Callback):
         self._random = torch.get_rng_state()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Note learning rates and gradients, as they have been reduced, before they are clipped."""
-        if self._step is None:  # not within a batch
+        """Record learning rates and gradients, after the reduction and before clipping."""
+        if self._step is None:  # outside a batch
             return
         for group in optimizer.param_groups:
             self._step.setdefault("rates", []).append(float(group.get("lr") or 0.0))
@@ -123,9 +123,9 @@ class Recording(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the loss; end training after the last step."""
+        """Record the loss; end training after the last step."""
         step = self._step
-        if step is None:  # the collate function gave nothing
+        if step is None:  # the collate function returned None
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # Lightning has divided it by the number of batches that are accumulated
@@ -138,11 +138,13 @@ class Recording(Callback):
         scale = scale_of(trainer)
         step["skipped"], self._scale = scale < self._scale, scale
         self.record["steps"].append(step)
-        if trainer.global_step // max(len(trainer.optimizers), 1) >= self.steps:  # it counts the steps of each
+        if (
+            trainer.global_step // max(len(trainer.optimizers), 1) >= self.steps
+        ):  # global_step counts the steps of every optimizer
             stop_training(trainer, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin another evaluation: the last one counts."""
+        """Drop the previous evaluation: the last one counts."""
         self.record["evaluation"] = {}
         self._before = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -230,7 +232,7 @@ def unpadded(sample: Tensor) -> Tensor:
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, whatever holds them."""
+    """Yield the tensors of a batch, in nested containers, too."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -264,7 +266,7 @@ def sizes(state: Any) -> Any:
 
 
 def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
-    """Class, interval and numbers of each learning-rate scheduler."""
+    """Return class, interval and numbers of each learning-rate scheduler."""
     return [
         {
             "class": type(config.scheduler).__name__,
@@ -297,7 +299,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Numbers and tensors that the model's parts and the user's callbacks keep in attributes, by their names."""
+    """Return numbers and tensors in attributes of submodules and of the user's callbacks, by name."""
     owners: list[tuple[str, Any]] = [
         (name, each) for name, each in module.named_modules() if not isinstance(each, Metric)
     ]
