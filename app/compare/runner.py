@@ -84,18 +84,19 @@ class Runner:
 
     def _read(self, variant: Variant, repeat: int) -> Record:
         path = self.folder(variant, repeat) / "version_0" / "run.json"
-        if not path.exists():
-            return Record()
         try:
-            return Record.load(path)
+            return Record.load(path) if path.exists() else Record()
         except ValueError as error:
             print(f"{error}: it counts as not run", file=sys.stderr)
             return Record()
 
     def measured_at(self) -> str | None:
         """Return the time of the last run."""
-        runs = [(outcome.variant, repeat) for outcome in self.outcomes for repeat in outcome.records]
-        files = [self.folder(*run) / "version_0" / "run.json" for run in runs]
+        files = [
+            self.folder(outcome.variant, repeat) / "version_0" / "run.json"
+            for outcome in self.outcomes
+            for repeat in outcome.records
+        ]
         if not files:
             return None
         last = datetime.datetime.fromtimestamp(max(file.stat().st_mtime for file in files)).astimezone()
@@ -120,13 +121,14 @@ class Runner:
     def remaining_s(self) -> float | None:
         """Estimate the seconds of the missing runs from earlier ones; None before the first."""
         means = {
-            id(outcome): statistics.mean(record.wall_s or 0.0 for record in outcome.records.values())
+            outcome.variant.name: statistics.mean(record.wall_s or 0.0 for record in outcome.records.values())
             for outcome in self.outcomes
             if outcome.records
         }
         if not means:
             return None
-        left = sum(means.get(id(outcome), statistics.mean(means.values())) for _, outcome in self.todo())
+        usual = statistics.mean(means.values())
+        left = sum(means.get(outcome.variant.name, usual) for _, outcome in self.todo())
         return max(left - (time.monotonic() - self.running[2] if self.running else 0.0), 0.0)
 
     def run(self) -> None:
