@@ -78,7 +78,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         yield "folder", str(trainer.logger.log_dir)
     for logger in trainer.loggers:
         if isinstance(logger, Tracker):
-            yield "tracked", logger.live()
+            yield "tracked", logger.where()
 
 
 VERBS = {"train": "train", "val": "validate"}

@@ -67,7 +67,7 @@ class StepClock(Callback):
         self._seen = 0
         self._phases: list[dict[str, float]] = []
         self._profiler: _PhaseProfiler | None = None
-        self._ended_now = False
+        self._cuda = False
 
     # -- watchdog -------------------------------------------------------------------------------------------
 
@@ -98,8 +98,8 @@ class StepClock(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock, and register gradient hooks. Collective."""
-        cuda = trainer.strategy.root_device.type == "cuda"
-        self._now, self._seconds = (_recorded, _since_first) if cuda else (time.perf_counter, list)
+        self._cuda = trainer.strategy.root_device.type == "cuda"
+        self._now, self._seconds = (_recorded, _since_first) if self._cuda else (time.perf_counter, list)
         self._ready = self._averaged = self._began = self._waited_since = self._now()
         self._steps, self._last_window, self._accumulated = [], [], trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
@@ -160,14 +160,14 @@ class StepClock(Callback):
             self._last_window, whole, self._steps = self._steps, self._last_window, []
             self.ranks.share(trainer, self._seconds(whole))
         self._seen += 1
-        if self._seen <= self.skipped + self.window + 1:
+        if self._seen <= self.skipped + self.window:
             self._profile(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Share the last times. Collective."""
         self._unhook()
         self._end_profile()
-        if trainer.strategy.root_device.type == "cuda":
+        if self._cuda:
             torch.cuda.synchronize(trainer.strategy.root_device)
         self.ranks.share(trainer, self._seconds(self._last_window + self._steps))
         self.ranks.share(trainer, [])
@@ -181,8 +181,8 @@ class StepClock(Callback):
 
     @property
     def timing(self) -> bool:
-        """Whether the clock has slowed the step that ends now: only on a GPU."""
-        return self._ended_now or (self._profiler is not None and self._profiler.cuda)
+        """Whether the clock may have slowed the step that ends now: only on a GPU."""
+        return self._cuda and self._seen <= self.skipped + self.window
 
     @property
     def time_per_step(self) -> Phases | None:
@@ -195,11 +195,9 @@ class StepClock(Callback):
 
     def _profile(self, trainer: Trainer) -> None:
         """End a profiled step; begin after the first steps, and end after the last."""
-        self._ended_now = False
         if self._profiler is not None:
             self._phases.append(self._profiler.take())
             if len(self._phases) == self.window:
-                self._ended_now = self._profiler.cuda
                 self._end_profile()
         elif self._seen == self.skipped and type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
             self._profiler = _PhaseProfiler(trainer, self._wait)
