@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=110)  # a pipe has no width
     folder = Path(options.root, "compare", str(experiment.name))
     fingerprint = _fingerprint(experiment, variants, options.wandb)
-    name, new = _version(folder, fingerprint, options.fresh)
+    name = _version(folder, fingerprint, options.fresh)
     folder /= name
     group = f"{experiment.name}/{name}"
     tracking = ["--run.group", group] if options.wandb else ["--run.wandb", "off"]
@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
     if options.dry_run:
         _announce(runner, console)
         return 0
-    if new:
+    if not (folder / "experiment.json").exists():
         write_json(folder / "experiment.json", asdict(experiment) | fingerprint)
     head: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "app", "compare", *arguments]),
@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
     if head["load"] > usable_cores() / 4:
         print_(f"warning: the load average is {head['load']:.1f}: what else runs here will disturb the figures")
     try:
-        _Screen(console).follow(runner)
+        _Screen(console, runner).follow()
     finally:
         head["date"] = runner.measured_at()
         short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder)
@@ -149,19 +149,18 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
     }
 
 
-def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> tuple[str, bool]:
-    """Choose the report's directory, and say whether it is new: the newest one where its fingerprint is the same."""
+def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
+    """Choose the report's directory: the newest one if its fingerprint is the same, else a new one."""
     version = next_version(str(folder.parent), folder.name)
     newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
     if fresh or not (newest / "experiment.json").exists():
-        return version, True
+        return version
     try:
         earlier = read_json(newest / "experiment.json")
     except ValueError as error:
         print(f"{error}: a new report begins", file=sys.stderr)
-        return version, True
-    same = all(earlier.get(key) == value for key, value in fingerprint.items())
-    return (newest.name, False) if same else (version, True)
+        return version
+    return newest.name if earlier.items() >= fingerprint.items() else version
 
 
 def _announce(runner: Runner, console: Console) -> None:
@@ -179,30 +178,28 @@ def _announce(runner: Runner, console: Console) -> None:
 class _Screen:
     """Prints each command, and a line for each run that ended; a terminal also shows the current run."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, runner: Runner) -> None:
+        self.console, self.runner = console, runner
         self.began = time.monotonic()
         self.printed: set[tuple[Any, ...]] = set()
 
-    def follow(self, runner: Runner) -> None:
+    def follow(self) -> None:
         """Run the experiment."""
         with working(self.console) as self.activity:
-            runner.show = self._show
-            runner.run()
+            self.runner.show = self._show
+            self.runner.run()
 
-    def _print_once(self, key: tuple[Any, ...], line: str, **style: str) -> None:
+    def _print_once(self, key: tuple[Any, ...], line: str, style: str | None = None) -> None:
         if key not in self.printed:
             self.printed.add(key)
-            self.console.print(line, highlight=False, soft_wrap=True, markup=False, **style)  # type: ignore[arg-type]
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False, style=style)
 
-    def _show(self, runner: Runner) -> None:
-        repeats = runner.experiment.repeats
+    def _show(self) -> None:
+        runner, repeats = self.runner, self.runner.experiment.repeats
         if runner.running is not None:
-            outcome, repeat, _ = runner.running
-            name, record = outcome.variant.name, runner.progress()
-            self._print_once((name,), runner.commands(outcome.variant, repeat), style="dim")
-            epoch = f"epoch {len(record.epochs) + 1} of {record.max_epochs or '?'}" if record.run_dir else "starting"
-            self.activity(escape(f"{name}: run {repeat} of {repeats}, {epoch}"))
+            variant, repeat = runner.running[0].variant, runner.running[1]
+            self._print_once((variant.name,), runner.commands(variant, repeat), "dim")
+            self.activity(escape(f"{variant.name}: run {repeat} of {repeats}"))
         left = runner.remaining_s()
         times = f"{_clock(time.monotonic() - self.began)} elapsed"
         times += "" if left is None else f", about {_clock(left)} left"

@@ -50,18 +50,15 @@ class Runner:
         variants: Its variants.
         directory: Directory of the runs.
         more: Arguments for every run that do not change its training, such as those of the tracker.
+
+    Attributes:
         show: Called whenever something changes, and twice a second during a run.
+        running: The current outcome, its repeat, and the time of its start; None between runs.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        variants: list[Variant],
-        directory: Path,
-        more: list[str],
-        show: Callable[["Runner"], None] = lambda runner: None,
-    ) -> None:
-        self.experiment, self.directory, self.show = experiment, directory, show
+    def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
+        self.experiment, self.directory = experiment, directory
+        self.show: Callable[[], None] = lambda: None
         flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # such a run is measured, too
         self.more = [part for name, value in flags.items() for part in (f"--run.{name}", str(value))] + more
         self.outcomes = [Outcome(variant) for variant in variants]
@@ -101,10 +98,6 @@ class Runner:
             return None
         last = datetime.datetime.fromtimestamp(max(file.stat().st_mtime for file in files)).astimezone()
         return last.isoformat(timespec="seconds")
-
-    def progress(self) -> Record:
-        """Return the current run's record so far."""
-        return self._read(self.running[0].variant, self.running[1]) if self.running else Record()
 
     def commands(self, variant: Variant, repeat: int) -> str:
         """Write the command lines of one run, a line for each node."""
@@ -147,14 +140,14 @@ class Runner:
                 self.running = None
                 if outcome.status == "running":
                     outcome.status = "measured" if len(outcome.records) == self.experiment.repeats else "waiting"
-                self.show(self)
+                self.show()
 
     def _run_one(self, outcome: Outcome, repeat: int) -> None:
         variant, limit = outcome.variant, self.experiment.time_limit
         folder = self.folder(variant, repeat)
         shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
         flags = [*variant.arguments[1:], *self.more]
-        record = run_fit(flags, limit, folder, variant.nodes(), lambda: self.show(self))
+        record = run_fit(flags, limit, folder, variant.nodes(), self.show)
         if record.status == "completed":
             outcome.records[repeat] = record
             if record.throughput.median is None:

@@ -75,11 +75,12 @@ class RankTimes:
     @property
     def ranks(self) -> list[RankTime]:
         """Each rank's median milliseconds over the shared windows."""
-        columns = torch.tensor(list(self._windows)).permute(1, 2, 0).tolist() if self._windows else []
-        medians = [[round(1000 * statistics.median(times), 4) for times in parts[:3]] for parts in columns]
+        if not self._windows:
+            return []
+        medians = (1000 * np.median(list(self._windows), axis=0)).round(4).tolist()  # (ranks, figures)
         return [
             RankTime(rank, node, data, compute, wait, self._is_slow(rank))
-            for rank, ((node, _), (data, compute, wait)) in enumerate(zip(self.places, medians, strict=False))
+            for rank, ((node, _), (data, compute, wait, _)) in enumerate(zip(self.places, medians, strict=False))
         ]
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
