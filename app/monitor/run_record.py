@@ -111,7 +111,6 @@ class RunRecord(Callback):
         self._rates: list[tuple[float, float, bool]] = []  # per window: samples/s, samples per step, profiled
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
-        self._windows = 0
         self._begin_window(0.0)
 
     # -- the run as a whole ---------------------------------------------------------------------------------
@@ -145,7 +144,6 @@ class RunRecord(Callback):
                 self.record = Record.load(path)
             if self.record.parts:
                 self._before = self.record.course
-                self.record.course = records.Course()
         self.path = path
         for name, value in resolved_configuration(trainer).items():
             setattr(self.record, name, value)
@@ -262,8 +260,7 @@ class RunRecord(Callback):
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
         now = _time_when_done(trainer)
-        first = not self._windows and not self._warmup_epochs
-        self._windows += 1
+        first = self.rate is None and not self._warmup_epochs
         self.rate = self._window_samples / (now - self._window_start)
         self._epoch_rates.append(self.rate)
         assert self._first_step is not None
@@ -319,12 +316,15 @@ class RunRecord(Callback):
 
     def time_left(self, trainer: Trainer) -> float | None:
         """Estimate the seconds to the end of training, validations included; None if the end is open."""
-        done, epochs, steps = _batches(trainer), trainer.max_epochs, trainer.max_steps
-        ends = [epochs * trainer.num_training_batches] if epochs is not None and epochs > 0 else []
-        ends += [steps * trainer.accumulate_grad_batches] if steps > 0 else []
-        if self._first_step is None or not ends or min(ends) == math.inf or done <= self._first_batch:
+        done, since = _batches(trainer), self._first_step
+        limits = (
+            (trainer.max_epochs or -1) * trainer.num_training_batches,
+            trainer.max_steps * trainer.accumulate_grad_batches,
+        )
+        end = min((limit for limit in limits if limit > 0), default=math.inf)
+        if since is None or end == math.inf or done <= self._first_batch:
             return None
-        return (min(ends) - done) * (time.perf_counter() - self._first_step) / (done - self._first_batch)
+        return (end - done) * (time.perf_counter() - since) / (done - self._first_batch)
 
     def _measure(self, trainer: Trainer) -> None:
         """Update loop, times, throughput, losses and checkpoints."""
@@ -334,12 +334,15 @@ class RunRecord(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):
                 record.not_finite_since, record.skipped_steps = callback.since, callback.skipped
-        earlier = sum(part.train_s or 0.0 for part in record.parts)
-        record.course.samples_per_s = _continued(self._before.samples_per_s, self._course.points, earlier)
+        memory: list[list[float]] = []
         if self._clock is not None:
             ranks = self._clock.ranks
-            record.ranks, record.others_cores = ranks.ranks, ranks.others_cores
-            record.course.memory_gib = _continued(self._before.memory_gib, ranks.memory.points, earlier)
+            record.ranks, record.others_cores, memory = ranks.ranks, ranks.others_cores, ranks.memory.points
+        earlier = sum(part.train_s or 0.0 for part in record.parts)
+        record.course = records.Course(
+            _continued(self._before.samples_per_s, self._course.points, earlier),
+            _continued(self._before.memory_gib, memory, earlier),
+        )
         record.steps, record.threads = trainer.global_step, torch.get_num_threads()
         record.steps_per_epoch = trainer.num_training_batches
         if self._first_step is not None:
