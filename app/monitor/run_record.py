@@ -317,11 +317,9 @@ class RunRecord(Callback):
     def time_left(self, trainer: Trainer) -> float | None:
         """Estimate the seconds to the end of training, validations included; None if the end is open."""
         done, since = _batches(trainer), self._first_step
-        limits = (
-            (trainer.max_epochs or -1) * trainer.num_training_batches,
-            trainer.max_steps * trainer.accumulate_grad_batches,
-        )
-        end = min((limit for limit in limits if limit > 0), default=math.inf)
+        by_epochs = (trainer.max_epochs or -1) * trainer.num_training_batches
+        by_steps = trainer.max_steps * trainer.accumulate_grad_batches
+        end = min((limit for limit in (by_epochs, by_steps) if limit > 0), default=math.inf)
         if since is None or end == math.inf or done <= self._first_batch:
             return None
         return (end - done) * (time.perf_counter() - since) / (done - self._first_batch)
