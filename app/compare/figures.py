@@ -182,9 +182,8 @@ def _coinciding(lines: dict[str, pd.DataFrame], groups: list[list[str]]) -> str:
         return "Training loss against epochs"
     largest = max(float((lines[name]["loss"] - lines[group[0]]["loss"]).abs().max()) for name in group)
     by = f"largest difference {largest:.0e}".replace("e-0", "e-") if largest else "to the last digit"
-    if len(group) == count:
-        return f"{'Both' if count == 2 else f'All {count}'} loss curves coincide ({by})"
-    return f"{len(group)} of {count} loss curves coincide, {_short(group[0])}'s among them ({by})"
+    several = f"{len(group)} of {count}" if len(group) < count else "Both" if count == 2 else f"All {count}"
+    return f"{several} loss curves coincide ({by})"
 
 
 def _loss(

@@ -31,6 +31,7 @@ from app.system.files import open_file, whole, write_text
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.wandb_patches import forget_run, skip_launch_inputs
 
+Prediction = tuple[Tensor, str, str, float]  # image (C, H, W), label, predicted class, its probability
 PROBE_TIMEOUT = 3  # seconds to wait for a server's first answer
 MODES = ("off", "offline", "online")  # of the tracker, the most private one first
 WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
@@ -204,11 +205,7 @@ class Tracker(WandbLogger):
 
     @_never_fatal
     def log_test_figures(
-        self,
-        matrix: list[list[int]],
-        names: list[str],
-        wrong: list[tuple[Tensor, str, str, float]],
-        pictures: list[Path],
+        self, matrix: list[list[int]], names: list[str], wrong: list[Prediction], pictures: list[Path]
     ) -> None:
         """Log the confusion matrix, the table of the most confidently wrong images, and their pictures."""
         import wandb
