@@ -24,7 +24,7 @@ from app.errors import UserError, nearest
 from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
-from app.monitor.loggers import Tracker, make_loggers, next_version, tracking_mode
+from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
 from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
 from app.system.terminal import working
@@ -93,13 +93,12 @@ def run(arguments: list[str]) -> int:
         print_(f"\nreport  {folder}/report.html, report.md, results.csv, results.json")
     if options.wandb:
         project = variants[0].settings.run.project
-        for tracker in make_loggers(folder, tracking_mode(None), project, group, ["summary"]):
-            if isinstance(tracker, Tracker):
-                tracker.log_comparison(table, pictures)
-                tracker.finish()
-                where, runs = tracker.where(), shlex.quote(str(folder))
-                upload = f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
-                print_(f"tracked  {upload if where.startswith('offline') else where}")
+        for tracker in trackers(make_loggers(folder, tracking_mode(None), project, group, ["summary"])):
+            tracker.log_comparison(table, pictures)
+            tracker.finish()
+            where, runs = tracker.where(), shlex.quote(str(folder))
+            upload = f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
+            print_(f"tracked  {upload if where.startswith('offline') else where}")
     if not any(outcome.records for outcome in runner.outcomes):
         reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
         raise UserError(f"nothing could be measured: {'; '.join(reasons)}")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from app.data.module import ImageData
 from app.modules import ImageClassifier
-from app.monitor.loggers import Tracker
+from app.monitor.loggers import trackers
 from app.monitor.run_record import resolved_configuration
 from app.record import Record
 from app.record.words import batch, threads, way_of_running
@@ -76,9 +76,8 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
     yield "precision", str(record.precision)
     if trainer.logger is not None:  # `trainer.log_dir` is collective
         yield "folder", str(trainer.logger.log_dir)
-    for logger in trainer.loggers:
-        if isinstance(logger, Tracker):
-            yield "tracked", logger.where()
+    for tracker in trackers(trainer.loggers):
+        yield "tracked", tracker.where()
 
 
 VERBS = {"train": "train", "val": "validate"}

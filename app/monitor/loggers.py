@@ -7,7 +7,7 @@ import re
 import shlex
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
@@ -235,6 +235,11 @@ class Tracker(WandbLogger):
             rank_zero_info(f"Weights & Biases has not taken all of the run: {one_line(str(error))}")
 
 
+def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
+    """Return the loggers of Weights & Biases that this application made."""
+    return [logger for logger in loggers if isinstance(logger, Tracker)]
+
+
 class MetricsFile(CSVLogger):
     """Lightning's CSV logger for a training that may resume, on a disk that may be full.
 
@@ -336,9 +341,8 @@ class SaveConfig(SaveConfigCallback):
                 file.write(self.text.encode())
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}): give another --run.root") from error
-        for logger in trainer.loggers:
-            if isinstance(logger, Tracker):
-                logger.log_hyperparams(yaml.safe_load(self.text))
+        for tracker in trackers(trainer.loggers):
+            tracker.log_hyperparams(yaml.safe_load(self.text))
 
 
 def next_version(root: str, name: str, what: str = "version") -> str:

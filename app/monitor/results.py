@@ -15,7 +15,7 @@ from app.data.sources import Split
 from app.errors import UserError
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
-from app.monitor.loggers import Tracker
+from app.monitor.loggers import trackers
 from app.system.files import whole
 
 
@@ -114,9 +114,8 @@ class TestFigures(Callback):
         except OSError as error:
             rank_zero_info(f"{directory}: the test's pictures cannot be written there ({error.strerror})")
         kept = [path for path in pictures[: 1 + self.track] if path.exists()]
-        for logger in trainer.loggers:
-            if isinstance(logger, Tracker):
-                logger.log_test_figures(matrix.tolist(), names, rows if self.track else [], kept)
+        for tracker in trackers(trainer.loggers):
+            tracker.log_test_figures(matrix.tolist(), names, rows if self.track else [], kept)
 
 
 def _write_table(path: Path, lines: list[list[Any]]) -> None:

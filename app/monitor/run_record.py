@@ -28,7 +28,7 @@ from app.loop.lightning_step_patches import EpochLoop
 from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier, log_window
 from app.monitor.course import Course
-from app.monitor.loggers import MetricsFile, Tracker
+from app.monitor.loggers import MetricsFile, trackers
 from app.monitor.nonfinite import NonFinite
 from app.monitor.step_clock import StepClock, phases_of_windows
 from app.monitor.summary import epoch_line
@@ -148,7 +148,7 @@ class RunRecord(Callback):
         for name, value in resolved_configuration(trainer).items():
             setattr(self.record, name, value)
         self.record.status, self.record.run_dir = "running", directory
-        self.record.tracker = next((logger.id for logger in trainer.loggers if isinstance(logger, Tracker)), None)
+        self.record.tracker = next((tracker.id for tracker in trackers(trainer.loggers)), None)
         self._write()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -159,9 +159,8 @@ class RunRecord(Callback):
         self.record.status = "interrupted" if signal else "completed"
         self.record.error = f"by {signal}" if signal else None
         self._write()
-        for logger in trainer.loggers:
-            if isinstance(logger, Tracker):
-                logger.log_record(self.record)
+        for tracker in trackers(trainer.loggers):
+            tracker.log_record(self.record)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record why the run ended. No collective call: the other ranks may be gone."""

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger
 
 from app.launch.cluster_environment import OWN_AGENT
 from app.launch.process import trust_flags
-from app.monitor.loggers import Tracker
+from app.monitor.loggers import trackers
 from app.monitor.rank_times import slow_ranks
 from app.record import Epoch, Metrics, Record
 from app.record.words import duration, percent
@@ -59,9 +59,8 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
             yield f"slow            {slow}: the others wait for it in every step"
     kept = sorted(path.name for path in directory.iterdir() if path.name != "wandb")
     yield f"files           {directory}: {', '.join(kept)}"
-    for logger in loggers:
-        if isinstance(logger, Tracker):
-            yield f"tracked         {logger.where()}"
+    for tracker in trackers(loggers):
+        yield f"tracked         {tracker.where()}"
     if fitted and record.checkpoint.last:
         again = shlex.join([*trust_flags(), "--config", f"{directory}/config.yaml"])
         alone = record.num_nodes == 1 and all(launcher.startswith(OWN_AGENT) for launcher in record.launchers)
