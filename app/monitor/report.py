@@ -3,7 +3,7 @@
 import csv
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -106,29 +106,23 @@ def headline(record: Record, tested: int) -> str:
     return f"{result} after {after} ({way_of_running(record)})"
 
 
-def _facts(record: Record) -> Iterator[tuple[str, str]]:
-    """Yield the settings and the hardware that the record has."""
-    model, data, machine = record.model, record.data, record.hardware
-    if model:
-        yield "network", f"{model.name}, {model.parameters:,} parameters"
-    if data:
-        kinds = {"train": "training", "val": "validation", "test": "test"}
-        images = [f"{data.images[name]:,} {kind}" for name, kind in kinds.items() if data.images.get(name)]
-        yield "images", f"{data.name}: {', '.join(images)}; {data.classes} classes"
-    if record.strategy:
-        yield "way of running", f"{way_of_running(record)}, {threads(record)}"
-    if record.global_batch_size:
-        yield "batch", batch(record)
-    if record.precision:
-        yield "precision", record.precision
-    if record.train_s is not None and record.setup_s is not None:
-        yield "time", f"{record.train_s:,.1f} s of training, {record.setup_s:,.1f} s of set-up"
-    if record.resumed_from:
-        yield "resumed from", record.resumed_from
-    if machine:
-        yield "hardware", "; ".join([f"{machine.cpu}, {machine.cores} cores", *machine.gpus])
-    if record.versions:
-        yield "versions", ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
+def _facts(record: Record) -> list[tuple[str, str]]:
+    """Return the settings and the hardware that the record has."""
+    model, data, machine, trained, setup = record.model, record.data, record.hardware, record.train_s, record.setup_s
+    kinds = {"train": "training", "val": "validation", "test": "test"}
+    counts = [f"{data.images[name]:,} {kind}" for name, kind in kinds.items() if data.images.get(name)] if data else []
+    facts = {
+        "network": model and f"{model.name}, {model.parameters:,} parameters",
+        "images": data and f"{data.name}: {', '.join(counts)}; {data.classes} classes",
+        "way of running": record.strategy and f"{way_of_running(record)}, {threads(record)}",
+        "batch": record.global_batch_size and batch(record),
+        "precision": record.precision,
+        "time": setup and trained is not None and f"{trained:,.1f} s of training, {setup:,.1f} s of set-up",
+        "resumed from": record.resumed_from,
+        "hardware": machine and "; ".join([f"{machine.cpu}, {machine.cores} cores", *machine.gpus]),
+        "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items() if version),
+    }
+    return [(name, str(text)) for name, text in facts.items() if text]
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------
