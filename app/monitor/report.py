@@ -251,7 +251,7 @@ def draw_most_wrong(rows: list[tuple[Tensor, str, str, float]], path: Path) -> N
     for cell, (image, label, predicted, confidence) in enumerate(rows):
         centre, bottom = (cell % columns + 0.5) * width, (lines - cell // columns - 1) * height + 0.05
         high, wide = (side * length / max(image.shape[1:]) for length in image.shape[1:])
-        pixels = image.expand(3, -1, -1).permute(1, 2, 0)
+        pixels = image[:3].expand(3, -1, -1).permute(1, 2, 0)
         axes.imshow(pixels, extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high))
         caption = f"{label}\npredicted {predicted}, {confidence:.0%}"
         # this grey shows on paper and on a dark screen
