@@ -149,7 +149,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
-    """Choose the report's directory: the newest one if its fingerprint is the same, else a new one."""
+    """Choose the report's directory: the newest one if its fingerprint is equal, else a new one."""
     version = next_version(str(folder.parent), folder.name)
     newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
     if fresh or not (newest / "experiment.json").exists():
@@ -163,7 +163,7 @@ def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
 
 
 def _announce(runner: Runner, console: Console) -> None:
-    """Print the commands, and how long they will take if that is known."""
+    """Print the commands, and the longest time that they may take."""
     for outcome in runner.outcomes:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")

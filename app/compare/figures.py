@@ -27,7 +27,7 @@ class Picture(NamedTuple):
 
     Attributes:
         title: The observation, or else the content.
-        alt: The content, for readers who do not see it.
+        alt: The content in words, for screen readers.
         paint: Fills its axes.
         width: Inches.
         height: Inches.
@@ -41,13 +41,13 @@ class Picture(NamedTuple):
 
 
 def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, taken: str | None) -> dict[str, Picture]:
-    """List the pictures for which there are figures, by their names.
+    """Return the pictures whose figures were measured, by name.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
         outcomes: The variants and their runs.
-        baseline: The variant that the ideal is computed from.
-        taken: The variant that is recommended.
+        baseline: The variant from which the ideal is computed.
+        taken: The recommended variant.
     """
     rows, found = ranked(table), {}
     bars = 1.3 + 0.3 * len(rows)

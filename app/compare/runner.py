@@ -105,7 +105,7 @@ class Runner:
         return " &\n".join(map(str, fit_commands(flags, self.folder(variant, repeat), variant.nodes())))
 
     def todo(self) -> Iterator[tuple[int, Outcome]]:
-        """List the missing runs in turn: A B C, A B C. A variant that failed is not tried again."""
+        """List the missing runs in turn: A B C, A B C. A failed variant is not retried."""
         for repeat in range(1, self.experiment.repeats + 1):
             for outcome in self.outcomes:
                 if repeat not in outcome.records and outcome.status in ("waiting", "running"):

@@ -314,7 +314,7 @@ class MetricsFile(CSVLogger):
 
 
 class RateMonitor(LearningRateMonitor):
-    """Lightning's monitor of the learning rate, which asks on each step whether to log only where it may."""
+    """Lightning's learning-rate monitor without its check on every step, unless it logs per step."""
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Log the learning rate of a step."""
@@ -328,7 +328,7 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False)
-        # 200 kB to hand to each process of ddp_spawn: more than a pipe holds, so that they would start in turn
+        # 200 kB for each process of ddp_spawn: more than a pipe holds, so processes would start one by one
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -346,16 +346,16 @@ class SaveConfig(SaveConfigCallback):
 
 
 def next_version(root: str, name: str, what: str = "version") -> str:
-    """Name the first free `version_N` under `root/name`, from 0 on; or of something else, from 1 on."""
+    """Name the first free `version_N` under `root/name`, counted from 0; other names count from 1."""
     taken = [re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")]
     return f"{what}_{max((int(match[1]) for match in taken if match), default=-(what == 'version')) + 1}"
 
 
 def claim_version(folder: Path, what: str = "version") -> Path:
-    """Make the first free `version_N` in a folder, which no other run that starts now gets.
+    """Create the first free `version_N` in a folder; runs that start at once get different ones.
 
     Raises:
-        UserError: When no folder can be made there.
+        UserError: When the folder cannot be created.
     """
     for attempt in range(100):
         directory = folder / next_version(str(folder.parent), folder.name, what)

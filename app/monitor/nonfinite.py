@@ -1,4 +1,4 @@
-"""Notices a loss that is infinite or NaN, without a read of the device between two logging windows."""
+"""Detects an infinite or NaN loss with one device read per logging window."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +55,7 @@ class NonFinite(Callback):
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the rest of the epoch."""
+        """Check the rest of the epoch."""
         self._look(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:

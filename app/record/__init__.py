@@ -277,7 +277,7 @@ class Record(Part):
 
 
 def mark_failed(directory: str, reason: str) -> None:
-    """Record why a run failed, for one whose own processes could not or saw only the consequence.
+    """Record why a run failed, because its own processes could not or saw only the consequence.
 
     Args:
         directory: The run's directory.
