@@ -242,16 +242,16 @@ class _PhaseProfiler(PassThroughProfiler):
         self.trainer, self.wait, self.device = trainer, wait, trainer.strategy.root_device
         self.cuda = self.device.type == "cuda"
         self._begun: dict[str, float] = {}
-        self._replicas: list[float] = []
+        self._marks: list[float] = []  # dp: start of the forward, then each replica's start and end
         self._before, trainer.profiler = trainer.profiler, self  # type: ignore[attr-defined]
         self._handles = [each.register_step_post_hook(self._on_stepped) for each in trainer.optimizers]
         strategy, module = trainer.strategy, trainer.lightning_module
         if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
             assert strategy.replica is not None
             self._handles += [
-                module.register_forward_pre_hook(self._on_scatter),
-                strategy.replica.register_forward_pre_hook(self._on_replica),
-                strategy.replica.register_forward_hook(self._on_replica),
+                module.register_forward_pre_hook(self._mark),
+                strategy.replica.register_forward_pre_hook(self._mark),
+                strategy.replica.register_forward_hook(self._mark),
                 module.register_forward_hook(self._on_gathered),
             ]
         self.restart()
@@ -303,18 +303,15 @@ class _PhaseProfiler(PassThroughProfiler):
         if "optimizer" in self._begun and not captured:
             self._spent["optimizer"] += self.now() - self._begun.pop("optimizer")
 
-    def _on_scatter(self, *_: Any) -> None:
-        if self.trainer.training:
-            self._begun["dp"], self._replicas = self.now(), []
-
-    def _on_replica(self, *_: Any) -> None:
+    def _mark(self, *_: Any) -> None:
         if self.cuda:
             torch.cuda.synchronize()  # of this thread's device
-        self._replicas.append(time.perf_counter())
+        self._marks.append(time.perf_counter())
 
     def _on_gathered(self, *_: Any) -> None:
-        if "dp" in self._begun:
-            overhead = self.now() - self._begun.pop("dp") - (max(self._replicas) - min(self._replicas))
+        (began, *replicas), self._marks = self._marks, []
+        if self.trainer.training:
+            overhead = self.now() - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
             for phase in ("forward", "launch"):  # the module's forward is inside of the step's
                 self._spent[phase] -= overhead
