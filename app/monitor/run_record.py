@@ -84,7 +84,7 @@ class RunRecord(Callback):
     Args:
         command: The command line.
         warmup_epochs: Epochs without a throughput.
-        checkpoints: The callbacks of the best and the last checkpoint.
+        checkpoints: The callbacks of the best and the last checkpoint; by default the trainer's.
 
     Attributes:
         record: The record.
@@ -93,7 +93,7 @@ class RunRecord(Callback):
 
     rate: float | None = None
 
-    def __init__(self, command: str, warmup_epochs: int, checkpoints: Sequence[ModelCheckpoint]) -> None:
+    def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
         self._checkpoints = checkpoints
         self._started = float(os.environ.get(BEGAN, time.time()))
         self.path: Path | None = None
@@ -357,7 +357,8 @@ class RunRecord(Callback):
                 record.time_per_step = phases_of_windows(profiled, 1000 * statistics.median(batches) / median, rank)
         if losses := [row.train_loss for row in record.epochs]:
             record.train_loss = records.FirstToLast(losses[0], losses[(len(losses) - 1) // 2], losses[-1])
-        record.checkpoint = records.Checkpoints(*(callback.best_model_path or None for callback in self._checkpoints))
+        callbacks = self._checkpoints or [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        record.checkpoint = records.Checkpoints(*(callback.best_model_path or None for callback in callbacks[:2]))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch and collect every rank's memory."""
