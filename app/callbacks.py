@@ -19,30 +19,31 @@ class BatchShapes(Callback):
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, ...]] = set()
-        self._new: list[tuple[str, ...]] = []  # not yet printed
+        self._new: list[str] = []  # not yet printed
         self._replicas: dict[int, tuple[list[int], list[int]]] = {}
         self._handles: list[Any] = []
 
     def _watch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Register the hooks, once."""
+        if self._handles:
+            return
+
         def on_replica(replica: Any, args: Any, kwargs: Any, output: Any) -> None:
             self._replicas[replica.index] = _shapes(args, kwargs, output)
 
         def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or not output.ndim:
                 return  # DDP calls the whole training step through forward
-            gathered = bool(self._replicas)
             shapes = _shapes(args, kwargs, output)
-            replicas = self._replicas or {0: shapes}
             lines = [
                 f"rank {trainer.global_rank}, replica {index}: input {given} -> output {made}"
-                for index, (given, made) in sorted(replicas.items())
+                for index, (given, made) in sorted((self._replicas or {0: shapes}).items())
             ]
-            if gathered:
-                lines.append(f"gathered: {shapes[1]}")
+            lines += [f"gathered: {shapes[1]}"] * bool(self._replicas)
             self._replicas = {}
             if tuple(lines) not in self._seen:
                 self._seen.add(tuple(lines))
-                self._new.append(tuple(lines))
+                self._new += lines
                 if trainer.world_size == 1:
                     self._print(trainer)
 
@@ -51,21 +52,16 @@ class BatchShapes(Callback):
             assert trainer.strategy.replica is not None
             self._handles.append(trainer.strategy.replica.register_forward_hook(on_replica, with_kwargs=True))
 
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = _watch
+
     def _print(self, trainer: Trainer, pl_module: LightningModule | None = None) -> None:
         """Print new shapes of all ranks, in order of rank. Collective."""
-        for lines in (lines for rank in gather_objects(self._new) for lines in rank):
-            if trainer.is_global_zero:
+        for lines in gather_objects(self._new):
+            if trainer.is_global_zero and lines:
                 print("\n".join(lines), flush=True)
         self._new = []
 
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _print
-
-    on_fit_start = on_test_start = on_predict_start = _watch
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register the hooks, unless fit has."""
-        if not self._handles:
-            self._watch(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""

@@ -40,16 +40,11 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
 def told(*rows: dict[str, Any]) -> str:
     table = made_up(*rows)
     baseline = str(rows[0]["variant"])
-    return "\n".join([verdict(table, baseline).said, diverged(table) or "", *advice(table, baseline, 4)])
+    return "\n".join([verdict(table, baseline).said, *diverged(table), *advice(table, baseline, 4)])
 
 
 ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
 FOUR = {"variant": "four", "devices": 4, "samples_per_s": 3600.0}
-
-
-def test_advice_doubts_what_cannot_be() -> None:
-    assert "four: more than the ideal**" in told(ONE, FOUR | {"samples_per_s": 9000.0, "efficiency": 2.25})
-    assert "more than the ideal" not in told(ONE, FOUR | {"efficiency": 0.9})
 
 
 def test_advice_names_the_fastest() -> None:
@@ -109,9 +104,7 @@ def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
     two = FOUR | CPU | {"processes": 4}
     said = told(ONE | CPU, two | {"threads": 1})
     assert "one uses all 4 cores already, by its 4 threads: more devices add none, and there is no ideal" in said
-    assert "take turns" not in said
     assert "cores already" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
-    assert "four runs 8 threads on 4 cores, which take turns" in told(ONE | CPU, two | {"threads": 2})
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,6 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     assert code == 0, out
     folder = path.parent / "compare" / "tiny" / "version_0"
     drawn = {"throughput", "loss_epoch", "memory", "step"}
-    drawn |= {"loss_difference"} & {file.stem for file in folder.iterdir()}  # bfloat16's may be larger than a line
     assert {file.name for file in folder.iterdir()} == {
         "experiment.json",
         "results.csv",
@@ -308,12 +307,10 @@ def test_curves_that_coincide_are_one_line() -> None:
         return pictures(table, outcomes, "0", None)["loss_epoch"].title
 
     assert coinciding([2.0, 1.0], [2.0, 1.0 + 3e-7], [2.0, 1.0]) == (
-        "All three loss curves coincide (largest difference 3e-7)"
+        "All 3 loss curves coincide (largest difference 3e-7)"
     )
     assert coinciding([2.0, 1.0], [2.0, 1.0]) == "Both loss curves coincide (to the last digit)"
-    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith(
-        "Two of three loss curves coincide, 0's among them"
-    )
+    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith("2 of 3 loss curves coincide (")
     assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.1]) == "Training loss against epochs", "the baseline's is apart"
     assert coinciding([2.0, 1.0]) == coinciding([2.0, 1.0], [2.0, 1.1]) == "Training loss against epochs"
 

@@ -82,7 +82,7 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
         "Training and validation loss against epochs, the learning rate below",
         "Training and validation accuracy against epochs",
         "Counts of label against prediction",
-        "Test images, each with its label and what was predicted",
+        "Test images, each with its label and its prediction",
         "Samples/s of each logging window, over time",
         "Memory of each rank, over time",
         "Milliseconds of each part of a step",

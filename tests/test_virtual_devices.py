@@ -175,6 +175,7 @@ def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) 
 def test_shares_without_virtual_devices(ranks: int, tmp_path: Path) -> None:
     """A rank's mean loss is weighted by its share of the smaller last batch, and a rank without a sample takes part."""
     flags = [*PLAIN, "--data.size", "10", "--model.normalized", "false", "--data.batch_size", "9"]
+    flags += ["--trainer.enable_model_summary", "true"]
     weights = []
     for devices in (1, ranks):
         run = train(tmp_path / str(devices), flags, devices)

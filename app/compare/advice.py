@@ -20,10 +20,12 @@ class Verdict(NamedTuple):
     Attributes:
         said: The result in a line of plain text.
         taken: The recommended variant, or None without a measurement.
+        reason: The recommendation and its reason, a sentence of Markdown.
     """
 
     said: str
     taken: str | None
+    reason: str = ""
 
 
 def ranked(table: pd.DataFrame) -> pd.DataFrame:
@@ -46,22 +48,29 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     """
     rows = ranked(table)
     if rows.empty:
-        return Verdict("Nothing was measured", None)
+        return Verdict("Nothing was measured", None, "Nothing was measured: see below why.")
     best = rows.iloc[0]
-    rate = f"{best['samples_per_s']:,.0f} samples/s"
+    name, rate = str(best.name), f"{best['samples_per_s']:,.0f} samples/s"
+    take = f"**Take {plain(name)}**"
     if len(rows) == 1:
-        return Verdict(f"{best.name}: {rate}", str(best.name))
+        return Verdict(f"{name}: {rate}", name, f"{take}: no other was measured.")
     if (rows["n"] < 2).all():
-        return Verdict(f"{best.name} was the fastest, in a single run of each: {rate}", str(best.name))
-    tied = _as_good(rows, best)
-    if tied:
-        fewest = min([best, *tied], key=lambda row: (row["replicas"], row.name != baseline))
-        names = _listed([str(row.name) for row in [best, *tied]])
-        return Verdict(
-            f"No winner: {names} are as fast as each other, within the spread of their runs", str(fewest.name)
-        )
-    other = rows.loc[[baseline]].iloc[0] if baseline in rows.index[1:] else rows.iloc[1]
-    return Verdict(f"{best.name} is the fastest: {rate}, {_times(best, other)}", str(best.name))
+        chance = "a single run of each does not tell a difference from chance. Give `--repeats 3`."
+        return Verdict(f"{name} was the fastest, in a single run of each: {rate}", name, f"{take} for now: {chance}")
+    tied = [best, *_as_good(rows, best)]
+    if len(tied) == 1:
+        other = rows.loc[[baseline]].iloc[0] if baseline in rows.index[1:] else rows.iloc[1]
+        reason = f"{take}: it is {plain(_times(best, rows.iloc[1]))}, more than runs of the same differ."
+        return Verdict(f"{name} is the fastest: {rate}, {_times(best, other)}", name, reason)
+    fewest = min(tied, key=lambda row: (row["replicas"], row.name != baseline))
+    few, most = fewest["replicas"], max(row["replicas"] for row in tied)
+    fewer = f", on {few} device{'s' * (few > 1)} where others take {most}" if few < most else ""
+    return Verdict(
+        f"No winner: {_listed([str(row.name) for row in tied])} are as fast as each other, within the spread of their "
+        "runs",
+        str(fewest.name),
+        f"**Take {plain(fewest.name)}**: it is as fast as any{fewer}.",
+    )
 
 
 def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
@@ -96,10 +105,10 @@ def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     return bool((undisturbed.iloc[1:] >= rows["samples_per_s_min"].head(1).max()).any())
 
 
-def diverged(table: pd.DataFrame) -> str | None:
-    """Return a sentence of Markdown on the variants whose loss is not finite, or None."""
+def diverged(table: pd.DataFrame) -> list[str]:
+    """Return a sentence of Markdown on the variants whose loss is not finite, if there are any."""
     names = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
-    return f"**The loss of {plain(', '.join(names))} is not finite**: excluded below." if names else None
+    return [f"**The loss of {plain(', '.join(names))} is not finite**: excluded below."] if names else []
 
 
 def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
@@ -110,37 +119,19 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
         baseline: Name of the baseline.
         cores: Cores of this machine.
     """
-    rows, taken = ranked(table), verdict(table, baseline).taken
-    if taken is None:
-        return ["Nothing was measured: see below why."]
-    best, take = rows.iloc[0], rows.loc[[taken]].iloc[0]
-    name = f"**Take {plain(taken)}**"
-    if len(rows) == 1:
-        said = [f"{name}: no other was measured."]
-    elif (rows["n"] < 2).all():
-        said = [f"{name} for now: a single run of each does not tell a difference from chance. Give `--repeats 3`."]
-    elif tied := _as_good(rows, best):
-        most = max(row["replicas"] for row in (best, *tied))
-        few = f"{take['replicas']} device{'' if take['replicas'] == 1 else 's'}"
-        fewer = f", on {few} where others take {most}" if take["replicas"] < most else ""
-        said = [f"{name}: it is as fast as any{fewer}."]
-    else:
-        second = rows.iloc[1]
-        said = [f"{name}: it is {plain(_times(best, second))}, more than runs of the same differ."]
+    rows, result = ranked(table), verdict(table, baseline)
+    sentences = [result.reason]
+    if result.taken is None:
+        return sentences
     if rows["global_batch"].nunique() > 1:
-        said.append(
+        sentences.append(
             "Their global batches differ: at the same epoch they have taken different steps, so compare losses, too."
         )
-    for each, slow in rows["slow_rank"].dropna().items():
-        said.append(f"**{plain(each)}: {plain(slow)}**, in each of its runs: the others wait for it in every step.")
-    impossible = rows[(rows["efficiency"] > 1.2) & (rows["replicas"] > 1)]
-    if len(impossible):
-        said.append(
-            f"**{plain(', '.join(map(str, impossible.index)))}: more than the ideal**. Something must have disturbed "
-            "the others: measure again on a quiet machine, with `--fresh`."
-        )
-    said += _of_one_processor(rows, baseline, cores)
-    return said + _limit(take)
+    sentences += [
+        f"**{plain(variant)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
+        for variant, slow in rows["slow_rank"].dropna().items()
+    ]
+    return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(rows.loc[[result.taken]].iloc[0])]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -158,23 +149,17 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
     several = rows[(rows["accelerator"] == "cpu") & (rows["replicas"] > 1)]
     if several.empty:
         return []
-    said = ["The devices here are processes or threads of one CPU: what they gain says little about GPUs."]
+    sentences = ["The devices here are processes or threads of one CPU: their gain says little about GPUs."]
     alone = rows["threads"].get(baseline)
     if baseline not in several.index and alone is not None and alone >= cores > 1:
-        said[0] += (
-            f" {plain(baseline)} uses all {cores} cores already, by its {alone} threads: more devices add none, and "
+        sentences.append(
+            f"{plain(baseline)} uses all {cores} cores already, by its {alone} threads: more devices add none, and "
             "there is no ideal; `OMP_NUM_THREADS=1` would compare one core with several."
         )
-    threads = several["threads"] * several["processes"]
-    if (threads > cores).any():
-        said.append(
-            f"{plain(threads.idxmax())} runs {threads.max()} threads on {cores} cores, which take turns: try a smaller "
-            "`OMP_NUM_THREADS`."
-        )
-    return said
+    return sentences
 
 
-def apart(one: pd.Series, other: pd.Series) -> bool:
+def _apart(one: pd.Series, other: pd.Series) -> bool:
     """Decide whether all runs of one are faster than all of the other, and by more than runs of either differ."""
     spread = max(row["samples_per_s_max"] - row["samples_per_s_min"] for row in (one, other))
     faster = one["samples_per_s_min"] > other["samples_per_s_max"]
@@ -184,7 +169,7 @@ def apart(one: pd.Series, other: pd.Series) -> bool:
 def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
     """List the variants that equal the best one within the spread of the runs, if either has several runs."""
     others = [row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1]
-    return [row for row in others if not apart(best, row)]
+    return [row for row in others if not _apart(best, row)]
 
 
 def ranks(table: pd.DataFrame) -> dict[str, int]:
@@ -196,17 +181,17 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
     return {str(name): 1 if name in tied else place for place, name in enumerate(rows.index, 1)}
 
 
-def _limit(best: pd.Series) -> list[str]:
+def _limit(row: pd.Series) -> list[str]:
     """Name a variant's bottleneck, and a remedy."""
-    said = []
-    fullest = max(best["memory_main_percent"], best["memory_others_percent"], key=lambda v: -1 if pd.isna(v) else v)
+    fullest, name = row[["memory_main_percent", "memory_others_percent"]].max(), plain(row.name)
+    sentences = []
     if fullest >= NEARLY_FULL:
-        said.append(
-            f"**Memory limits {plain(best.name)}**: {fullest:.0f} % of a device is used. Try "
-            "`--trainer.precision bf16-mixed` or a smaller `--data.batch_size`."
+        sentences.append(
+            f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try `--trainer.precision bf16-mixed` or a "
+            "smaller `--data.batch_size`."
         )
-    times = {phase: float(best[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
-    if not sum(times[phase] for phase in PHASES) > 0:
-        return said  # no step was timed
-    limit, remedy = bottleneck(times, best["accelerator"] == "cuda", best["placement"])
-    return [*said, f"**{plain(best.name)} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}."]
+    if row["rest_ms"] >= 0:  # a step was timed
+        times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
+        limit, remedy = bottleneck(times, row["accelerator"] == "cuda", row["placement"])
+        sentences.append(f"**{name} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}.")
+    return sentences

@@ -5,8 +5,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from rich.markup import escape
 from app.compare.experiment import Experiment, expand
 from app.compare.report import write_report
 from app.compare.results import rate
-from app.compare.runner import Outcome, Runner
+from app.compare.runner import Runner
 from app.errors import UserError, nearest
 from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
-from app.monitor.loggers import Tracker, make_loggers, next_version, tracking_mode
+from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
 from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
 from app.system.terminal import working
@@ -57,15 +57,16 @@ def run(arguments: list[str]) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=110)  # a pipe has no width
     folder = Path(options.root, "compare", str(experiment.name))
     fingerprint = _fingerprint(experiment, variants, options.wandb)
-    name, new = _version(folder, fingerprint, options.fresh)
+    name = _version(folder, fingerprint, options.fresh)
+    folder /= name
     group = f"{experiment.name}/{name}"
     tracking = ["--run.group", group] if options.wandb else ["--run.wandb", "off"]
+    runner = Runner(experiment, variants, folder, tracking)
     if options.dry_run:
-        _announce(Runner(experiment, variants, folder / name, tracking), console)
+        _announce(runner, console)
         return 0
-    runner = Runner(experiment, variants, folder / name, tracking)
-    if new:
-        write_json(folder / name / "experiment.json", asdict(experiment) | fingerprint)
+    if not (folder / "experiment.json").exists():
+        write_json(folder / "experiment.json", asdict(experiment) | fingerprint)
     head: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "app", "compare", *arguments]),
         "load": os.getloadavg()[0],
@@ -75,31 +76,29 @@ def run(arguments: list[str]) -> int:
         "versions": versions(),
     }
     done = sum(len(outcome.records) for outcome in runner.outcomes)
-    console.print(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
+    print_ = partial(console.print, soft_wrap=True, markup=False, highlight=False)
+    print_(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
     if done:
-        console.print(f"{done} runs are done already; --fresh starts over", highlight=False)
+        print_(f"{done} runs are done already; --fresh starts over")
     if head["load"] > usable_cores() / 4:
-        console.print(f"warning: the load average is {head['load']:.1f}: what else runs here will disturb the figures")
+        print_(f"warning: the load average is {head['load']:.1f}: what else runs here will disturb the figures")
     try:
-        _Screen(console).follow(runner)
+        _Screen(console, runner).follow()
     finally:
         head["date"] = runner.measured_at()
-        short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder / name)
+        short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder)
         console.print(Markdown(short, code_theme="bw"))
         if following:
-            console.print(f"\n{following}", soft_wrap=True, markup=False, highlight=False)
-        console.print(f"\nreport  {folder / name}/report.html, report.md, results.csv, results.json", soft_wrap=True)
+            print_(f"\n{following}")
+        print_(f"\nreport  {folder}/report.html, report.md, results.csv, results.json")
     if options.wandb:
         project = variants[0].settings.run.project
-        loggers = make_loggers(folder / name, tracking_mode(None), project, group, ["summary"])
-        for tracker in loggers:
-            if isinstance(tracker, Tracker):
-                tracker.log_comparison(table, pictures)
-                tracker.finish()
-                runs = shlex.quote(str(folder / name))
-                offline = f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
-                where = offline if tracker.where().startswith("offline") else tracker.where()
-                console.print(f"tracked  {where}", soft_wrap=True, markup=False)
+        for tracker in trackers(make_loggers(folder, tracking_mode(None), project, group, ["summary"])):
+            tracker.log_comparison(table, pictures)
+            tracker.finish()
+            where, runs = tracker.where(), shlex.quote(str(folder))
+            upload = f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
+            print_(f"tracked  {upload if where.startswith('offline') else where}")
     if not any(outcome.records for outcome in runner.outcomes):
         reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
         raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
@@ -109,20 +108,19 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
     """Read the options of compare itself, the experiment, and the flags of `fit` that were typed."""
     own, flags = split_flags(arguments, ["--experiment"])
-    file = shipped([DEFAULT, *(value for flag, value in flags if flag == "--experiment")][-1])
+    file = shipped(dict(flags).get("--experiment", DEFAULT))
     parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
     parser.add_argument("--dry_run", type=bool, default=False, help="only print the commands and the estimated time")
-    parser.add_argument("--fresh", type=bool, default=False, help="measure anew what was measured before")
+    parser.add_argument("--fresh", type=bool, default=False, help="measure again what was measured before")
     parser.add_argument("--wandb", type=bool, default=False, help="track the runs and the report in Weights & Biases")
     parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
     parser.add_class_arguments(Experiment)
     if {"-h", "--help"} & set(own):
         parser.parse_args(["--help"])
-    content, settings = read_yaml(file, "--experiment"), [field.name for field in fields(Experiment)]
-    for key in content:
-        if key not in settings:
-            raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")
+    settings = [field.name for field in fields(Experiment)]
+    for key in read_yaml(file, "--experiment").keys() - settings:
+        raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")
     options = parser.parse_args(["--experiment", file, *own])
     if options.quick:
         form = options.quick_form
@@ -150,81 +148,68 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
     }
 
 
-def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> tuple[str, bool]:
-    """Choose the report's directory, and say whether it is new: the newest one where its fingerprint is the same."""
+def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
+    """Choose the report's directory: the newest one if its fingerprint is equal, else a new one."""
     version = next_version(str(folder.parent), folder.name)
-    number = int(version.removeprefix("version_"))
-    newest = folder / f"version_{number - 1}" / "experiment.json"
-    if not fresh and newest.exists():
-        try:
-            found = read_json(newest)
-        except ValueError as error:
-            print(f"{error}: a new report begins", file=sys.stderr)
-            return version, True
-        if all(found.get(key) == value for key, value in fingerprint.items()):
-            return newest.parent.name, False
-    return version, True
+    newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
+    if fresh or not (newest / "experiment.json").exists():
+        return version
+    try:
+        earlier = read_json(newest / "experiment.json")
+    except ValueError as error:
+        print(f"{error}: a new report begins", file=sys.stderr)
+        return version
+    return newest.name if earlier.items() >= fingerprint.items() else version
 
 
 def _announce(runner: Runner, console: Console) -> None:
-    """Print the commands, and how long they will take if that is known."""
+    """Print the commands, and the longest time that they may take."""
     for outcome in runner.outcomes:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
         if outcome.status != "measured":
             console.print(runner.commands(outcome.variant, 1) + "\n", highlight=False, soft_wrap=True, markup=False)
     left = len(list(runner.todo()))
-    seconds = runner.remaining_s()
-    most = datetime.timedelta(seconds=int(left * runner.experiment.time_limit))
-    if not left and runner.experiment.quick_form and not runner.experiment.quick:
-        console.print("--quick true takes the experiment's small form")
-    guess = "" if seconds is None else f"about {datetime.timedelta(seconds=int(seconds))}, judged by earlier runs; "
-    console.print(f"{left} runs to do: {guess}at most {most}", highlight=False, soft_wrap=True)
+    most = _clock(left * runner.experiment.time_limit)
+    console.print(f"{left} runs to do: at most {most}", highlight=False, soft_wrap=True)
 
 
 class _Screen:
     """Prints each command, and a line for each run that ended; a terminal also shows the current run."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, runner: Runner) -> None:
+        self.console, self.runner = console, runner
         self.began = time.monotonic()
-        self.say: Callable[[str], None] = lambda what: None
-        self.reported: set[tuple[str, int, str | None]] = set()
-        self.printed: set[str] = set()
+        self.printed: set[tuple[Any, ...]] = set()
 
-    def follow(self, runner: Runner) -> None:
-        runner.show = self._show
-        with working(self.console) as self.say:
-            runner.run()
+    def follow(self) -> None:
+        """Run the experiment."""
+        with working(self.console) as self.activity:
+            self.runner.show = self._show
+            self.runner.run()
 
-    def _show(self, runner: Runner) -> None:
+    def _print_once(self, key: tuple[Any, ...], line: str, style: str | None = None) -> None:
+        if key not in self.printed:
+            self.printed.add(key)
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False, style=style)
+
+    def _show(self) -> None:
+        runner, repeats = self.runner, self.runner.experiment.repeats
         if runner.running is not None:
-            outcome, repeat, _ = runner.running
-            name, record = outcome.variant.name, runner.progress()
-            if name not in self.printed:
-                self.printed.add(name)
-                command = runner.commands(outcome.variant, repeat)
-                self.console.print(command, highlight=False, soft_wrap=True, markup=False, style="dim")
-            epoch = f"epoch {len(record.epochs) + 1} of {record.max_epochs or '?'}" if record.run_dir else "starting"
-            self.say(escape(f"{name}: run {repeat} of {runner.experiment.repeats}, {epoch}"))
-        for outcome in runner.outcomes:
-            key = (outcome.variant.name, len(outcome.records), outcome.reason)
-            if key not in self.reported and (outcome.records or outcome.reason):
-                state = f"run {len(outcome.records)} of {runner.experiment.repeats}"
-                state = f"{outcome.status}: {outcome.reason}" if outcome.reason else state
-                state += f", {_rates(outcome)}" * bool(outcome.records)
-                line = f"{outcome.variant.name}: {state}  ({self._clock(runner)})"
-                self.console.print(line, soft_wrap=True, markup=False)
-                self.reported.add(key)
-
-    def _clock(self, runner: Runner) -> str:
-        elapsed = datetime.timedelta(seconds=int(time.monotonic() - self.began))
+            variant, repeat = runner.running[0].variant, runner.running[1]
+            self._print_once((variant.name,), runner.commands(variant, repeat), "dim")
+            self.activity(escape(f"{variant.name}: run {repeat} of {repeats}"))
         left = runner.remaining_s()
-        return f"{elapsed} elapsed" + ("" if left is None else f", about {datetime.timedelta(seconds=int(left))} left")
+        times = f"{_clock(time.monotonic() - self.began)} elapsed"
+        times += "" if left is None else f", about {_clock(left)} left"
+        for outcome in runner.outcomes:
+            name, count = outcome.variant.name, len(outcome.records)
+            state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {count} of {repeats}"
+            if outcome.medians:
+                state += f", {rate(outcome.medians)} samples/s"
+            if count or outcome.reason:
+                self._print_once((name, count, outcome.reason), f"{name}: {state}  ({times})")
 
 
-def _rates(outcome: Outcome) -> str:
-    medians = outcome.medians
-    if not outcome.records:
-        return ""
-    return f"{rate(medians)} samples/s" if medians else "too short to measure"
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=int(seconds)))

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
+
 from app.errors import UserError, nearest
 from app.variant import RESERVED, Variant, typed
 
 MOST_VARIANTS = 1000  # each is several runs of minutes
+Seconds = restricted_number_type("Seconds", float, [(">=", 1), ("<", math.inf)])
 
 
 @dataclass
@@ -77,11 +80,11 @@ class Experiment:
     grid: dict[str, list[Any]] = field(default_factory=dict)
     exclude: list[dict[str, Any]] = field(default_factory=list)
     baseline: str | None = None
-    repeats: int = 3
-    warmup_epochs: int = 1
-    max_epochs: int | None = None
-    max_steps: int | None = None
-    time_limit: float = 3600.0
+    repeats: PositiveInt = 3
+    warmup_epochs: NonNegativeInt = 1
+    max_epochs: PositiveInt | None = None
+    max_steps: PositiveInt | None = None
+    time_limit: Seconds = 3600.0  # type: ignore[valid-type]
     scale_batch: bool = False
     quick: bool = False
     quick_form: dict[str, Any] = field(default_factory=dict)
@@ -101,34 +104,23 @@ def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({
     for name in ("configs", "flags", "variants", "grid", "exclude", "repeats", "warmup_epochs", "time_limit"):
         if getattr(experiment, name) is None:
             raise UserError(f"{name}: null: give its settings, or leave it out")
-    for name in experiment.variants:
+    for name in itertools.chain(experiment.variants, experiment.flags, experiment.grid, *experiment.variants.values()):
         if not isinstance(name, str) or not name.strip():
-            raise UserError(f"variants: {name!r}: give a name, in quotes where YAML takes it for something else")
-    for flag in itertools.chain(experiment.flags, experiment.grid, *experiment.variants.values()):
-        if not isinstance(flag, str):
-            raise UserError(f"{flag!r} is no flag of fit: give its name, such as trainer.devices")
+            raise UserError(f"{name!r} is no name of a variant or flag: quote what YAML reads as a number or a word")
     combinations = math.prod(len(values) for values in experiment.grid.values())
-    if combinations + len(experiment.variants) > MOST_VARIANTS:
+    if max(combinations + len(experiment.variants), experiment.repeats) > MOST_VARIANTS:
         raise UserError(
-            f"{len(experiment.variants):,} variants, and a grid of {combinations:,} combinations: give "
-            f"{MOST_VARIANTS:,} at most"
+            f"{len(experiment.variants):,} variants, a grid of {combinations:,} combinations, {experiment.repeats:,} "
+            f"repeats: give {MOST_VARIANTS:,} of each at most"
         )
-    for name, least in (("repeats", 1), ("warmup_epochs", 0), ("time_limit", 1), ("max_epochs", 1), ("max_steps", 1)):
-        value = getattr(experiment, name)
-        if value is not None and not least <= value < math.inf:
-            raise UserError(f"--{name} {value}: give {least} or more")
-    if experiment.repeats > MOST_VARIANTS:
-        raise UserError(f"--repeats {experiment.repeats}: give {MOST_VARIANTS:,} at most")
     varied = {key for each in (*experiment.variants.values(), experiment.grid) for key in each}
-    given = {*varied, *experiment.flags, *flags}
-    for flag in RESERVED:
-        if flag in given:
+    for flag in (*varied, *experiment.flags, *flags):
+        limit = flag.removeprefix("trainer.")
+        if flag in RESERVED:
             raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
-    for limit in ("max_epochs", "max_steps"):
-        if getattr(experiment, limit) is not None and f"trainer.{limit}" in given:
+        if limit in ("max_epochs", "max_steps") and getattr(experiment, limit) is not None:
             raise UserError(f"trainer.{limit}: the experiment sets {limit} for all variants: give only --{limit}")
-    for flag in flags:
-        if flag in varied:
+        if flag in flags and flag in varied:
             raise UserError(f"--{flag} is a flag of the variants: leave it out, or change the experiment")
     named = {**experiment.variants, **_product(experiment)}
     if not named:
@@ -145,31 +137,23 @@ def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({
 
 def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
     """Combine the grid's values, and name each combination: `strategy=ddp devices=2`."""
-    for key, values in experiment.grid.items():
+    grid, exclude = experiment.grid, experiment.exclude
+    for key, values in grid.items():
         if not values:
             raise UserError(f"grid: {key} has no values")
-    for excluded in experiment.exclude:
-        unknown = excluded.keys() - experiment.grid.keys()
-        if unknown:
-            raise UserError(f"exclude: {min(unknown)} is not in the grid{nearest(min(unknown), experiment.grid)}")
-    combinations = [
-        dict(zip(experiment.grid, values, strict=True)) for values in itertools.product(*experiment.grid.values())
-    ]
-    kept = [
-        flags
-        for flags in combinations
-        if experiment.grid and not any(excluded.items() <= flags.items() for excluded in experiment.exclude)
-    ]
+    for key in {key for excluded in exclude for key in excluded} - grid.keys():
+        raise UserError(f"exclude: {key} is not in the grid{nearest(key, grid)}")
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
     return {
-        " ".join(f"{key.rsplit('.', 1)[-1]}={typed(value)}" for key, value in flags.items()): flags for flags in kept
+        " ".join(f"{key.rsplit('.', 1)[-1]}={typed(value)}" for key, value in flags.items()): flags
+        for flags in combinations
+        if not any(excluded.items() <= flags.items() for excluded in exclude)
     }
 
 
 def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Variant:
-    if experiment.max_epochs is not None:
-        flags["trainer.max_epochs"] = experiment.max_epochs
-    if experiment.max_steps is not None:
-        flags["trainer.max_steps"] = experiment.max_steps
+    limits = {"trainer.max_epochs": experiment.max_epochs, "trainer.max_steps": experiment.max_steps}
+    flags |= {name: value for name, value in limits.items() if value is not None}
     variant = Variant.of_flags(name, flags, experiment.configs)
     if experiment.scale_batch:
         variant = Variant.of_flags(name, flags | _scaled(variant), experiment.configs)

@@ -10,7 +10,7 @@ import pandas as pd
 from app.compare.advice import Verdict, advice, busy, diverged, load_explains, ranks, verdict
 from app.compare.experiment import Experiment
 from app.compare.figures import Picture, pictures
-from app.compare.results import COLUMNS, rate, tabulate
+from app.compare.results import COLUMNS, Column, rate, tabulate
 from app.compare.runner import Outcome
 from app.monitor.report import read_metrics
 from app.record import Record
@@ -40,38 +40,39 @@ def write_report(
     baseline = experiment.baseline or outcomes[0].variant.name
     found, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
     load = busy(found, cores, usable)
-    withheld = load if load_explains(found, cores, usable) else None
     commands = {outcome.variant.name: _command(outcome) for outcome in outcomes}
-    if withheld:
-        result, shown, places = Verdict(withheld, None), found.assign(speed_up=math.nan, efficiency=math.nan), {}
+    if load and load_explains(found, cores, usable):
+        result, shown, places = Verdict(load, None), found.assign(speed_up=math.nan, efficiency=math.nan), {}
         advised = ["Measure again when it is quiet:"]
         following = head["command"] + " --fresh" * ("--fresh" not in head["command"])
+        cautions = []
     else:
         result, shown, places = verdict(found, baseline), found, ranks(found)
         advised, following = advice(found, baseline, usable), commands.get(result.taken or "")
+        cautions = [f"**{load}.** {AGAIN}"] if load else []
     drawn = pictures(shown, outcomes, baseline, result.taken)
-    if withheld:
-        drawn["throughput"] = drawn["throughput"]._replace(title=withheld)
-    _write_results(found, outcomes, commands, {**head, "baseline": baseline, "verdict": result._asdict()}, folder)
-    files = {}
-    for name, picture in drawn.items():
-        files[picture.title] = folder / f"{name}.png"
-        files[picture.title].write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
+    if not places and "throughput" in drawn:
+        drawn["throughput"] = drawn["throughput"]._replace(title=result.said)
+    summary = {"said": result.said, "taken": result.taken}
+    _write_results(found, outcomes, commands, {**head, "baseline": baseline, "verdict": summary}, folder)
+    files = {picture.title: folder / f"{name}.png" for name, picture in drawn.items()}
+    for picture, file in zip(drawn.values(), files.values(), strict=True):
+        file.write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
 
-    lead = _lead(experiment, outcomes, [None if withheld else load and f"**{load}.** {AGAIN}", diverged(found)])
+    lead = _lead(experiment, outcomes, [*cautions, *diverged(found)])
     ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
     recommended = Section("Recommendation", "\n\n".join(advised))
-    failures = Section("What the others said last", _tails(outcomes), folded=True)
+    failures = Section("Last lines of the others", _tails(outcomes), folded=True)
     sections = [
         ranking,
         recommended._replace(text="\n\n".join([*advised, *([code(following)] if following else [])])),
-        Section("Loss", f"{_images(drawn, 'loss_epoch', 'loss_difference')}\n\n{rounding(outcomes, baseline)}".strip()),
+        Section("Loss", f"{_images(drawn, 'loss_epoch')}\n\n{rounding(outcomes, baseline)}".strip()),
         Section("Time and memory", _images(drawn, "step", "memory")),
         Section("All figures", _figures(found), folded=True),
         Section("Published, and here", _published(experiment, found), folded=True),
         failures,
         Section("How it was measured", f"{_method(experiment)}\n\n{_head(head)}", folded=True),
-        Section("Commands", "\n\n".join(f"{plain(n)}:\n\n{code(typed)}" for n, typed in commands.items()), folded=True),
+        Section("Commands", "\n\n".join(f"{plain(n)}:\n\n{code(line)}" for n, line in commands.items()), folded=True),
     ]
     above = "\n\n".join(filter(None, (lead, _images(drawn, "throughput"))))
     figures = {f"{name}.png": draw(picture.paint, picture.width, picture.height) for name, picture in drawn.items()}
@@ -90,17 +91,10 @@ def _write_results(
 ) -> None:
     found.to_csv(folder / "results.csv", index=False)
     rows = found.astype(object).where(found.notna(), None).to_dict("records")
-    results = [
-        {
-            **row,
-            "command": commands[outcome.variant.name],
-            "reason": outcome.reason,
-            "tail": outcome.tail,
-            "runs": [record.run_dir for record in outcome.records.values()],
-        }
-        for row, outcome in zip(rows, outcomes, strict=True)
-    ]
-    write_json(folder / "results.json", {**head, "variants": results})
+    for row, outcome in zip(rows, outcomes, strict=True):
+        runs = [record.run_dir for record in outcome.records.values()]
+        row.update(command=commands[outcome.variant.name], reason=outcome.reason, tail=outcome.tail, runs=runs)
+    write_json(folder / "results.json", {**head, "variants": rows})
 
 
 def _command(outcome: Outcome) -> str:
@@ -116,13 +110,13 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
     )
 
 
-def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str | None]) -> str:
+def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str]) -> str:
     """Return the experiment's description, cautions, and unmeasured variants, as Markdown."""
-    open_ = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
-    if open_:
-        cautions.append(f"**Not complete: {plain(', '.join(open_))}.** The same command continues.")
-    asked = f"{plain(experiment.name)}: {plain(experiment.description)}" if experiment.description else ""
-    return "\n\n".join([asked or plain(experiment.name), *(f"> {caution}" for caution in cautions if caution)])
+    missing = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
+    if missing:
+        cautions.append(f"**Not complete: {plain(', '.join(missing))}.** The same command continues.")
+    description = f": {plain(experiment.description)}" if experiment.description else ""
+    return "\n\n".join([plain(experiment.name) + description, *(f"> {caution}" for caution in cautions)])
 
 
 def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
@@ -153,60 +147,48 @@ def _step_losses(record: Record) -> pd.Series:
     return pd.Series({int(row["step"]) + 1: row["train_loss_step"] for row in rows}, dtype=float)
 
 
-def _number(value: Any, form: str, unit: str = "") -> str:
-    return "—" if value is None or pd.isna(value) else f"{value:{form}}{unit}"
-
-
-def _percent(value: float | None, digits: int) -> str:
-    return "—" if value is None or pd.isna(value) else f"{100 * value:.{digits}f} %"
+def _number(value: Any, form: str = ",.6g") -> str:
+    if isinstance(value, str):
+        return value
+    return "—" if value is None or pd.isna(value) else f"{value:{form}}".replace("%", " %")
 
 
 def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
     """Return a table of the variants in order of place; unmeasured ones follow, with the reason."""
-    by_name = {outcome.variant.name: outcome for outcome in outcomes}
-    order = [*place, *(name for name in by_name if name not in place)]
-    ordered = sorted(found.to_dict("records"), key=lambda row: order.index(row["variant"]))
-    learnt = bool(found["val_acc"].notna().any())
-    headers = [
-        "",
-        "variant",
-        "samples/s",
-        f"× {baseline}",
-        "of the ideal",
-        "loss",
-        *["validation"] * learnt,
-        "GiB",
-        "note",
-    ]
     rows = []
-    for row in ordered:
-        outcome = by_name[row["variant"]]
-        notes = ["baseline"] if row["variant"] == baseline else []
+    for row, outcome in zip(found.to_dict("records"), outcomes, strict=True):
+        name = row["variant"]
+        notes = ["baseline"] if name == baseline else []
         if outcome.status not in ("measured", "waiting", "running") or outcome.reason:
             notes.append(f"{outcome.status}: {outcome.reason}")
         if not pd.isna(row["not_finite_since"]):
             notes.append(f"loss not finite from epoch {row['not_finite_since'] + 1:.0f} on")
-        ideal = row["efficiency"] if row["variant"] != baseline else None
-        shown = [place.get(row["variant"], ""), row["variant"], rate(outcome.medians) if outcome.medians else "—"]
-        shown += [_number(row["speed_up"], ".2f"), _percent(ideal, 0), _number(row["loss_last"], ".4f")]
-        shown += [_percent(row["val_acc"], 1)] * learnt + [_number(row["memory_main_gib"], ".2f"), "; ".join(notes)]
-        rows.append(shown)
-    kept = [i for i in range(len(headers)) if i < 2 or any(row[i] not in ("—", "") for row in rows)]
-    cells = [[row[i] for i in kept] for row in rows]
-    text = table([headers[i] for i in kept], cells, words=(0, 1, len(kept) - 1 if headers[kept[-1]] == "note" else 0))
+        rows.append(
+            {
+                "": place.get(name, ""),
+                "variant": name,
+                "samples/s": rate(outcome.medians) if outcome.medians else "—",
+                f"× {baseline}": _number(row["speed_up"], ".2f"),
+                "of the ideal": _number(row["efficiency"] if name != baseline else None, ".0%"),
+                "loss": _number(row["loss_last"], ".4f"),
+                "validation": _number(row["val_acc"], ".1%"),
+                "GiB": _number(row["memory_main_gib"], ".2f"),
+                "note": "; ".join(notes),
+            }
+        )
+    rows.sort(key=lambda row: row[""] or len(rows) + 1)
+    kept = [name for name in rows[0] if name in ("", "variant") or any(row[name] not in ("—", "") for row in rows)]
+    words = [index for index, name in enumerate(kept) if name in ("", "variant", "note")]
+    text = table(kept, [[row[name] for name in kept] for row in rows], words)
     if list(place.values()).count(1) > 1 and (found["n"] > 1).any():
-        text += "\n\nThose in place 1 are not told apart by their runs."
+        text += "\n\nTheir runs do not tell those in place 1 apart."
     return text
 
 
 def _figures(found: pd.DataFrame) -> str:
     """Return a table of all figures, a row for each."""
-    columns = {
-        name: [value if isinstance(value, str) else _number(value, ",.6g") for value in found[name]]
-        for name in COLUMNS
-        if name not in ("variant", "slow_rank") and found[name].notna().any()
-    }
-    return table(["", *found["variant"]], [[COLUMNS[name], *values] for name, values in columns.items()])
+    names = [name for name in COLUMNS if name not in ("variant", "slow_rank") and found[name].notna().any()]
+    return table(["", *found["variant"]], [[COLUMNS[name].heading, *map(_number, found[name])] for name in names])
 
 
 def _published(experiment: Experiment, found: pd.DataFrame) -> str:
@@ -216,23 +198,25 @@ def _published(experiment: Experiment, found: pd.DataFrame) -> str:
         return ""
     here = found.set_index("variant")
     small = " **Here it is the small form of the experiment**, whose seconds are not comparable." * experiment.quick
-    rows = []
-    for entry in published.rows:
-        for key, value in entry.figures.items():
-            mine = here[key].get(entry.variant) if entry.variant in here.index else None
-            theirs = value if isinstance(value, str) else f"{value:,g}" if value >= 1000 else f"{value:.7g}"
-            rows.append([entry.what, COLUMNS.get(key, key), theirs, _number(mine, ",.6g"), entry.variant or "—"])
-    parts = [
-        f"Published on {published.hardware}. {published.note}{small}".strip(),
-        table(["published for", "figure", "published", "here", "variant"], rows, words=(0, 1, 4)),
+    rows = [
+        [
+            entry.what,
+            COLUMNS.get(key, Column(key)).heading,
+            _number(value, ",g" if isinstance(value, float) and value >= 1000 else ".7g"),
+            _number(here[key].get(entry.variant) if key in here else None),
+            entry.variant or "—",
+        ]
+        for entry in published.rows
+        for key, value in entry.figures.items()
     ]
-    return "\n\n".join(parts)
+    shown = table(["published for", "figure", "published", "here", "variant"], rows, words=(0, 1, 4))
+    return f"Published on {published.hardware}. {published.note}{small}\n\n{shown}"
 
 
 def _tails(outcomes: Sequence[Outcome]) -> str:
     """Return the last lines of output of failed runs."""
-    tails = [outcome for outcome in outcomes if outcome.tail and outcome.status != "skipped"]
-    return "\n\n".join(f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in tails)
+    failed = [outcome for outcome in outcomes if outcome.tail]
+    return "\n\n".join(f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in failed)
 
 
 def _method(experiment: Experiment) -> str:
@@ -245,10 +229,9 @@ def _method(experiment: Experiment) -> str:
         f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). samples/s is the "
         f"median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then over the "
         "runs; ± is the largest deviation of a run. Two variants differ when the ranges of their runs do not overlap, "
-        "and their medians differ by more than either range. A slow run was stopped at the time limit, and measured so "
-        "far. Accuracies that guessing may reach are omitted. Training time includes validation; set-up lasts until "
-        "the first step. Peak memory is torch's on an accelerator, the process's on a CPU. The phases of a step are "
-        "those of 20 early steps on rank zero, scaled to samples/s; communication is the wait after the last gradient."
+        "and their medians differ by more than either range. Accuracies that guessing may reach are omitted. Training "
+        "time includes validation; set-up lasts until the first step. Peak memory is torch's on an accelerator, the "
+        "process's on a CPU. Phases are those of 20 early steps on rank zero, scaled to samples/s."
     )
 
 

@@ -1,165 +1,148 @@
 """Collects the figures of each variant from the records of its runs."""
 
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from statistics import median
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from app.compare.runner import Outcome
 from app.monitor.rank_times import slow_ranks
-from app.record import PHASES
+from app.record import PHASES, Record
 from app.system.machine import usable_cores
 
-# name in results.csv: heading in the report, with its unit
-COLUMNS = {
-    "variant": "variant",
-    "status": "status",
-    "devices": "devices",
-    "nodes": "nodes",
-    "replicas": "devices in all",
-    "processes": "processes",
-    "threads": "threads per process",
-    "global_batch": "global batch",
-    "replica_batch": "batch per replica",
-    "precision": "precision",
-    "placement": "placement",
-    "loss_first": "loss, first epoch",
-    "loss_middle": "loss, middle epoch",
-    "loss_last": "loss, last epoch",
-    "val_acc": "validation accuracy",
-    "train_s": "training (s)",
-    "setup_s": "set-up (s)",
-    "samples_per_s": "samples/s",
-    "samples_per_s_min": "samples/s, min",
-    "samples_per_s_max": "samples/s, max",
-    "n": "n",
-    "speed_up": "speed-up",
-    "efficiency": "scaling efficiency",
-    "memory_main_gib": "peak memory, main device (GiB)",
-    "memory_others_gib": "peak memory, largest other (GiB)",
-    "memory_main_percent": "peak memory, main device (%)",
-    "memory_others_percent": "peak memory, largest other (%)",
-    **{f"{phase}_ms": f"{phase.replace('_', ' + ')} (ms)" for phase in PHASES},
-    "launch_ms": "of which launching (ms)",
-    "accelerator": "accelerator",
-    "not_finite_since": "loss not finite since epoch",
-    "slow_rank": "slow rank",
-    "others_cores": "cores taken by other programs",
-}
+FIRST = itemgetter(0)
 
-# figure: its field of the run record, and how to combine several runs
-FIGURES = {
-    "devices": ("devices", "first"),
-    "nodes": ("num_nodes", "first"),
-    "replicas": ("replicas", "first"),
-    "processes": ("world_size", "first"),
-    "threads": ("threads", "first"),
-    "global_batch": ("global_batch_size", "first"),
-    "precision": ("precision", "first"),
-    "placement": ("placement", "first"),
-    **{f"loss_{name}": (f"train_loss.{name}", "median") for name in ("first", "middle", "last")},
-    "train_s": ("train_s", "median"),
-    "setup_s": ("setup_s", "median"),
-    "samples_per_s": ("throughput.median", "median"),
-    "samples_per_s_min": ("throughput.median", "min"),
-    "samples_per_s_max": ("throughput.median", "max"),
-    "n": ("throughput.median", "count"),
-    **{f"{phase}_ms": (f"time_per_step.{phase}", "median") for phase in (*PHASES, "launch")},
-    "not_finite_since": ("not_finite_since", "first"),
-    "others_cores": ("others_cores", "median"),
+
+class Column(NamedTuple):
+    """A column of results.csv.
+
+    Attributes:
+        heading: Its heading in the report, with its unit.
+        field: Its field of the run record; None for a column that is computed.
+        combine: Combines the values of several runs.
+    """
+
+    heading: str
+    field: str | None = None
+    combine: Callable[[list[Any]], Any] = FIRST
+
+
+COLUMNS = {
+    "variant": Column("variant"),
+    "status": Column("status"),
+    "devices": Column("devices", "devices"),
+    "nodes": Column("nodes", "num_nodes"),
+    "replicas": Column("devices in all", "replicas"),
+    "processes": Column("processes", "world_size"),
+    "threads": Column("threads per process", "threads"),
+    "global_batch": Column("global batch", "global_batch_size"),
+    "replica_batch": Column("batch per replica"),
+    "precision": Column("precision", "precision"),
+    "placement": Column("placement", "placement"),
+    "loss_first": Column("loss, first epoch", "train_loss.first", median),
+    "loss_middle": Column("loss, middle epoch", "train_loss.middle", median),
+    "loss_last": Column("loss, last epoch", "train_loss.last", median),
+    "val_acc": Column("validation accuracy"),
+    "train_s": Column("training (s)", "train_s", median),
+    "setup_s": Column("set-up (s)", "setup_s", median),
+    "samples_per_s": Column("samples/s", "throughput.median", median),
+    "samples_per_s_min": Column("samples/s, min", "throughput.median", min),
+    "samples_per_s_max": Column("samples/s, max", "throughput.median", max),
+    "n": Column("n", "throughput.median", len),
+    "speed_up": Column("speed-up"),
+    "efficiency": Column("scaling efficiency"),
+    "memory_main_gib": Column("peak memory, main device (GiB)"),
+    "memory_others_gib": Column("peak memory, largest other (GiB)"),
+    "memory_main_percent": Column("peak memory, main device (%)"),
+    "memory_others_percent": Column("peak memory, largest other (%)"),
+    **{f"{p}_ms": Column(f"{p.replace('_', ' + ')} (ms)", f"time_per_step.{p}", median) for p in PHASES},
+    "launch_ms": Column("of which launching (ms)", "time_per_step.launch", median),
+    "accelerator": Column("accelerator", "accelerator"),
+    "not_finite_since": Column("loss not finite since epoch", "not_finite_since"),
+    "slow_rank": Column("slow rank"),
+    "others_cores": Column("cores taken by other programs", "others_cores", median),
 }
-TEXT = ("precision", "placement")
+TEXT = ("variant", "status", "precision", "placement", "accelerator", "slow_rank")
 WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
-RUN = ("variant", "repeat")
 OF_THE_WHOLE = ("loss_middle", "loss_last", "val_acc", "train_s")  # figures that a run without its end does not have
 
 
 def rate(rates: Sequence[float]) -> str:
-    """Write samples/s of several runs: their median, and the most by which one of them differs from it."""
-    median = statistics.median(rates)
-    spread = max(max(rates) - median, median - min(rates))
-    return f"{median:,.0f} ± {spread:,.0f}" if len(rates) > 1 else f"{median:,.0f}"
+    """Write samples/s of several runs: their median, and the largest deviation of a run from it."""
+    middle = median(rates)
+    spread = max(max(rates) - middle, middle - min(rates))
+    return f"{middle:,.0f} ± {spread:,.0f}" if len(rates) > 1 else f"{middle:,.0f}"
 
 
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     """Make one row for each variant, in order; the columns are those of `COLUMNS`, missing figures NaN.
 
     samples_per_s is the median over the runs of each run's median over its windows, with min and max of the same
-    medians. Times, losses and accuracies are medians over the runs; peak memory is the largest. Speed-up is the ratio
-    of samples/s to the baseline's. Efficiency is the speed-up divided by the ratio of device counts; except for the
-    baseline, it is NaN if these counts are equal or the baseline uses all cores. The phases of a step add up to the
-    step time of samples_per_s, in the proportions of the timed steps.
+    medians. Times, losses and accuracies are medians over the runs; peak memory is the largest. Accuracies are dropped
+    if guessing may reach most of them. Speed-up is the ratio of samples/s to the baseline's. Efficiency is the speed-up
+    divided by the ratio of device counts; except for the baseline, it is NaN if these counts are equal or the baseline
+    uses all cores. The phases of a step add up to the step time of samples_per_s, in the proportions of the timed
+    steps.
     """
-    records = [
-        {**asdict(record), "variant": outcome.variant.name, "repeat": repeat}
-        for outcome in outcomes
-        for repeat, record in outcome.records.items()
-    ]
-    variants = pd.DataFrame([{"variant": o.variant.name, "status": o.status} for o in outcomes]).set_index("variant")
-    table = variants.join([_figures(records), _accuracy(records), _memory(records), _slow_rank(outcomes)])
-    base = table.loc[[baseline]].iloc[0]
+    table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=[*COLUMNS, "guessed"])
+    table = table.astype({name: float for name in table if name not in TEXT})
+    if (table["val_acc"] <= table["guessed"]).sum() > table["val_acc"].count() / 2:
+        table["val_acc"] = math.nan
     table.loc[table["status"] == "slow", list(OF_THE_WHOLE)] = math.nan
+    base = table[table["variant"] == baseline].iloc[0]
     table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
     grown = table["replicas"] / base["replicas"]
     all_cores = base["accelerator"] == "cpu" and base["threads"] * base["replicas"] >= usable_cores() > 1
     scaled = (grown != 1) & (not all_cores)
-    table["efficiency"] = (table["speed_up"] / grown).where(scaled | (table.index == baseline))
-    return table.reset_index().reindex(columns=list(COLUMNS)).astype(dict.fromkeys(WHOLE, "Int64"))
+    table["efficiency"] = (table["speed_up"] / grown).where(scaled | (table["variant"] == baseline))
+    return table[list(COLUMNS)].astype(dict.fromkeys(WHOLE, "Int64"))
 
 
-def _figures(records: list[dict[str, Any]]) -> pd.DataFrame:
-    """Take the figures of `FIGURES`, for each variant."""
-    runs = pd.json_normalize(records).reindex(columns=["variant", *{field for field, _ in FIGURES.values()}])
-    numbers = {field: float for field, _ in FIGURES.values() if field not in TEXT}
-    return runs.astype(numbers).groupby("variant").agg(**FIGURES)
+def _row(outcome: Outcome) -> dict[str, Any]:
+    """Combine the records of a variant's runs."""
+    records = list(outcome.records.values())
+    row: dict[str, Any] = {"variant": outcome.variant.name, "status": outcome.status}
+    for name, column in COLUMNS.items():
+        if column.field is not None:
+            values = [value for record in records if (value := _field(record, column.field)) is not None]
+            row[name] = column.combine(values) if values else None
+    accuracies = [[epoch.val_acc for epoch in record.epochs if epoch.val_acc is not None] for record in records]
+    if any(accuracies):
+        row["val_acc"] = median(accuracy[-1] for accuracy in accuracies if accuracy)
+        row["guessed"] = _guessed(records[0])
+    for name, first in (("main", True), ("others", False)):
+        peaks = [peak for record in records for peak in _peaks(record, first)]
+        if peaks:
+            row[f"memory_{name}_gib"], row[f"memory_{name}_percent"] = map(max, zip(*peaks, strict=True))
+    slow = [slow_ranks(record.ranks) for record in records]
+    always = [line for rank, line in (slow[-1] if slow else {}).items() if all(rank in run for run in slow)]
+    row["slow_rank"] = "; ".join(always) or None
+    return row
 
 
-def _accuracy(records: list[dict[str, Any]]) -> pd.Series:
-    """Take the validation accuracy of each run's last validated epoch, and the median for each variant.
-
-    All are dropped if guessing may reach most of them: if they are not above chance by three standard deviations.
-    """
-    fields = ["data.classes", "data.images.val"]
-    epochs = pd.json_normalize(records, "epochs", [*RUN]).reindex(columns=[*RUN, "val_acc"]).astype({"val_acc": float})
-    accuracy = epochs.groupby([*RUN])["val_acc"].last().groupby("variant").median()
-    of = (
-        pd.json_normalize(records)
-        .reindex(columns=["variant", *fields])
-        .groupby("variant")[fields]
-        .first()
-        .astype(float)
-    )
-    chance = 1 / of["data.classes"]
-    guessed = chance + 3 * (chance * (1 - chance) / of["data.images.val"]) ** 0.5
-    at_chance = accuracy <= guessed.reindex(accuracy.index)
-    return accuracy * math.nan if at_chance.mean() > 0.5 else accuracy
+def _field(record: Record, path: str) -> Any:
+    """Return a field by its dotted path; None if a group on the way is missing."""
+    value: Any = record
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
-def _memory(records: list[dict[str, Any]]) -> pd.DataFrame:
-    """Take the peak memory of the first device and of the largest of the others: torch's, or the process' on a CPU."""
-    fields = {"rank": int, "device": str, "allocated_gib": float, "host_rss_gib": float, "total_gib": float}
-    peaks = pd.json_normalize(records, "peak_memory", [*RUN]).reindex(columns=[*RUN, *fields]).astype(fields)
-    peaks = peaks.drop_duplicates([*RUN, "rank", "device"])
-    peaks["gib"] = peaks["allocated_gib"].fillna(peaks["host_rss_gib"])
-    peaks["percent"] = 100 * peaks["gib"] / peaks["total_gib"]
-    others = peaks.groupby([*RUN]).cumcount() > 0
-    largest = [
-        peaks[of].groupby("variant")[["gib", "percent"]].max().add_prefix(f"memory_{which}_")
-        for which, of in (("main", ~others), ("others", others))
-    ]
-    accelerator = peaks.groupby("variant")["device"].first().str.replace(":.*", "", regex=True).rename("accelerator")
-    return pd.concat([*largest, accelerator], axis=1)
+def _guessed(record: Record) -> float | None:
+    """Return the accuracy that guessing hardly exceeds: chance plus three standard deviations."""
+    images = record.data and record.data.images.get("val")
+    if not record.data or not images:
+        return None
+    chance = 1 / record.data.classes
+    return chance + 3 * math.sqrt(chance * (1 - chance) / images)
 
 
-def _slow_rank(outcomes: Sequence[Outcome]) -> pd.Series:
-    """Describe the ranks that were slower than the others in every run of a variant."""
-    lines = {}
-    for outcome in outcomes:
-        runs = [slow_ranks(record.ranks) for record in outcome.records.values()]
-        always = [line for rank, line in (runs[-1] if runs else {}).items() if all(rank in run for run in runs)]
-        lines[outcome.variant.name] = "; ".join(always) or None
-    return pd.Series(lines, name="slow_rank", dtype=object)
+def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:
+    """List the peak memory of the first device, or of the others: GiB and percent; the process's on a CPU."""
+    peaks = list({(peak.rank, peak.device): peak for peak in record.peak_memory}.values())
+    gib = [(peak.allocated_gib or peak.host_rss_gib or 0.0, peak.total_gib) for peak in peaks]
+    return [(used, 100 * used / total if total else math.nan) for used, total in (gib[:1] if first else gib[1:])]

@@ -50,18 +50,15 @@ class Runner:
         variants: Its variants.
         directory: Directory of the runs.
         more: Arguments for every run that do not change its training, such as those of the tracker.
+
+    Attributes:
         show: Called whenever something changes, and twice a second during a run.
+        running: The current outcome, its repeat, and the time of its start; None between runs.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        variants: list[Variant],
-        directory: Path,
-        more: list[str],
-        show: Callable[["Runner"], None] = lambda runner: None,
-    ) -> None:
-        self.experiment, self.directory, self.show = experiment, directory, show
+    def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
+        self.experiment, self.directory = experiment, directory
+        self.show: Callable[[], None] = lambda: None
         flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # such a run is measured, too
         self.more = [part for name, value in flags.items() for part in (f"--run.{name}", str(value))] + more
         self.outcomes = [Outcome(variant) for variant in variants]
@@ -84,26 +81,23 @@ class Runner:
 
     def _read(self, variant: Variant, repeat: int) -> Record:
         path = self.folder(variant, repeat) / "version_0" / "run.json"
-        if not path.exists():
-            return Record()
         try:
-            return Record.load(path)
+            return Record.load(path) if path.exists() else Record()
         except ValueError as error:
             print(f"{error}: it counts as not run", file=sys.stderr)
             return Record()
 
     def measured_at(self) -> str | None:
         """Return the time of the last run."""
-        runs = [(outcome.variant, repeat) for outcome in self.outcomes for repeat in outcome.records]
-        files = [self.folder(*run) / "version_0" / "run.json" for run in runs]
+        files = [
+            self.folder(outcome.variant, repeat) / "version_0" / "run.json"
+            for outcome in self.outcomes
+            for repeat in outcome.records
+        ]
         if not files:
             return None
         last = datetime.datetime.fromtimestamp(max(file.stat().st_mtime for file in files)).astimezone()
         return last.isoformat(timespec="seconds")
-
-    def progress(self) -> Record:
-        """Return the current run's record so far."""
-        return self._read(self.running[0].variant, self.running[1]) if self.running else Record()
 
     def commands(self, variant: Variant, repeat: int) -> str:
         """Write the command lines of one run, a line for each node."""
@@ -111,7 +105,7 @@ class Runner:
         return " &\n".join(map(str, fit_commands(flags, self.folder(variant, repeat), variant.nodes())))
 
     def todo(self) -> Iterator[tuple[int, Outcome]]:
-        """List the missing runs in turn: A B C, A B C. A variant that failed is not tried again."""
+        """List the missing runs in turn: A B C, A B C. A failed variant is not retried."""
         for repeat in range(1, self.experiment.repeats + 1):
             for outcome in self.outcomes:
                 if repeat not in outcome.records and outcome.status in ("waiting", "running"):
@@ -120,13 +114,14 @@ class Runner:
     def remaining_s(self) -> float | None:
         """Estimate the seconds of the missing runs from earlier ones; None before the first."""
         means = {
-            id(outcome): statistics.mean(record.wall_s or 0.0 for record in outcome.records.values())
+            outcome.variant.name: statistics.mean(record.wall_s or 0.0 for record in outcome.records.values())
             for outcome in self.outcomes
             if outcome.records
         }
         if not means:
             return None
-        left = sum(means.get(id(outcome), statistics.mean(means.values())) for _, outcome in self.todo())
+        usual = statistics.mean(means.values())
+        left = sum(means.get(outcome.variant.name, usual) for _, outcome in self.todo())
         return max(left - (time.monotonic() - self.running[2] if self.running else 0.0), 0.0)
 
     def run(self) -> None:
@@ -145,14 +140,14 @@ class Runner:
                 self.running = None
                 if outcome.status == "running":
                     outcome.status = "measured" if len(outcome.records) == self.experiment.repeats else "waiting"
-                self.show(self)
+                self.show()
 
     def _run_one(self, outcome: Outcome, repeat: int) -> None:
         variant, limit = outcome.variant, self.experiment.time_limit
         folder = self.folder(variant, repeat)
         shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
         flags = [*variant.arguments[1:], *self.more]
-        record = run_fit(flags, limit, folder, variant.nodes(), lambda: self.show(self))
+        record = run_fit(flags, limit, folder, variant.nodes(), self.show)
         if record.status == "completed":
             outcome.records[repeat] = record
             if record.throughput.median is None:

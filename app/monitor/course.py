@@ -1,11 +1,11 @@
 """The course of a figure over a run."""
 
-MOST = 200  # points: as many as a picture shows
-NUMBERS = 12_800  # of all points together
+MOST = 200  # points, as many as a picture shows
+NUMBERS = 12_800  # in all points together
 
 
 class Course:
-    """Repeated measurements, thinned evenly, so that a long run takes no more room than a short one.
+    """Repeated measurements, thinned evenly, so that long and short runs take equal space.
 
     Args:
         width: Figures of each measurement.

@@ -12,9 +12,10 @@ from rich.text import Text
 from torch import nn
 from torch.optim import Optimizer
 
+from app.data.global_order import order_of
 from app.data.module import ImageData
 from app.modules import ImageClassifier
-from app.monitor.loggers import Tracker
+from app.monitor.loggers import trackers
 from app.monitor.run_record import resolved_configuration
 from app.record import Record
 from app.record.words import batch, threads, way_of_running
@@ -35,9 +36,26 @@ class Header(RichModelSummary):
         """Print the header."""
         if trainer.is_global_zero:
             for name, text in lines(trainer, self._network):
-                get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
+                show(name, text)
         if "APP_DEBUG" in os.environ:
             super().on_fit_start(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the batch of the user's own loader, which exists only now: global, or of each process."""
+        loader, data = trainer.train_dataloader, getattr(trainer, "datamodule", None)
+        size = getattr(loader, "batch_size", None)
+        if not trainer.is_global_zero or isinstance(data, ImageData):
+            return
+        if (order := order_of(loader)) is not None:
+            record = Record(**resolved_configuration(trainer) | {"global_batch_size": order.batch_size})
+            show("batch", f"{batch(record)}, in one global order")
+        elif size is not None and trainer.world_size > 1:
+            show("batch", f"{size} in each of {trainer.world_size} processes")
+
+
+def show(name: str, text: str) -> None:
+    """Print a line of the header."""
+    get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
 
 
 def counted(network: nn.Module) -> str:
@@ -76,9 +94,8 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
     yield "precision", str(record.precision)
     if trainer.logger is not None:  # `trainer.log_dir` is collective
         yield "folder", str(trainer.logger.log_dir)
-    for logger in trainer.loggers:
-        if isinstance(logger, Tracker):
-            yield "tracked", logger.live()
+    for tracker in trackers(trainer.loggers):
+        yield "tracked", tracker.where()
 
 
 VERBS = {"train": "train", "val": "validate"}

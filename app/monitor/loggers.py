@@ -7,14 +7,13 @@ import re
 import shlex
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any
+from threading import Event, Thread
+from typing import Any
 
 import yaml
 from jsonargparse import Namespace
@@ -32,10 +31,7 @@ from app.system.files import open_file, whole, write_text
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.wandb_patches import forget_run, skip_launch_inputs
 
-if TYPE_CHECKING:  # half a second of every rank's start, for compare alone
-    import pandas as pd
-
-
+Prediction = tuple[Tensor, str, str, float]  # image (C, H, W), label, predicted class, its probability
 PROBE_TIMEOUT = 3  # seconds to wait for a server's first answer
 MODES = ("off", "offline", "online")  # of the tracker, the most private one first
 WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
@@ -79,15 +75,13 @@ def logged_in() -> bool:
         return False
 
 
-def answers(url: str) -> bool:
-    """Return whether a server answers within a few seconds; the tracker would wait for more than a minute."""
+def probe(url: str, answered: Event) -> None:
+    """Set an event when a server answers; the tracker would wait for more than a minute."""
     import requests
 
-    try:
+    with suppress(requests.RequestException):
         requests.get(url, timeout=PROBE_TIMEOUT)
-    except requests.RequestException:
-        return False
-    return True
+        answered.set()
 
 
 def trial() -> str | None:
@@ -104,27 +98,15 @@ class Tracker(WandbLogger):
     Args:
         run_dir: Directory of the run; the tracker's files go into its `wandb` folder.
         mode: `online` or `offline`.
-        name: Name of the run.
-        project: Project of the run.
-        group: Group of the run.
-        tags: Tags of the run.
         resumed: Id of an earlier run to continue.
+        options: Name, project, group and tags of the run.
 
     Attributes:
         id: Id of the run.
         unsent: Whether some data could not be uploaded in time.
     """
 
-    def __init__(
-        self,
-        run_dir: str,
-        mode: str,
-        name: str,
-        project: str,
-        group: str | None = None,
-        tags: Sequence[str] | None = None,
-        resumed: str | None = None,
-    ) -> None:
+    def __init__(self, run_dir: str, mode: str, resumed: str | None = None, **options: Any) -> None:
         variables = {
             "WANDB_ERROR_REPORTING": "false",  # usage statistics, which even offline runs send
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
@@ -142,28 +124,18 @@ class Tracker(WandbLogger):
         if mode == "online" and not logged_in():
             rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
             self.mode = "offline"
-        self._answers: Future[bool] | None = None  # probes the server while model and data are prepared
+        self._answered: Event | None = None  # probes the server while model and data are prepared
         if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
-            future, url = Future[bool](), wandb.setup().settings.base_url
-            self._answers = future
-            # a daemon thread: at exit, the interpreter would wait for a pool's thread as long as the server sends
-            Thread(target=lambda: future.set_result(answers(url)), daemon=True).start()
+            self._answered = Event()
+            # a daemon thread: at exit, the interpreter would wait for another one as long as the server sends
+            Thread(target=probe, args=(wandb.setup().settings.base_url, self._answered), daemon=True).start()
         # a spawned process that attaches to the run does not know its directory
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(
             init_timeout=20, finish_timeout=20, finish_timeout_raises=True, silent=True, console="off"
         )
-        super().__init__(
-            name=name,
-            project=project,
-            save_dir=run_dir,
-            group=group,
-            tags=tags,
-            mode=self.mode,
-            settings=settings,
-            id=self.id,
-            resume="allow" if resumed else None,
-        )
+        options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
+        super().__init__(save_dir=run_dir, mode=self.mode, **options)
         tracker_settings(self).pop("anonymous", None)  # only a warning by now
 
     @property
@@ -184,13 +156,9 @@ class Tracker(WandbLogger):
         return DummyExperiment()
 
     def _settle(self) -> None:
-        """Be offline where the server has not answered."""
-        asked, self._answers = self._answers, None
-        try:
-            there = asked is None or asked.result(PROBE_TIMEOUT)
-        except TimeoutError:  # a name server that does not answer, or many addresses
-            there = False
-        if not there:
+        """Go offline if the server has not answered."""
+        answered, self._answered = self._answered, None
+        if answered is not None and not answered.wait(PROBE_TIMEOUT):
             rank_zero_info("Weights & Biases does not answer: offline from here on")
             self._fall_back("offline")
 
@@ -217,13 +185,6 @@ class Tracker(WandbLogger):
         self.mode = mode
         tracker_settings(self).update(mode=mode, id=self.id, resume=None)
 
-    def live(self) -> str:
-        """Say where the run can be watched."""
-        folder = next(iter(sorted(Path(str(self.save_dir), "wandb").glob(f"*run-*-{self.id}"))), None)
-        if self.mode == "online" or folder is None:
-            return getattr(open_experiment(self), "url", None) or self.mode
-        return f"{self.mode}; watch it in another terminal with  {shlex.join(['wandb', 'leet', str(folder)])}"
-
     def where(self) -> str:
         """Return the run's address, or the command that uploads unsent data."""
         folders = sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))
@@ -233,15 +194,9 @@ class Tracker(WandbLogger):
             return f"offline; upload with  {shlex.join(['wandb', 'sync', *map(str, folders)])}"
         return getattr(open_experiment(self), "url", None) or self.mode
 
-    @_never_fatal
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Log metrics of a step."""
-        super().log_metrics(metrics, step)
-
-    @_never_fatal
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Add to the run's config."""
-        super().log_hyperparams(params)
+    log_metrics = _never_fatal(WandbLogger.log_metrics)
+    log_hyperparams = _never_fatal(WandbLogger.log_hyperparams)
+    finalize = _never_fatal(WandbLogger.finalize)
 
     @_never_fatal
     def log_record(self, record: Record) -> None:
@@ -250,37 +205,25 @@ class Tracker(WandbLogger):
 
     @_never_fatal
     def log_test_figures(
-        self,
-        matrix: list[list[int]],
-        names: list[str],
-        wrong: list[tuple[Tensor, str, str, float]],
-        pictures: list[Path],
+        self, matrix: list[list[int]], names: list[str], wrong: list[Prediction], pictures: list[Path]
     ) -> None:
         """Log the confusion matrix, the table of the most confidently wrong images, and their pictures."""
         import wandb
 
-        cells: list[Any] = [[names[i], names[j], count] for i, row in enumerate(matrix) for j, count in enumerate(row)]
-        table: list[Any] = [
-            [wandb.Image(image.permute(1, 2, 0).squeeze(-1).numpy()), label, predicted, confidence]
-            for image, label, predicted, confidence in wrong
-        ]
-        figures: dict[str, Any] = {"confusion_matrix": wandb.Table(columns=["label", "predicted", "count"], data=cells)}
+        cells = [[names[i], names[j], count] for i, row in enumerate(matrix) for j, count in enumerate(row)]
+        self.log_table("confusion_matrix", ["label", "predicted", "count"], cells)
         if wrong:
-            figures["most_wrong"] = wandb.Table(columns=["image", "label", "predicted", "probability"], data=table)
-        self.experiment.log(figures | {f"{each.stem}_picture": wandb.Image(str(each)) for each in pictures})
+            rows = [[wandb.Image(image.permute(1, 2, 0).squeeze(-1).numpy()), *row] for image, *row in wrong]
+            self.log_table("most_wrong", ["image", "label", "predicted", "probability"], rows)
+        for picture in pictures:
+            self.log_image(f"{picture.stem}_picture", [str(picture)])
 
     @_never_fatal
-    def log_comparison(self, table: "pd.DataFrame", pictures: dict[str, Path]) -> None:
-        """Log the table and the pictures of a comparison."""
-        import wandb
-
-        images = {path.stem: wandb.Image(str(path), caption=title) for title, path in pictures.items()}
-        self.experiment.log({"results": wandb.Table(dataframe=table), **images})
-
-    @_never_fatal
-    def finalize(self, status: str) -> None:
-        """Finish a stage as Lightning does."""
-        super().finalize(status)
+    def log_comparison(self, table: Any, pictures: dict[str, Path]) -> None:
+        """Log the table (a DataFrame) and the pictures of a comparison."""
+        self.log_table("results", dataframe=table)
+        for title, path in pictures.items():
+            self.log_image(path.stem, [str(path)], caption=[title])
 
     def finish(self) -> None:
         """End the run: everything has been logged."""
@@ -290,6 +233,11 @@ class Tracker(WandbLogger):
         except Exception as error:  # TimeoutError, or whatever the tracker raises
             self.unsent = True
             rank_zero_info(f"Weights & Biases has not taken all of the run: {one_line(str(error))}")
+
+
+def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
+    """Return the loggers of Weights & Biases that this application made."""
+    return [logger for logger in loggers if isinstance(logger, Tracker)]
 
 
 class MetricsFile(CSVLogger):
@@ -366,7 +314,7 @@ class MetricsFile(CSVLogger):
 
 
 class RateMonitor(LearningRateMonitor):
-    """Lightning's monitor of the learning rate, which asks on each step whether to log only where it may."""
+    """Lightning's learning-rate monitor without its check on every step, unless it logs per step."""
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Log the learning rate of a step."""
@@ -380,7 +328,7 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False)
-        # 200 kB to hand to each process of ddp_spawn: more than a pipe holds, so that they would start in turn
+        # 200 kB for each process of ddp_spawn: more than a pipe holds, so processes would start one by one
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -393,39 +341,34 @@ class SaveConfig(SaveConfigCallback):
                 file.write(self.text.encode())
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}): give another --run.root") from error
-        for logger in trainer.loggers:
-            if isinstance(logger, Tracker):
-                logger.log_hyperparams(yaml.safe_load(self.text))
+        for tracker in trackers(trainer.loggers):
+            tracker.log_hyperparams(yaml.safe_load(self.text))
 
 
 def next_version(root: str, name: str, what: str = "version") -> str:
-    """Name the first free `version_N` under `root/name`, from 0 on; or of something else, from 1 on."""
+    """Name the first free `version_N` under `root/name`, counted from 0; other names count from 1."""
     taken = [re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")]
     return f"{what}_{max((int(match[1]) for match in taken if match), default=-(what == 'version')) + 1}"
 
 
 def claim_version(folder: Path, what: str = "version") -> Path:
-    """Make the first free `version_N` in a folder, which no other run that starts now gets.
+    """Create the first free `version_N` in a folder; runs that start at once get different ones.
 
     Raises:
-        UserError: When no folder can be made there.
+        UserError: When the folder cannot be created.
     """
-    number = int(next_version(str(folder.parent), folder.name, what).rpartition("_")[2])
-    vanished = 0
-    while True:
-        directory = folder / f"{what}_{number}"
+    for attempt in range(100):
+        directory = folder / next_version(str(folder.parent), folder.name, what)
         try:
             directory.mkdir(parents=True)
-            return directory
+            break
         except OSError as error:
-            if isinstance(error, FileNotFoundError) and vanished < 10:
-                vanished += 1  # a refused run has removed its empty folder, and this one's parent, in this moment
-                continue
-            if not (isinstance(error, FileExistsError) and directory.parent.is_dir()):
+            # another run was faster, or a rejected run has just removed the empty parent
+            if attempt == 99 or not isinstance(error, FileExistsError | FileNotFoundError):
                 raise UserError(
                     f"{directory}: no folder can be made there ({error.strerror}): give another --run.root"
                 ) from error
-        number += 1  # another run was faster
+    return directory
 
 
 def make_loggers(
@@ -433,11 +376,11 @@ def make_loggers(
 ) -> list[Logger]:
     """Make the CSV logger, first because run directories follow it, and the tracker, for a new or an earlier run."""
     version, name = folder.name, folder.parent.name
-    metrics = MetricsFile(str(folder.parent.parent), name=name, version=version)
-    if mode == "off":
-        return [metrics]
-    try:
-        return [metrics, Tracker(metrics.log_dir, mode, f"{name}/{version}", project, group, tags, resumed)]
-    except Exception as error:
-        rank_zero_warn(f"Weights & Biases does not start, training continues without it: {one_line(str(error))}")
-        return [metrics]
+    loggers: list[Logger] = [MetricsFile(str(folder.parent.parent), name=name, version=version)]
+    if mode != "off":
+        options = {"name": f"{name}/{version}", "project": project, "group": group, "tags": tags}
+        try:
+            loggers.append(Tracker(str(folder), mode, resumed, **options))
+        except Exception as error:
+            rank_zero_warn(f"Weights & Biases does not start, training continues without it: {one_line(str(error))}")
+    return loggers

@@ -1,4 +1,4 @@
-"""Notices a loss that is infinite or NaN, without a read of the device between two logging windows."""
+"""Detects an infinite or NaN loss with one device read per logging window."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -57,7 +57,7 @@ class NonFinite(Callback):
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the rest of the epoch."""
+        """Check the rest of the epoch."""
         self._look(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -67,11 +67,11 @@ class NonFinite(Callback):
             self._look(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Leave an update out: an optimizer passes over parameters without a gradient."""
+        """Skip an update: an optimizer passes over parameters without a gradient."""
         if self.action != "skip" or getattr(trainer.precision_plugin, "scaler", None):  # which skips them itself
             return
-        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        bad = torch.tensor(not _finite(found), dtype=torch.int64, device=trainer.strategy.root_device)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        bad = torch.tensor(not _finite(gradients), dtype=torch.int64, device=trainer.strategy.root_device)
         if int(trainer.strategy.reduce(bad, reduce_op="max")):
             optimizer.zero_grad(set_to_none=True)
             self.skipped += 1
@@ -81,43 +81,41 @@ class NonFinite(Callback):
                 )
 
     def _look(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
-        """Look at the losses since the last time, and at weights that are to be saved. Collective.
+        """Check the losses since the last check, and weights to be saved. Collective.
 
         Raises:
             UserError: On every rank, when one of them is not finite on any, and the run is to stop.
         """
         losses, self._losses = self._losses, []
-        self._last = losses[-1][0] if losses else self._last
         first = NONE
         if losses:
+            self._last = losses[-1][0]
             finite = torch.stack([loss for _, loss in losses]).isfinite().flatten().tolist()
             if not all(finite):
                 first = losses[finite.index(False)][0] * trainer.world_size + trainer.global_rank
-        found = torch.tensor([first, int(not weights or _finite(weights))], device=trainer.strategy.root_device)
-        first, whole = trainer.strategy.reduce(found, reduce_op="min").tolist()
+        checks = torch.tensor([first, int(_finite(weights or []))], device=trainer.strategy.root_device)
+        first, whole = trainer.strategy.reduce(checks, reduce_op="min").tolist()
         if first == NONE and whole:
             return
         batch, rank = divmod(first, trainer.world_size)
         step, every = trainer.global_step, trainer.accumulate_grad_batches
-        what = f"the weights are not finite after step {step}"
+        problem = f"the weights are not finite after step {step}"
         if first != NONE:
             step -= self._last // every - batch // every
-            at = f"batch {batch + 1} of epoch {trainer.current_epoch + 1}"
-            what = f"the training loss is not finite since step {step} ({at}, rank {rank})"
+            place = f"batch {batch + 1} of epoch {trainer.current_epoch + 1}, rank {rank}"
+            problem = f"the training loss is not finite since step {step} ({place})"
             self.step = self.step or step
         if self.action == "stop":
-            kept = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-            good = max(
-                filter(Path.is_file, map(Path, filter(None, kept))), key=lambda p: p.stat().st_mtime, default=None
-            )
+            callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+            files = [Path(c.best_model_path) for c in callbacks if Path(c.best_model_path).is_file()]
+            newest = f", and resume from {max(files, key=lambda path: path.stat().st_mtime)}" if files else ""
             raise UserError(
-                f"{what}: lower the learning rate, give --trainer.gradient_clip_val or another --trainer.precision"
-                f"{f', and resume from {good}' if good else ''}; --run.on_nonfinite warn continues anyway, and skip "
-                "leaves out such steps"
+                f"{problem}: lower the learning rate, give --trainer.gradient_clip_val or another --trainer.precision"
+                f"{newest}; --run.on_nonfinite warn continues anyway, and skip leaves out such steps"
             )
         if self.since is None and self.action == "warn":
             self.since = trainer.current_epoch
-            rank_zero_info(f"{what}: lower the learning rate, or take another --trainer.precision")
+            rank_zero_info(f"{problem}: lower the learning rate, or take another --trainer.precision")
 
 
 def _finite(tensors: list[Tensor]) -> bool:

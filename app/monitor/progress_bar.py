@@ -15,7 +15,7 @@ PER_SECOND = 4
 
 
 class ProgressBar(RichProgressBar):
-    """Progress bar that takes note of a step 4 times a second, because each note costs time.
+    """Progress bar that updates 4 times a second, because each update costs time.
 
     Without a terminal or a notebook there is no bar; the lines of the epochs remain.
     """
@@ -43,7 +43,7 @@ class ProgressBar(RichProgressBar):
             self.progress.live.transient = True  # the epochs' lines stay
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Note the step if it is time, or the last of the epoch."""
+        """Update the bar when it is due, and after the last step of an epoch."""
         now = time.perf_counter()
         if now >= self._due or trainer.is_last_batch:
             self._due = now + 1 / PER_SECOND

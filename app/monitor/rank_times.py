@@ -75,11 +75,12 @@ class RankTimes:
     @property
     def ranks(self) -> list[RankTime]:
         """Each rank's median milliseconds over the shared windows."""
-        columns = torch.tensor(list(self._windows)).permute(1, 2, 0).tolist() if self._windows else []
-        medians = [[round(1000 * statistics.median(times), 4) for times in parts[:3]] for parts in columns]
+        if not self._windows:
+            return []
+        medians = (1000 * np.median(list(self._windows), axis=0)).round(4).tolist()  # (ranks, figures)
         return [
             RankTime(rank, node, data, compute, wait, self._is_slow(rank))
-            for rank, ((node, _), (data, compute, wait)) in enumerate(zip(self.places, medians, strict=False))
+            for rank, ((node, _), (data, compute, wait, _)) in enumerate(zip(self.places, medians, strict=False))
         ]
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
@@ -98,15 +99,19 @@ class RankTimes:
             return
         ended, began, ready, averaged, now = np.array(steps).T
         wait = averaged - ready
-        own = [float(np.median(times)) for times in (began - ended, now - began - wait, wait)]
-        own.append(self._memory(trainer.strategy.root_device))
         delay, self._delay = self._delay, core_wait_seconds()
-        own += [busy_seconds(self._cores) - self._busy, own_seconds() - self._own, (self._delay - delay) / len(steps)]
+        figures = [
+            *(float(np.median(times)) for times in (began - ended, now - began - wait, wait)),
+            self._memory(trainer.strategy.root_device),
+            busy_seconds(self._cores) - self._busy,
+            own_seconds() - self._own,
+            (self._delay - delay) / len(steps),
+        ]
         elapsed = time.perf_counter() - self._started
         if trainer.world_size == 1:
-            self.hear(elapsed, [own])
+            self.hear(elapsed, [figures])
             return
-        mine = torch.tensor(own, dtype=torch.float64)
+        mine = torch.tensor(figures, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(trainer.world_size)]
         self._pending = elapsed, rows, distributed.all_gather(rows, mine, self._group, async_op=True)
 
@@ -158,18 +163,16 @@ def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, s
     Returns:
         By rank, a line with the excess and its phase.
     """
-    found = {}
-    for rank, row in enumerate(rows):
+    lines = {}
+    for rank, (data, compute, *_) in enumerate(rows if len(rows) > 1 else ()):
         others = [other for index, other in enumerate(rows) if index != rank]
-        if not others:
-            continue
-        usual = [statistics.median(other[part] for other in others) for part in range(2)]
-        whole = statistics.median(other[0] + other[1] for other in others)
-        excess = (row[0] + row[1]) / whole - 1 if whole else 0.0
+        usual_data, usual_compute = (statistics.median(other[phase] for other in others) for phase in range(2))
+        usual = statistics.median(other[0] + other[1] for other in others)
+        excess = (data + compute) / usual - 1 if usual else 0.0
         if excess > SLOWER:
-            part = NAMES[row[1] - usual[1] > row[0] - usual[0]]
-            found[rank] = f"rank {rank} (node {nodes[rank]}): {100 * excess:.0f} % slower than the median, in {part}"
-    return found
+            phase = NAMES[compute - usual_compute > data - usual_data]
+            lines[rank] = f"rank {rank} (node {nodes[rank]}): {100 * excess:.0f} % slower than the median, in {phase}"
+    return lines
 
 
 def slow_ranks(ranks: Sequence[RankTime]) -> dict[int, str]:

@@ -3,7 +3,7 @@
 import csv
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,39 +18,19 @@ from torch import Tensor
 
 from app.errors import one_line
 from app.monitor.rank_times import NAMES, slow_ranks
-from app.record import PHASES, Epoch, Record
+from app.record import PHASES, Record
 from app.record.words import batch, bottleneck, percent, threads, way_of_running
+from app.system import page
 from app.system.files import open_file, whole, write_text
-from app.system.page import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PAPER,
-    PURPLE,
-    Section,
-    code,
-    draw,
-    draw_plot,
-    label_lines,
-    page,
-    plain,
-    png,
-    table,
-)
+from app.system.page import Section, code, draw, draw_plot, label_lines, plain, png, table
 
-NAMED = 4  # labelled ranks or lines; of more, the outermost
 CELLS = 20  # classes up to which the counts of a confusion matrix are written
 SHOWN = 10  # classes of a table that has not all
 WRONG_HEIGHT = 47  # percent of its width: the first two rows of the picture of wrong images
-PARTS = {  # of a step
-    **dict.fromkeys(("forward_backward", "compute"), BLUE),
-    **dict.fromkeys(("communication", "wait"), ORANGE),
-    "data": GREEN,
-    "optimizer": PURPLE,
-    "rest": GREY,
+PHASE_COLOURS = {
+    **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
+    **dict.fromkeys(("communication", "wait"), page.ORANGE),
+    **{"data": page.GREEN, "optimizer": page.PURPLE, "rest": page.GREY},
 }
 ROUNDING = """
 
@@ -80,24 +60,19 @@ def make_report(folder: Path) -> str:
         OSError: When another file cannot be read.
     """
     record = Record.load(folder / "run.json")
-    metrics, (names, counts) = read_metrics(folder / "metrics.csv"), _confusion(folder / "confusion_matrix.csv")
+    names, counts = _confusion(folder / "confusion_matrix.csv")
     figures: dict[str, Figure | bytes] = {}
-    learning = _learning(record, metrics, figures)
-    mistakes = _mistakes(folder, names, counts, figures)
-    speed = _speed(record, figures)
     written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-    lead = [f"> {plain(record.error)}"] if record.error else []
-    lead += [
-        f"{plain(folder.parent.name)}/{plain(folder.name)}, {written}",
-        table(["", ""], _facts(record), words=(0, 1)),
-    ]
+    place = f"{plain(folder.parent.name)}/{plain(folder.name)}, {written}"
+    error = f"> {plain(record.error)}\n\n" if record.error else ""
+    lead = f"{error}{place}\n\n{table(['', ''], _facts(record), words=(0, 1))}"
     sections = [
-        Section("Learning", learning),
-        Section("What is confused", mistakes),
-        Section("What limited the run", speed),
+        Section("Learning", _learning(record, read_metrics(folder / "metrics.csv"), figures)),
+        Section("What is confused", _mistakes(folder, names, counts, figures)),
+        Section("What limited the run", _speed(record, figures)),
         Section("The command", code(str(record.command))),
     ]
-    return page(headline(record, int(counts.sum())), "\n\n".join(lead), sections, figures)
+    return page.page(headline(record, int(counts.sum())), lead, sections, figures)
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------
@@ -120,6 +95,7 @@ def headline(record: Record, tested: int) -> str:
     if record.status == "interrupted" and not record.finished:
         after += f", interrupted {record.error}"
     validated = [row.val_acc for row in epochs if row.val_acc is not None]
+    result = "Trained"
     if record.test and record.test.acc is not None:
         result = f"{percent(record.test.acc)} on {f'{tested:,} ' * bool(tested)}test images"
     elif validated:
@@ -127,35 +103,26 @@ def headline(record: Record, tested: int) -> str:
         result = f"{percent(validated[-1])} on {f'{images:,} ' if images else ''}validation images"
     elif epochs and epochs[-1].train_loss is not None:
         result = f"Training loss {epochs[-1].train_loss:.4g}"
-    else:
-        result = "Trained"
     return f"{result} after {after} ({way_of_running(record)})"
 
 
-def _facts(record: Record) -> Iterator[tuple[str, str]]:
-    """Yield the settings and the hardware that the record has."""
-    if record.model:
-        yield "network", f"{record.model.name}, {record.model.parameters:,} parameters"
-    if record.data:
-        kinds = {"train": "training", "val": "validation", "test": "test"}
-        counts = {kind: record.data.images.get(name) for name, kind in kinds.items()}
-        images = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-        yield "images", f"{record.data.name}: {images}; {record.data.classes} classes"
-    if record.strategy:
-        yield "way of running", f"{way_of_running(record)}, {threads(record)}"
-    if record.global_batch_size:
-        yield "batch", batch(record)
-    if record.precision:
-        yield "precision", record.precision
-    if record.train_s is not None and record.setup_s is not None:
-        yield "time", f"{record.train_s:,.1f} s of training, {record.setup_s:,.1f} s of set-up"
-    if record.resumed_from:
-        yield "resumed from", record.resumed_from
-    if record.hardware:
-        gpus = "".join(f"; {name}" for name in record.hardware.gpus)
-        yield "hardware", f"{record.hardware.cpu}, {record.hardware.cores} cores{gpus}"
-    if record.versions:
-        yield "versions", ", ".join(f"{name} {version}" for name, version in record.versions.items() if version)
+def _facts(record: Record) -> list[tuple[str, str]]:
+    """Return the settings and the hardware that the record has."""
+    model, data, machine, trained, setup = record.model, record.data, record.hardware, record.train_s, record.setup_s
+    kinds = {"train": "training", "val": "validation", "test": "test"}
+    counts = [f"{data.images[name]:,} {kind}" for name, kind in kinds.items() if data.images.get(name)] if data else []
+    facts = {
+        "network": model and f"{model.name}, {model.parameters:,} parameters",
+        "images": data and f"{data.name}: {', '.join(counts)}; {data.classes} classes",
+        "way of running": record.strategy and f"{way_of_running(record)}, {threads(record)}",
+        "batch": record.global_batch_size and batch(record),
+        "precision": record.precision,
+        "time": setup and trained is not None and f"{trained:,.1f} s of training, {setup:,.1f} s of set-up",
+        "resumed from": record.resumed_from,
+        "hardware": machine and "; ".join([f"{machine.cpu}, {machine.cores} cores", *machine.gpus]),
+        "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items() if version),
+    }
+    return [(name, str(text)) for name, text in facts.items() if text]
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------
@@ -171,66 +138,65 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
     epochs = record.epochs
-    lines = {name: _line(epochs, name) for name in ("train_loss", "val_loss", "val_acc", "lr")}
-    lines["train_acc"] = np.array([(row["epoch"] + 1, row["train_acc"]) for row in metrics if "train_acc" in row]).T
     # an epoch's figures are logged at its last step; with accumulation there are fewer steps than batches
     ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
     length = ends[-1] if ends else record.steps_per_epoch or 1
 
-    def by_step(name: str) -> np.ndarray:
+    def by_epoch(name: str) -> np.ndarray:  # (2, epochs)
+        return np.array([(row.epoch + 1, getattr(row, name)) for row in epochs if getattr(row, name) is not None]).T
+
+    def by_step(name: str) -> np.ndarray:  # (2, steps)
         return np.array([((row["step"] + 1) / length, row[name]) for row in metrics if name in row]).reshape(-1, 2).T
 
+    losses = {"training": by_epoch("train_loss"), "validation": by_epoch("val_loss")}
+    accuracies = {"training": by_step("train_acc"), "validation": by_epoch("val_acc")}
     windows = by_step("train_loss_step")
     logged = next((name for row in metrics for name in row if name.startswith("lr-")), None)
-    rates = by_step(logged) if logged else lines["lr"]
-    said = []
-    if any(lines[name].size for name in ("train_loss", "val_loss")) or windows.size:
+    rates = by_step(logged) if logged else by_epoch("lr")
+    shown = []
 
-        def loss(axes: Axes) -> None:
-            axes.plot(*windows, color=BLUE, alpha=0.35, linewidth=1)
-            _curves(axes, {"training": lines["train_loss"], "validation": lines["val_loss"]})
+    def against_epochs(axes: Axes) -> None:
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=len(epochs) > 1))
 
-        def rate(axes: Axes) -> None:
-            axes.set_xlabel("epoch")
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=len(epochs) > 1))
-            if rates.size:
-                end = max(len(epochs), rates[0][-1])
-                axes.plot([*rates[0], end], [*rates[1], rates[1][-1]], color=GREY, drawstyle="steps-post")
-                axes.set_yticks([0, rates[1].max()])
-                axes.set_ylim(0, 1.2 * rates[1].max() or 1)
-                label_lines(axes, [(rates[1][-1], "learning\nrate", GREY)])
+    def loss(axes: Axes) -> None:
+        axes.plot(*windows, color=page.BLUE, alpha=0.35, linewidth=1)
+        _curves(axes, losses)
 
+    def rate(axes: Axes) -> None:
+        against_epochs(axes)
+        if rates.size:
+            end = max(len(epochs), rates[0][-1])
+            axes.plot([*rates[0], end], [*rates[1], rates[1][-1]], color=page.GREY, drawstyle="steps-post")
+            axes.set_yticks([0, rates[1].max()])
+            axes.set_ylim(0, 1.2 * rates[1].max() or 1)
+            label_lines(axes, [(rates[1][-1], "learning\nrate", page.GREY)])
+
+    def accuracy(axes: Axes) -> None:
+        against_epochs(axes)
+        _curves(axes, accuracies)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
+
+    if windows.size or any(line.size for line in losses.values()):
         figures["loss"] = draw_plot(loss, 3.6, rate)
         faint = "; faint: each logging window" * bool(windows.size)
-        said.append(f'![Training and validation loss against epochs, the learning rate below](loss "Loss{faint}")')
-    if lines["val_acc"].size or lines["train_acc"].size:
-
-        def accuracy(axes: Axes) -> None:
-            _curves(axes, {"training": lines["train_acc"], "validation": lines["val_acc"]})
-            axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=len(epochs) > 1))
-            axes.set_xlabel("epoch")
-
+        shown.append(f'![Training and validation loss against epochs, the learning rate below](loss "Loss{faint}")')
+    if any(line.size for line in accuracies.values()):
         figures["accuracy"] = draw_plot(accuracy, 3.6)
-        said.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
-    if not said:
+        shown.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
+    if not shown:
         return "No loss was logged as train_loss or val_loss."
-    return "\n".join(said) + ROUNDING * ("loss" in figures)
-
-
-def _line(epochs: Sequence[Epoch], name: str) -> np.ndarray:
-    """Return the epochs that have a figure, and the figure (2, epochs)."""
-    return np.array([(row.epoch + 1, getattr(row, name)) for row in epochs if getattr(row, name) is not None]).T
+    return "\n".join(shown) + ROUNDING * ("loss" in figures)
 
 
 def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
-    drawn = {name: line for name, line in lines.items() if line.size}
-    colours = dict(zip(lines, COLOURS, strict=False))
-    for name, line in drawn.items():
-        axes.plot(*line, color=colours[name], marker="o" if len(line[0]) < 30 else None, markersize=3)
+    coloured = zip(lines.items(), page.COLOURS, strict=False)
+    drawn = [(name, line, colour) for (name, line), colour in coloured if line.size]
+    for _, line, colour in drawn:
+        axes.plot(*line, color=colour, marker="o" if len(line[0]) < 30 else None, markersize=3)
     axes.grid(axis="y")
     axes.margins(x=0.02)
-    label_lines(axes, [(line[1][-1], name, colours[name]) for name, line in drawn.items()])
+    label_lines(axes, [(line[1][-1], name, colour) for name, line, colour in drawn])
 
 
 # -- what is confused -------------------------------------------------------------------------------------------------
@@ -259,7 +225,7 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
     if len(names) > CELLS:
         return
     for row, column in zip(*counts.nonzero(), strict=True):
-        colour = "white" if shares[row, column] > 0.5 else INK
+        colour = "white" if shares[row, column] > 0.5 else page.INK
         axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=size)
     for row in range(len(names)):
         recall = f"{shares[row, row]:.0%}" if total[row, 0] else "—"
@@ -271,13 +237,12 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
     """Draw counts of label (rows) against prediction (columns), (classes, classes), and recall, into a PNG."""
     side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
     title = "Confusion matrix: label against prediction"
-    figure = draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, title)
     with whole(path) as file:
-        file.write(png(figure))
+        file.write(png(draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, title)))
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
-    """Draw images (C, H, W), of which one or three channels are shown, with a caption of two lines each."""
+    """Draw images (C, H, W) in a grid, each below a caption of two lines; show the first of other than 1 or 3 channels."""
     columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: a cell, and the longer side of an image in it
     lines = max(-(-len(rows) // columns), 1)
     figure = Figure(figsize=(columns * width, lines * height))
@@ -290,12 +255,9 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
             image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
         centre, bottom = (cell % columns + 0.5) * width, (lines - cell // columns - 1) * height + 0.05
         high, wide = (side * length / max(image.shape[1:]) for length in image.shape[1:])
-        axes.imshow(
-            image.permute(1, 2, 0).squeeze(-1),
-            cmap="gray" if len(image) == 1 else None,
-            extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high),
-        )
-        # on paper and on a dark screen
+        pixels = image.expand(3, -1, -1).permute(1, 2, 0)
+        axes.imshow(pixels, extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high))
+        # this grey shows on paper and on a dark screen
         axes.text(centre, bottom + high + 0.05, caption, fontsize=8, color="#767676", ha="center", va="bottom")
     axes.set(xlim=(0, columns * width), ylim=(0, lines * height))
     return figure
@@ -304,96 +266,88 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
 def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: dict[str, Figure | bytes]) -> str:
     if not names:
         return ""
-    there = counts.sum(1)
-    recall = np.where(there > 0, counts.diagonal() / np.maximum(there, 1), np.inf)
-    off = counts - np.diag(counts.diagonal())
-    label, taken = divmod(int(off.argmax()), len(names))
-    said = []
-    if off.any():
+    images = counts.sum(1)
+    recall = np.where(images > 0, counts.diagonal() / np.maximum(images, 1), np.inf)
+    wrong = counts - np.diag(counts.diagonal())
+    parts = []
+    if wrong.any():
+        label, predicted = divmod(int(wrong.argmax()), len(names))
         least = f"{plain(names[int(recall.argmin())])}, {percent(recall.min())} of its images"
-        most = f"{plain(names[label])}, taken for {plain(names[taken])} ({off.max():,} images)"
-        said.append(f"Least recognised: {least}. Most often confused: {most}.")
+        most = f"{plain(names[label])}, predicted as {plain(names[predicted])} ({wrong.max():,} images)"
+        parts.append(f"Least recognised: {least}. Most often confused: {most}.")
     figures["confusion"] = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
-    said.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
+    parts.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
     picture = folder / "most_wrong.png"
-    if off.any() and picture.exists():
+    if wrong.any() and picture.exists():
         with open_file(picture) as stored, Image.open(stored) as image, io.BytesIO() as file:
             image.crop((0, 0, image.width, min(image.height, image.width * WRONG_HEIGHT // 100))).save(file, "PNG")
             figures["most_wrong"] = file.getvalue()
-        said.append('![Test images, each with its label and what was predicted](most_wrong "Most confidently wrong")')
+        parts.append('![Test images, each with its label and its prediction](most_wrong "Most confidently wrong")')
     if len(names) > CELLS:
         order = recall.argsort(kind="stable")[:SHOWN]
-        rows = [(names[i], percent(recall[i]), f"{there[i]:,}") for i in order if there[i]]
-        said.append(table(["least recognised", "recall", "images"], rows))
-    return "\n\n".join(said)
+        rows = [(names[i], percent(recall[i]), f"{images[i]:,}") for i in order if images[i]]
+        parts.append(table(["least recognised", "recall", "images"], rows))
+    return "\n\n".join(parts)
 
 
 # -- what limited the run ---------------------------------------------------------------------------------------------
 
 
 def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
-    times, ranks = record.time_per_step, record.ranks
-    said = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
+    times, ranks, median = record.time_per_step, record.ranks, record.throughput.median
+    rates, memory = np.array(record.course.samples_per_s), np.array(record.course.memory_gib)
+    parts = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
     shown = []
-    if rates := record.course.samples_per_s:
-        median = record.throughput.median
 
-        def speed(axes: Axes) -> None:
-            axes.plot(*np.array(rates).T, color=BLUE)
-            _over_time(axes)
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-            if median:
-                axes.axhline(median, color=ORANGE, linewidth=1)
-                label_lines(axes, [(median, f"median\n{median:,.0f}", ORANGE)])
+    def draw_rates(axes: Axes) -> None:
+        _over_time(axes, rates)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if median:
+            axes.axhline(median, color=page.ORANGE, linewidth=1)
+            label_lines(axes, [(median, f"median\n{median:,.0f}", page.ORANGE)])
 
-        figures["speed"] = draw_plot(speed)
-        shown.append('![Samples/s of each logging window, over time](speed "Samples/s")')
-    if memory := record.course.memory_gib:
-        figures["memory"] = draw_plot(lambda axes: _memory(axes, np.array(memory)))
+    def draw_memory(axes: Axes) -> None:
+        _over_time(axes, memory)
+        largest = memory[-1, 1:].max()
+        label_lines(axes, [(largest, f"{'largest' if memory.shape[1] > 2 else 'rank 0'}:\n{largest:.2f}", page.BLUE)])
+
+    if rates.size:
+        figures["speed"] = draw_plot(draw_rates)
+        shown.append('![Samples/s of each logging window, over time](speed "Samples/s of each logging window")')
+    if memory.size:
+        figures["memory"] = draw_plot(draw_memory)
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
         limit, remedy = bottleneck(vars(times), record.accelerator == "cuda", record.placement)
-        said.append(f"A step takes {times.step:.3g} ms. **{limit}.** Try {remedy}.")
+        parts.append(f"A step takes {times.step:.3g} ms. **{limit}.** Try {remedy}.")
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
     if 1 < len(ranks) <= CELLS:
         labels, height = [f"rank {row.rank}" for row in ranks], 1.1 + 0.28 * len(ranks)
         figures["ranks"] = draw(lambda axes: stacked_bars(axes, labels, NAMES, ranks), height=height)
         shown.append('![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")')
-    said.append("\n".join(shown))
-    return "\n\n".join(filter(None, said))
+    return "\n\n".join(filter(None, [*parts, "\n".join(shown)]))
 
 
-def _over_time(axes: Axes) -> None:
+def _over_time(axes: Axes, points: np.ndarray) -> None:
+    """Plot figures (points, 1 + lines) against the seconds in their first column."""
+    axes.plot(points[:, 0], points[:, 1:], color=page.BLUE)
     axes.set_xlabel("seconds of training")
     axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)
     axes.grid(axis="y")
 
 
-def _memory(axes: Axes, points: np.ndarray) -> None:
-    seconds, ranks = points[:, 0], points[:, 1:]
-    for column in ranks.T:
-        axes.plot(seconds, column, color=BLUE, linewidth=1.4 if len(ranks.T) <= NAMED else 0.8)
-    _over_time(axes)
-    last = ranks[-1]
-    named = range(len(last)) if len(last) <= NAMED else (last.argmin(), last.argmax())
-    if last.max() - last.min() < 0.03 * last.max() and len(last) > 1:
-        label_lines(axes, [(last.mean(), f"{len(last)} ranks:\n{last.mean():.2f}", BLUE)])
-    else:
-        label_lines(axes, [(last[rank], f"rank {rank}: {last[rank]:.2f}", BLUE) for rank in named])
-
-
-def stacked_bars(axes: Axes, labels: Sequence[str], parts: Sequence[str], rows: Sequence[Any]) -> None:
-    """Draw a bar for each row, of its parts in milliseconds."""
-    left = np.zeros(len(rows))
-    whole_steps = sum(np.array([getattr(row, part) for row in rows]) for part in parts)
-    for part in parts:
-        widths = np.array([getattr(row, part) for row in rows])
-        name = part.replace("_", " + ")
-        bars = axes.barh(labels, widths, left=left, color=PARTS[part], edgecolor=PAPER, height=0.65, label=name)
-        written = [f"{share:.0%}" if share >= 0.08 else "" for share in widths / np.maximum(whole_steps, 1e-9)]
+def stacked_bars(axes: Axes, labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]) -> None:
+    """Draw a bar for each row, of its phases in milliseconds."""
+    times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
+    shares = times / np.maximum(times.sum(0), 1e-9)
+    for phase, widths, share, left in zip(phases, times, shares, times.cumsum(0) - times, strict=True):
+        name = phase.replace("_", " + ")
+        bars = axes.barh(
+            labels, widths, left=left, color=PHASE_COLOURS[phase], edgecolor=page.PAPER, height=0.65, label=name
+        )
+        written = [f"{part:.0%}" if part >= 0.08 else "" for part in share]
         axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
-        left += widths
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")
     axes.spines["left"].set_visible(False)

@@ -11,10 +11,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
+from app.data.sources import Split
 from app.errors import UserError
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
-from app.monitor.loggers import Tracker
+from app.monitor.loggers import trackers
 from app.system.files import whole
 
 
@@ -25,13 +26,7 @@ class PredictionWriter(Callback):
         self._rows: list[tuple[int, int, float]] = []
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Keep this rank's rows: index, predicted label, probability."""
         loader = trainer.predict_dataloaders
@@ -46,13 +41,13 @@ class PredictionWriter(Callback):
         directory = trainer.log_dir
         if not trainer.is_global_zero or not rows or directory is None:
             return
-        data, loader = trainer.datamodule, trainer.predict_dataloaders  # type: ignore[attr-defined]
-        assert isinstance(data, ImageData)
-        assert isinstance(loader, GlobalBatches)
-        path = Path(directory, "predictions.csv")
-        files, labels = loader.split.names, loader.split.labels.tolist()
+        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
+        split: Split = trainer.predict_dataloaders.split  # type: ignore[union-attr]
+        path, files, labels = Path(directory, "predictions.csv"), split.names, split.labels.tolist()
         known = min(labels) >= 0
-        lines = [["file" if files else "index", "predicted", "name", "probability", *["label"] * known]]
+        lines: list[list[Any]] = [
+            ["file" if files else "index", "predicted", "name", "probability", *["label"] * known]
+        ]
         for index, predicted, probability in rows:
             line = [files[index] if files else index, predicted, data.class_names[predicted], f"{probability:.6f}"]
             lines.append(line + [labels[index]] * known)
@@ -78,13 +73,7 @@ class TestFigures(Callback):
         self._worst: list[tuple[float, int, int, int]] = []  # confidence, row, predicted, label
 
     def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Keep this rank's most confidently wrong images."""
         loader = trainer.test_dataloaders
@@ -93,44 +82,43 @@ class TestFigures(Callback):
         confidence, predicted = outputs.max(1)
         at = (predicted != batch[1]).nonzero().flatten()
         rows = loader.samples(batch_idx).to(at.device)
-        found = zip(*(t[at].tolist() for t in (confidence, rows, predicted, batch[1])), strict=True)
-        self._worst = sorted([*self._worst, *found], reverse=True)[: self.wrong]
+        wrong = zip(*(t[at].tolist() for t in (confidence, rows, predicted, batch[1])), strict=True)
+        self._worst = sorted([*self._worst, *wrong], reverse=True)[: self.wrong]
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather all ranks' figures, draw and track them. Collective."""
-        data, loader = trainer.datamodule, trainer.test_dataloaders  # type: ignore[attr-defined]
+        loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
-        assert isinstance(data, ImageData)
         matrix = torch.atleast_2d(pl_module.confusion.compute())  # a number for a single class
+        pl_module.confusion.reset()
         worst = sorted((row for part in gather_objects(self._worst) for row in part), reverse=True)[: self.wrong]
         self._worst = []
         directory = trainer.log_dir
-        if trainer.is_global_zero and directory is not None:
-            # imported here, because matplotlib takes a fifth of all import time
-            from app.monitor.report import draw_confusion_matrix, draw_images
+        if not trainer.is_global_zero or directory is None:
+            return
+        # imported here, because matplotlib takes a fifth of all import time
+        from app.monitor.report import draw_confusion_matrix, draw_images
 
-            names = list(data.class_names)
-            rows = [
-                (loader.split[row], names[label], names[predicted], confidence)
-                for confidence, row, predicted, label in worst
-            ]
-            matrix_file, wrong_file = (Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png"))
-            counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))
-            try:
-                _write_table(matrix_file.with_suffix(".csv"), [["label \\ predicted", *names], *counts])
-                draw_confusion_matrix(matrix, names, matrix_file)
-                captions = [f"{label}\npredicted {predicted}, {share:.0%}" for _, label, predicted, share in rows]
-                figure = draw_images([(row[0], caption) for row, caption in zip(rows, captions, strict=True)])
-                with whole(wrong_file) as file:
-                    figure.savefig(file, format="png", dpi=120, transparent=True)
-            except OSError as error:
-                rank_zero_info(f"{directory}: the test's pictures cannot be written there ({error.strerror})")
-            pictures = [path for path in (matrix_file, wrong_file)[: 1 + self.track] if path.exists()]
-            for logger in trainer.loggers:
-                if isinstance(logger, Tracker):
-                    logger.log_test_figures(matrix.tolist(), names, rows if self.track else [], pictures)
-        pl_module.confusion.reset()
+        names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
+        rows = [
+            (loader.split[row], names[label], names[predicted], confidence)
+            for confidence, row, predicted, label in worst
+        ]
+        captions = [f"{label}\npredicted {predicted}, {share:.0%}" for _, label, predicted, share in rows]
+        pictures = [Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")]
+        counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))
+        try:
+            _write_table(pictures[0].with_suffix(".csv"), [["label \\ predicted", *names], *counts])
+            draw_confusion_matrix(matrix, names, pictures[0])
+            figure = draw_images([(row[0], caption) for row, caption in zip(rows, captions, strict=True)])
+            with whole(pictures[1]) as file:
+                figure.savefig(file, format="png", dpi=120, transparent=True)
+        except OSError as error:
+            rank_zero_info(f"{directory}: the test's pictures cannot be written there ({error.strerror})")
+        kept = [path for path in pictures[: 1 + self.track] if path.exists()]
+        for tracker in trackers(trainer.loggers):
+            tracker.log_test_figures(matrix.tolist(), names, rows if self.track else [], kept)
 
 
 def _write_table(path: Path, lines: list[list[Any]]) -> None:

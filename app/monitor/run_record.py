@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rich import get_console
 
+from app import record as records
 from app.data.global_order import order_of
 from app.data.module import ImageData
 from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
@@ -27,25 +27,12 @@ from app.loop.lightning_step_patches import EpochLoop
 from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier, log_window
 from app.monitor.course import Course
-from app.monitor.loggers import MetricsFile, Tracker
+from app.monitor.loggers import MetricsFile, trackers
 from app.monitor.nonfinite import NonFinite
 from app.monitor.step_clock import StepClock, phases_of_windows
 from app.monitor.summary import epoch_line
 from app.parallel import SplitForward
-from app.record import (
-    Checkpoints,
-    DataSet,
-    DeviceMemory,
-    Epoch,
-    FirstToLast,
-    Hardware,
-    Metrics,
-    Model,
-    Part,
-    Record,
-    Throughput,
-)
-from app.record import Course as Courses
+from app.record import Record
 from app.system.lightning_patches import strategy_name
 from app.system.machine import hardware, peak_memory, versions
 
@@ -72,7 +59,7 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "precision": trainer.precision,
         "placement": own and own.placement,
         "images_left_out": own and own.left_out,
-        "data": own and DataSet(type(own).__name__, own.num_classes, {**own.counts}),
+        "data": own and records.DataSet(type(own).__name__, own.num_classes, {**own.counts}),
         "threads": torch.get_num_threads(),
         "global_batch_size": own and own.global_batch_size,
         "micro_batch": own.micro_batch if own and trainer.state.fn == "fit" else None,
@@ -80,7 +67,7 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
         "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
-        "hardware": Hardware(**hardware()),
+        "hardware": records.Hardware(**hardware()),
         "versions": versions(),
     }
 
@@ -114,19 +101,15 @@ class RunRecord(Callback):
         self._warmup_epochs = warmup_epochs
         self._first_step: float | None = None
         self._first_batch = 0
-        self._last_step = 0.0
-        self._epoch_start = 0.0
-        self._open_epoch: Epoch | None = None
+        self._last_step = self._epoch_start = 0.0
+        self._open_epoch: records.Epoch | None = None
         self._validated = self._epoch_validated = False
         self._course = Course()
-        self._before = Courses()  # of earlier parts
-        self._rates: list[tuple[float, float]] = []  # per window: samples/s, and samples per step
-        self._profiled_rates: list[tuple[float, float]] = []
+        self._before = records.Course()  # of earlier parts
+        self._rates: list[tuple[float, float, bool]] = []  # per window: samples/s, samples per step, profiled
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
-        self._windows, self._window_profiled = 0, False
-        self._window_start = 0.0
-        self._window_samples = self._window_steps = 0
+        self._begin_window(0.0)
 
     # -- the run as a whole ---------------------------------------------------------------------------------
 
@@ -137,10 +120,10 @@ class RunRecord(Callback):
             folder: Directory of the run.
             earlier: Its record.
         """
-        part = Part(**{each.name: getattr(earlier, each.name) for each in fields(Part)})
+        part = records.Part(**{each.name: getattr(earlier, each.name) for each in fields(records.Part)})
         if part.status == "running":
             part.status, part.error = "failed", "the run was killed, or the machine went down"
-        part.train_s = (earlier.train_s or 0.0) - sum(each.train_s for each in earlier.parts)
+        part.train_s = (earlier.train_s or 0.0) - sum(each.train_s or 0.0 for each in earlier.parts)
         now, self.record = self.record, earlier
         for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
             setattr(earlier, name, getattr(now, name))
@@ -163,7 +146,7 @@ class RunRecord(Callback):
         for name, value in resolved_configuration(trainer).items():
             setattr(self.record, name, value)
         self.record.status, self.record.run_dir = "running", directory
-        self.record.tracker = next((logger.id for logger in trainer.loggers if isinstance(logger, Tracker)), None)
+        self.record.tracker = next((tracker.id for tracker in trackers(trainer.loggers)), None)
         self._write()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -174,17 +157,15 @@ class RunRecord(Callback):
         self.record.status = "interrupted" if signal else "completed"
         self.record.error = f"by {signal}" if signal else None
         self._write()
-        for logger in trainer.loggers:
-            if isinstance(logger, Tracker):
-                logger.log_record(self.record)
+        for tracker in trackers(trainer.loggers):
+            tracker.log_record(self.record)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record why the run ended. No collective call: the other ranks may be gone."""
         data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
-        if trainer.state.fn == "fit" and isinstance(data, ImageData) and out_of_memory(exception):
-            share = math.ceil(data.global_batch_size / trainer.world_size)
-            at_once = data.micro_batch or share
-            if trainer.training and at_once > 1:
+        if trainer.training and isinstance(data, ImageData) and out_of_memory(exception):
+            at_once = data.micro_batch or math.ceil(data.global_batch_size / trainer.world_size)
+            if at_once > 1:
                 exception.add_note(f"{PARTS} {at_once // 2}")
         if directory is None or not trainer.is_global_zero:
             return
@@ -193,12 +174,12 @@ class RunRecord(Callback):
             with suppress(ValueError):
                 self.record = Record.load(self.path)
             self.record.run_dir = directory
-        end = ExitStatus.of(explained(exception))
-        better = end.status == "interrupted" or isinstance(exception, RankError)
+        end, rank_failed = ExitStatus.of(explained(exception)), isinstance(exception, RankError)
+        better = end.status == "interrupted" or rank_failed
         if self.record.status == "interrupted" or (self.record.status == "failed" and not better):
             return  # a spawned process has recorded the reason
         self.record.status, self.record.error = end.status, end.reason
-        if self._first_step is not None and trainer.state.fn == "fit" and not isinstance(exception, RankError):
+        if self._first_step is not None and trainer.state.fn == "fit" and not rank_failed:
             self._close_epoch(trainer)
             self._measure(trainer)
         self._write()
@@ -220,15 +201,15 @@ class RunRecord(Callback):
         """Record how the model is executed, and count the accelerator's peak memory from here."""
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
-            found = gather_objects((trainer.node_rank, data.content))
-            for node, content in found:
-                if content != found[0][1]:
+            (_, first), *others = gather_objects((trainer.node_rank, data.content))
+            for node, content in others:
+                if content != first:
                     raise UserError(
-                        f"--data.on_bad_image skip: node {node} reads other images than node 0 ({content}, "
-                        f"{found[0][1]}): give all nodes the same files"
+                        f"--data.on_bad_image skip: node {node} reads other images than node 0 ({content}, {first}): "
+                        "give all nodes the same files"
                     )
         self._clock = next((c for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
-        model = Model(type(pl_module).__name__, sum(parameter.numel() for parameter in pl_module.parameters()))
+        model = records.Model(type(pl_module).__name__, sum(parameter.numel() for parameter in pl_module.parameters()))
         if isinstance(pl_module, ImageClassifier):
             for name, value in pl_module.executed.items():
                 setattr(self.record, name, value)
@@ -244,21 +225,23 @@ class RunRecord(Callback):
         if self.record.global_batch_size is None and (order := order_of(trainer.train_dataloader)) is not None:
             self.record.global_batch_size = order.batch_size
         self._close_epoch(trainer)
-        self._epoch_start = self._window_start = time.perf_counter()
-        self._window_samples = self._window_steps = 0
+        self._begin_epoch(trainer)
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
+        self._epoch_start = time.perf_counter()
+        self._begin_window(self._epoch_start)
         self._epoch_rates, self._learning_rate = [], learning_rate(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clocks at the first step."""
         if self._first_step is None:
-            self._first_step, self._first_batch = time.perf_counter(), _batches(trainer)
+            self._first_batch = _batches(trainer)
             self.record.setup_s = round(time.time() - self._started, 3)
             if self.path is not None:
                 self._write()
-                self._first_step = time.perf_counter()
+            self._first_step = time.perf_counter()
             if self._epoch_start == 0.0:  # resumed in the middle of an epoch
-                self._epoch_start = self._window_start = self._first_step
-                self._learning_rate = learning_rate(trainer)
+                self._begin_epoch(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -274,31 +257,31 @@ class RunRecord(Callback):
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
         now = _time_when_done(trainer)
-        first = not self._windows and not self._warmup_epochs
-        self._windows += 1
+        first = self.rate is None and not self._warmup_epochs
         self.rate = self._window_samples / (now - self._window_start)
         self._epoch_rates.append(self.rate)
         assert self._first_step is not None
         self._course.add(now - self._first_step, self.rate)
         if not first and trainer.current_epoch >= self._warmup_epochs:
-            batch = self._window_samples / self._window_steps
-            (self._profiled_rates if self._window_profiled else self._rates).append((self.rate, batch))
-        self._window_profiled = False
-        self._window_start = self._last_step = now
+            self._rates.append((self.rate, self._window_samples / self._window_steps, self._window_profiled))
+        self._last_step = now
+        self._begin_window(now)
+
+    def _begin_window(self, now: float) -> None:
+        self._window_start, self._window_profiled = now, False
         self._window_samples = self._window_steps = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restart the window that validation interrupted."""
         self._validated = not trainer.sanity_checking
-        self._window_start = _time_when_done(trainer)
-        self._window_samples = self._window_steps = 0
+        self._begin_window(_time_when_done(trainer))
         if trainer.state.fn == "validate":
             self.record.validation = _metrics(trainer, "val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row: its metrics are logged after this."""
         self._last_step = _time_when_done(trainer)
-        self._open_epoch = Epoch(
+        self._open_epoch = records.Epoch(
             trainer.current_epoch,
             trainer.is_last_batch,
             round(self._last_step - self._epoch_start, 3),
@@ -311,31 +294,32 @@ class RunRecord(Callback):
         row, self._open_epoch = self._open_epoch, None
         if row is None:
             return
-        metrics, validated = trainer.callback_metrics, self._epoch_validated
+        validated = self._epoch_validated
         row.train_loss = _metrics(trainer, "train").loss
         if validated:
             figures = _metrics(trainer, "val")
             row.val_loss, row.val_acc = figures.loss, figures.acc
+        best = max((earlier.val_acc or 0.0 for earlier in self.record.epochs), default=0.0)
         self.record.epochs.append(row)
-        if self.path is not None:
-            if trainer.progress_bar_callback is not None:  # a line that stays, also without a terminal
-                best = max((earlier.val_acc or 0.0 for earlier in self.record.epochs[:-1]), default=0.0)
-                is_best = row.val_acc is not None and row.val_acc > best
-                memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
-                left = self.time_left(trainer)
-                width = get_console().width if sys.stdout.isatty() else 100
-                print(epoch_line(row, trainer.max_epochs, metrics, validated, is_best, memory, left, width), flush=True)
-            self._measure(trainer)
-            self._write()
+        if self.path is None:
+            return
+        if trainer.progress_bar_callback is not None:  # a line that stays, also without a terminal
+            is_best, left = (row.val_acc or 0.0) > best, self.time_left(trainer)
+            memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
+            metrics = trainer.callback_metrics
+            print(epoch_line(row, trainer.max_epochs, metrics, validated, is_best, memory, left), flush=True)
+        self._measure(trainer)
+        self._write()
 
     def time_left(self, trainer: Trainer) -> float | None:
         """Estimate the seconds to the end of training, validations included; None if the end is open."""
-        done, epochs, steps = _batches(trainer), trainer.max_epochs, trainer.max_steps
-        ends = [epochs * trainer.num_training_batches] if epochs is not None and epochs > 0 else []
-        ends += [steps * trainer.accumulate_grad_batches] if steps > 0 else []
-        if self._first_step is None or not ends or min(ends) == math.inf or done <= self._first_batch:
+        done, since = _batches(trainer), self._first_step
+        by_epochs = (trainer.max_epochs or -1) * trainer.num_training_batches
+        by_steps = trainer.max_steps * trainer.accumulate_grad_batches
+        end = min((limit for limit in (by_epochs, by_steps) if limit > 0), default=math.inf)
+        if since is None or end == math.inf or done <= self._first_batch:
             return None
-        return (min(ends) - done) * (time.perf_counter() - self._first_step) / (done - self._first_batch)
+        return (end - done) * (time.perf_counter() - since) / (done - self._first_batch)
 
     def _measure(self, trainer: Trainer) -> None:
         """Update loop, times, throughput, losses and checkpoints."""
@@ -344,16 +328,16 @@ class RunRecord(Callback):
         record.loop = "straight" if record.loop_reason is None else "lightning"
         if isinstance(loop, ShardedLoop) and loop.sums is not None:
             record.shards = loop.sums.tree.shares
-        memory: list[list[float]] = []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):
                 record.not_finite_since, record.skipped_steps = callback.since, callback.skipped
                 record.not_finite_step = callback.step
+        memory: list[list[float]] = []
         if self._clock is not None:
             ranks = self._clock.ranks
             record.ranks, record.others_cores, memory = ranks.ranks, ranks.others_cores, ranks.memory.points
-        earlier = sum(part.train_s for part in record.parts)
-        record.course = Courses(
+        earlier = sum(part.train_s or 0.0 for part in record.parts)
+        record.course = records.Course(
             _continued(self._before.samples_per_s, self._course.points, earlier),
             _continued(self._before.memory_gib, memory, earlier),
         )
@@ -361,20 +345,21 @@ class RunRecord(Callback):
         record.steps_per_epoch = trainer.num_training_batches
         if self._first_step is not None:
             record.train_s = round(earlier + max(self._last_step - self._first_step, 0.0), 3)
-        windows = self._rates or self._profiled_rates
-        rates = [rate for rate, _ in windows]
-        if rates:
-            median, least, most = (round(rate, 1) for rate in (statistics.median(rates), min(rates), max(rates)))
-            record.throughput = Throughput(median, least, most, len(rates))
-        record.time_per_step = profiled = self._clock.time_per_step if self._clock else None
-        if windows and profiled:
-            step = 1000 * statistics.median(batch for _, batch in windows) / statistics.median(rates)
-            rank = next(iter(record.ranks), None) if trainer.world_size > 1 else None
-            record.time_per_step = phases_of_windows(profiled, step, rank)
+        windows = [window for window in self._rates if not window[2]] or self._rates
+        profiled = record.time_per_step = self._clock.time_per_step if self._clock else None
+        if windows:
+            rates, batches, _ = zip(*windows, strict=True)
+            median = statistics.median(rates)
+            record.throughput = records.Throughput(
+                round(median, 1), round(min(rates), 1), round(max(rates), 1), len(rates)
+            )
+            if profiled:
+                rank = record.ranks[0] if record.ranks and trainer.world_size > 1 else None
+                record.time_per_step = phases_of_windows(profiled, 1000 * statistics.median(batches) / median, rank)
         if losses := [row.train_loss for row in record.epochs]:
-            record.train_loss = FirstToLast(losses[0], losses[(len(losses) - 1) // 2], losses[-1])
-        kept = self._checkpoints or [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-        record.checkpoint = Checkpoints(*(callback.best_model_path or None for callback in kept[:2]))
+            record.train_loss = records.FirstToLast(losses[0], losses[(len(losses) - 1) // 2], losses[-1])
+        callbacks = self._checkpoints or [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        record.checkpoint = records.Checkpoints(*(callback.best_model_path or None for callback in callbacks[:2]))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch and collect every rank's memory."""
@@ -397,7 +382,7 @@ class RunRecord(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue the epochs of the resumed run."""
         if trainer.state.fn == "fit":
-            self.record.epochs = [Epoch(**row) for row in checkpoint.get("epochs", [])]
+            self.record.epochs = [records.Epoch(**row) for row in checkpoint.get("epochs", [])]
             for logger in trainer.loggers if trainer.is_global_zero and self.record.parts else []:
                 if isinstance(logger, MetricsFile):
                     logger.go_back(checkpoint["global_step"])
@@ -405,18 +390,18 @@ class RunRecord(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the test figures and their checkpoint, unless they are of the last weights."""
         figures = _metrics(trainer, "test")
-        self.record.test = None if figures == Metrics() else figures
+        self.record.test = None if figures == records.Metrics() else figures
         self.record.tested = str(trainer.ckpt_path) if trainer.ckpt_path else None
 
 
-def _metrics(trainer: Trainer, split: str) -> Metrics:
+def _metrics(trainer: Trainer, split: str) -> records.Metrics:
     metrics = trainer.callback_metrics
     loss, acc = (metrics[name].item() if name in metrics else None for name in (f"{split}_loss", f"{split}_acc"))
-    return Metrics(loss, acc)
+    return records.Metrics(loss, acc)
 
 
-def _memory(trainer: Trainer) -> list[DeviceMemory]:
-    return [DeviceMemory(**row) for row in peak_memory(trainer.global_rank, devices_of(trainer))]
+def _memory(trainer: Trainer) -> list[records.DeviceMemory]:
+    return [records.DeviceMemory(**row) for row in peak_memory(trainer.global_rank, devices_of(trainer))]
 
 
 def _continued(before: list[list[float]], points: list[list[float]], earlier: float) -> list[list[float]]:

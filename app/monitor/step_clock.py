@@ -67,7 +67,7 @@ class StepClock(Callback):
         self._seen = 0
         self._phases: list[dict[str, float]] = []
         self._profiler: _PhaseProfiler | None = None
-        self._ended_now = False
+        self._cuda = False
 
     # -- watchdog -------------------------------------------------------------------------------------------
 
@@ -98,8 +98,8 @@ class StepClock(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock, and register gradient hooks. Collective."""
-        cuda = trainer.strategy.root_device.type == "cuda"
-        self._now, self._seconds = (_recorded, _since_first) if cuda else (time.perf_counter, list)
+        self._cuda = trainer.strategy.root_device.type == "cuda"
+        self._now, self._seconds = (_recorded, _since_first) if self._cuda else (time.perf_counter, list)
         self._ready = self._averaged = self._began = self._waited_since = self._now()
         self._steps, self._last_window, self._accumulated = [], [], trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
@@ -160,14 +160,14 @@ class StepClock(Callback):
             self._last_window, whole, self._steps = self._steps, self._last_window, []
             self.ranks.share(trainer, self._seconds(whole))
         self._seen += 1
-        if self._seen <= self.skipped + self.window + 1:
+        if self._seen <= self.skipped + self.window:
             self._profile(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Share the last times. Collective."""
         self._unhook()
         self._end_profile()
-        if trainer.strategy.root_device.type == "cuda":
+        if self._cuda:
             torch.cuda.synchronize(trainer.strategy.root_device)
         self.ranks.share(trainer, self._seconds(self._last_window + self._steps))
         self.ranks.share(trainer, [])
@@ -181,8 +181,8 @@ class StepClock(Callback):
 
     @property
     def timing(self) -> bool:
-        """Whether the clock has slowed the step that ends now: only on a GPU."""
-        return self._ended_now or (self._profiler is not None and self._profiler.cuda)
+        """Whether the clock may have slowed the step that ends now: only on a GPU."""
+        return self._cuda and self._seen <= self.skipped + self.window
 
     @property
     def time_per_step(self) -> Phases | None:
@@ -195,11 +195,9 @@ class StepClock(Callback):
 
     def _profile(self, trainer: Trainer) -> None:
         """End a profiled step; begin after the first steps, and end after the last."""
-        self._ended_now = False
         if self._profiler is not None:
             self._phases.append(self._profiler.take())
             if len(self._phases) == self.window:
-                self._ended_now = self._profiler.cuda
                 self._end_profile()
         elif self._seen == self.skipped and type(trainer.profiler) is PassThroughProfiler:  # type: ignore[attr-defined]
             self._profiler = _PhaseProfiler(trainer, self._wait)
@@ -244,16 +242,16 @@ class _PhaseProfiler(PassThroughProfiler):
         self.trainer, self.wait, self.device = trainer, wait, trainer.strategy.root_device
         self.cuda = self.device.type == "cuda"
         self._begun: dict[str, float] = {}
-        self._replicas: list[float] = []
+        self._marks: list[float] = []  # dp: start of the forward, then each replica's start and end
         self._before, trainer.profiler = trainer.profiler, self  # type: ignore[attr-defined]
         self._handles = [each.register_step_post_hook(self._on_stepped) for each in trainer.optimizers]
         strategy, module = trainer.strategy, trainer.lightning_module
         if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
             assert strategy.replica is not None
             self._handles += [
-                module.register_forward_pre_hook(self._on_scatter),
-                strategy.replica.register_forward_pre_hook(self._on_replica),
-                strategy.replica.register_forward_hook(self._on_replica),
+                module.register_forward_pre_hook(self._mark),
+                strategy.replica.register_forward_pre_hook(self._mark),
+                strategy.replica.register_forward_hook(self._mark),
                 module.register_forward_hook(self._on_gathered),
             ]
         self.restart()
@@ -305,18 +303,15 @@ class _PhaseProfiler(PassThroughProfiler):
         if "optimizer" in self._begun and not captured:
             self._spent["optimizer"] += self.now() - self._begun.pop("optimizer")
 
-    def _on_scatter(self, *_: Any) -> None:
-        if self.trainer.training:
-            self._begun["dp"], self._replicas = self.now(), []
-
-    def _on_replica(self, *_: Any) -> None:
+    def _mark(self, *_: Any) -> None:
         if self.cuda:
             torch.cuda.synchronize()  # of this thread's device
-        self._replicas.append(time.perf_counter())
+        self._marks.append(time.perf_counter())
 
     def _on_gathered(self, *_: Any) -> None:
-        if "dp" in self._begun:
-            overhead = self.now() - self._begun.pop("dp") - (max(self._replicas) - min(self._replicas))
+        (began, *replicas), self._marks = self._marks, []
+        if self.trainer.training:
+            overhead = self.now() - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
             for phase in ("forward", "launch"):  # the module's forward is inside of the step's
                 self._spent[phase] -= overhead

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger
 
 from app.launch.cluster_environment import OWN_AGENT
 from app.launch.process import trust_flags
-from app.monitor.loggers import Tracker
+from app.monitor.loggers import trackers
 from app.monitor.rank_times import slow_ranks
 from app.record import Epoch, Metrics, Record
 from app.record.words import duration, percent
@@ -28,7 +28,7 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         fitted: Whether it was a training.
         use: Command to suggest for the best checkpoint, or None.
     """
-    directory, losses, speed, epochs = str(record.run_dir), record.train_loss, record.throughput, record.epochs
+    directory, losses, speed, epochs = Path(str(record.run_dir)), record.train_loss, record.throughput, record.epochs
     validated = [row for row in epochs if row.val_acc is not None]
     if record.status != "completed":
         yield f"{record.status:<15} {record.error}"
@@ -57,11 +57,10 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         yield f"time            {trained} training{whole}, {before} set-up{rate}{others}"
         for slow in slow_ranks(record.ranks).values():
             yield f"slow            {slow}: the others wait for it in every step"
-    kept = sorted(path.name for path in Path(directory).iterdir() if path.name != "wandb")
+    kept = sorted(path.name for path in directory.iterdir() if path.name != "wandb")
     yield f"files           {directory}: {', '.join(kept)}"
-    for logger in loggers:
-        if isinstance(logger, Tracker):
-            yield f"tracked         {logger.where()}"
+    for tracker in trackers(loggers):
+        yield f"tracked         {tracker.where()}"
     if fitted and record.checkpoint.last:
         again = shlex.join([*trust_flags(), "--config", f"{directory}/config.yaml"])
         alone = record.num_nodes == 1 and all(launcher.startswith(OWN_AGENT) for launcher in record.launchers)
@@ -83,46 +82,40 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
 
 def epoch_line(
     row: Epoch,
-    of: int | None,
+    epochs: int | None,
     metrics: Mapping[str, Any],
     validated: bool,
     is_best: bool,
     memory: float,
     left: float | None,
-    width: int,
 ) -> str:
     """Write an epoch's line; its columns line up with other epochs'.
 
     Args:
         row: The epoch's row of the run record.
-        of: Number of epochs, or None if unknown.
+        epochs: Number of epochs, or None if unknown.
         metrics: All logged metrics, by name.
         validated: Whether the epoch was validated.
         is_best: Whether the epoch has the best accuracy so far.
         memory: Peak memory of this process, GiB.
         left: Seconds to the end of training, or None if unknown.
-        width: Columns of the terminal; a narrow one gets no memory.
     """
-    number = f"{row.epoch + 1}/{of}" if of and of > 0 else str(row.epoch + 1)
-    parts = [f"epoch {number:>{2 * len(str(of or 0)) + 1}}"]
-    for name, (short, form) in LOGGED.items():
-        if name in metrics and (validated or not name.startswith("val")):
-            value, unit = (100 * float(metrics[name]), " %") if short == "acc" else (float(metrics[name]), "")
-            parts.append(f"{short} {value:{form}}{unit}")
-    if validated and "val_acc" in metrics:
-        parts[-1] += " *" if is_best else "  "
-    left_out = re.compile(r".*_step|lr-.*|train_acc" + ("" if validated else "|val.*"))
-    others = [name for name in metrics if name not in LOGGED and not left_out.fullmatch(name)]
-    parts += [f"{name} {float(metrics[name]):.4g}" for name in others]
+    number = f"{row.epoch + 1}/{epochs}" if epochs and epochs > 0 else str(row.epoch + 1)
+    parts = [f"epoch {number:>{2 * len(str(epochs or 0)) + 1}}"]
+    if row.train_loss is not None:
+        parts.append(f"train {row.train_loss:.3f}")
+    if row.val_loss is not None:
+        parts.append(f"val {row.val_loss:.3f}")
+    if row.val_acc is not None:
+        parts.append(f"acc {100 * row.val_acc:5.1f} % {'*' if is_best else ' '}")
+    hidden = re.compile(r".*_step|lr-.*|train_(acc|loss)|val_(acc|loss)" + ("" if validated else "|val.*"))
+    parts += [f"{name} {float(metrics[name]):.4g}" for name in metrics if not hidden.fullmatch(name)]
     parts += [f"lr {row.lr:.3g}"] if row.lr is not None else []
     parts += [f"{row.samples_per_s:,.0f}/s"] if row.samples_per_s else []
-    last = [f"{duration(left)} left"] if left else []
-    last += ["(in part)"] * (not row.whole)
-    line = "  ".join([*parts, f"{memory:.1f} GiB", *last])
-    return line if len(line) <= width else "  ".join([*parts, *last])
-
-
-LOGGED = {"train_loss": ("train", ".3f"), "val_loss": ("val", ".3f"), "val_acc": ("acc", "5.1f")}
+    parts += [f"{memory:.1f} GiB"]
+    parts += [f"{duration(left)} left"] if left else []
+    parts += ["(in part)"] * (not row.whole)
+    return "  ".join(parts)
 
 
 def _figures(metrics: Metrics) -> str:

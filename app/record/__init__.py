@@ -7,7 +7,7 @@ the file; `app/monitor/README.md` explains them.
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -20,7 +20,6 @@ Int = Annotated[int, Field(gt=-LIMIT, lt=LIMIT)]
 Float = Annotated[float, Field(gt=-LIMIT, lt=LIMIT)]
 Count = Annotated[int, Field(gt=0, lt=LIMIT)]
 Positive = Annotated[float, Field(gt=0, lt=LIMIT)]
-T = TypeVar("T")
 
 
 @dataclass
@@ -156,42 +155,38 @@ class Hardware:
 
 @dataclass
 class Part:
-    """An earlier part of a training that was resumed; `train_s` is its own seconds of training."""
-
-    status: str | None = None
-    error: str | None = None
-    command: str | None = None
-    resumed_from: str | None = None
-    launchers: list[str] | None = None
-    strategy: str | None = None
-    devices: Count | None = None
-    world_size: Count | None = None
-    steps: Int | None = None
-    setup_s: Float | None = None
-    train_s: Float = 0.0
-
-
-@dataclass
-class Record:
-    """What a run was and how it went."""
+    """A part of a training; of a resumed one, `train_s` is the earlier part's own seconds."""
 
     # how it went
     status: str = "running"
     error: str | None = None
     command: str | None = None
-    run_dir: str | None = None
-    config: str | None = None
-    checkpoint: Checkpoints = field(default_factory=Checkpoints)
     resumed_from: str | None = None
     launchers: list[str] = field(default_factory=list)
-    tracker: str | None = None
-    parts: list[Part] = field(default_factory=list)
 
     # how it ran
     strategy: str | None = None
     devices: Count | None = None
-    num_nodes: Count = 1
     world_size: Count = 1
+
+    # what came out
+    steps: Int = 0
+    setup_s: Float | None = None
+    train_s: Float | None = None
+
+
+@dataclass
+class Record(Part):
+    """What a run was and how it went."""
+
+    run_dir: str | None = None
+    config: str | None = None
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    tracker: str | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    # how it ran
+    num_nodes: Count = 1
     replicas: Count = 1
     threads: Count | None = None
     precision: str | None = None
@@ -220,7 +215,6 @@ class Record:
     versions: dict[str, str | None] = field(default_factory=dict)
 
     # what came out
-    steps: Int = 0
     steps_per_epoch: Float | None = None  # infinite for a loader without a length: null in the file
     epochs: list[Epoch] = field(default_factory=list)
     train_loss: FirstToLast | None = None
@@ -232,8 +226,6 @@ class Record:
     skipped_steps: Int = 0
 
     # how fast
-    setup_s: Float | None = None
-    train_s: Float | None = None
     throughput: Throughput = field(default_factory=Throughput)
     time_per_step: Phases | None = None
     ranks: list[RankTime] = field(default_factory=list)
@@ -255,7 +247,12 @@ class Record:
         Raises:
             ValueError: When the file cannot be read, or a field has a value it cannot have; the message names both.
         """
-        return load_json(path, cls)
+        try:
+            return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).lstrip(".")
+            raise ValueError(f"{path} cannot be read ({place}: {first['msg'][:80]})") from error
 
     def save(self, path: Path) -> None:
         """Write the record, whole or not at all; infinity and NaN become null.
@@ -281,7 +278,7 @@ class Record:
 
 
 def mark_failed(directory: str, reason: str) -> None:
-    """Record why a run failed, for one whose own processes could not or saw only the consequence.
+    """Record why a run failed, because its own processes could not or saw only the consequence.
 
     Args:
         directory: The run's directory.
@@ -295,20 +292,8 @@ def mark_failed(directory: str, reason: str) -> None:
             record.save(path)
 
 
-def load_json(path: Path, form: type[T]) -> T:
-    """Read a JSON object into a dataclass, and check every field's type and range.
-
-    Args:
-        path: The file.
-        form: The dataclass. Other keys are ignored; a null becomes the field's default.
-
-    Raises:
-        ValueError: When the file cannot be read or does not fit; the message names the file and the field.
-    """
-    content = {name: value for name, value in read_json(path).items() if value is not None}
-    try:
-        return TypeAdapter(form).validate_python(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).lstrip(".")
-        raise ValueError(f"{path} cannot be read ({place}: {first['msg'][:80]})") from error
+def _without_nulls(value: Any) -> Any:
+    """Drop nulls, so that their fields take their defaults."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
