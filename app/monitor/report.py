@@ -242,7 +242,7 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
-    """Draw images (C, H, W) in a grid, each below a caption of two lines; show the first of other than 1 or 3 channels."""
+    """Draw images (C, H, W) in a grid, each below a caption of two lines. Of 2 or over 3 channels, the first shows."""
     columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: a cell, and the longer side of an image in it
     lines = max(-(-len(rows) // columns), 1)
     figure = Figure(figsize=(columns * width, lines * height))
