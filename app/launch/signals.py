@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed
 from torch.utils.data import DataLoader
@@ -25,18 +26,15 @@ from app.launch.agree import host_group
 from app.launch.cluster_environment import in_slurm_job
 from app.launch.failures import leave_nccl
 from app.launch.process import is_worker
-from app.system.lightning_patches import (
-    SignalConnector,
-    check_after_validation_only,
-    leave_out_sigterm_broadcast,
-    signal_connector,
-)
+from app.system.lightning_patches import check_after_validation_only, leave_out_sigterm_broadcast, signal_connector
+from app.system.patches import expects
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # announces the end of the job: `--signal=SIGUSR1@90`
 
 
-class Signals(SignalConnector):
+@expects(f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers")
+class Signals(_SignalConnector):
     """Notes SIGINT and SIGTERM during training; at other times they end the process at once.
 
     It replaces Lightning's connector, whose handler makes a collective call out of step with other ranks. `noted` is
@@ -120,8 +118,7 @@ class StopTogether(Callback):
 
         Of several signals the lowest, the same on every rank. Collective.
         """
-        signals = signal_connector(trainer)
-        assert isinstance(signals, Signals)
+        signals: Signals = signal_connector(trainer)
         if trainer.world_size == 1:
             signals.stopped_by = signals.noted
             return signals.stopped_by

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 
 from app.errors import EXIT_CODES, UserError
@@ -28,11 +29,11 @@ from app.system.interconnect import use_loopback
 from app.system.patches import expects
 from app.system.tracebacks import MADE_BY, users_part
 
-_LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
+_LAUNCHER = f"{_MultiProcessingLauncher.__module__}:_MultiProcessingLauncher"
 
 
-@expects(f"{_LAUNCHER}._wrapping_function", f"{_LAUNCHER}._strategy", f"{_LAUNCHER}._start_method")
-class SpawnLauncher(lightning_patches.SpawnLauncher):
+@expects(*(f"{_LAUNCHER}.{name}" for name in ("_wrapping_function", "_strategy", "_start_method", "launch", "kill")))
+class SpawnLauncher(_MultiProcessingLauncher):
     """Lightning's launcher, which passes SIGINT and SIGTERM on to its processes.
 
     The first signal ends them in order, the second Ctrl-C at once.

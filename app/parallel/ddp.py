@@ -13,7 +13,7 @@ from app.system.lightning_patches import DDPWithHooks
 
 
 class DDP(Traits, DDPWithHooks):
-    """Lightning's DDP strategy, whose communication hooks act on every device.
+    """Lightning's DDP strategy, with communication hooks on every device.
 
     Args:
         process_group_backend: Library that communicates: `gloo`, `nccl`, `mpi`; by default nccl on CUDA, gloo on CPU.
@@ -63,14 +63,14 @@ class DDP(Traits, DDPWithHooks):
             rank_zero_warn(f"{self.strategy_name}: the checkpoint does not hold {self.not_in_checkpoint}")
 
     def teardown(self) -> None:
-        """Unwrap the model before Lightning does, which would advertise static_graph: it gains nothing here."""
+        """Unwrap the model before Lightning does, because Lightning would advertise static_graph."""
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         super().teardown()
 
 
 class Hybrid(SplitForward, DDP):
-    """One process for each node, whose devices share its part of a batch as under `dp`; `ddp` between the nodes.
+    """`ddp` between nodes, with one process per node that splits its part of a batch over its devices as `dp` does.
 
     As under `dp`, only the running statistics of replica 0's BatchNorm persist.
     """

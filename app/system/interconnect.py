@@ -1,4 +1,4 @@
-"""Measures how fast processes exchange gradients: an all-reduce of several sizes, and the link that explains it."""
+"""Speed of the exchange of gradients: measured all-reduces of several sizes, and a link fitted to them."""
 
 import os
 import queue
@@ -6,7 +6,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
@@ -30,7 +32,7 @@ class Link:
     latency: float
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Predict the seconds to add up a buffer over a ring of ranks.
+        """Predict the seconds of an all-reduce over a ring of ranks.
 
         Each rank sends 2(N-1) parts of 1/N of the buffer, one after the other. Source: Patarasuk and Yuan,
         https://doi.org/10.1016/j.jpdc.2008.09.002.
@@ -57,11 +59,11 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
-    """Fit the link on which an all-reduce takes as long as was measured.
+    """Fit a link to measured all-reduces.
 
     Args:
-        measured: Bytes and seconds.
-        ranks: Number of ranks that took part.
+        measured: Bytes and seconds of each.
+        ranks: Number of participating ranks.
     """
     steps = 2 * (ranks - 1)
     offset, slope = fit_line([size for size, _ in measured], [seconds for _, seconds in measured])
@@ -74,7 +76,7 @@ def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: fl
     Args:
         ranks: Number of processes.
         sizes: Bytes of the buffers.
-        timeout: Seconds after which it is given up.
+        timeout: Seconds after which the processes are killed.
 
     Returns:
         Bytes and median seconds of each size.
@@ -131,7 +133,7 @@ def _rank(rank: int, ranks: int, url: str, sizes: tuple[int, ...], cuda: bool, a
 
 
 def own_addresses() -> list[str]:
-    """Internet addresses of this machine; those that other machines may reach come first."""
+    """Return the IP addresses of this machine, addresses that other machines may reach first."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family in families}
     return sorted(found, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
@@ -140,17 +142,21 @@ def own_addresses() -> list[str]:
 def outward_address() -> str:
     """Return this machine's address for other hosts: on the chosen interface, or on the default route."""
     chosen = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
-    given = [entry.address for entry in chosen if entry.family == socket.AF_INET]
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(NOBODY)
-            return (given or [probe.getsockname()[0]])[0]
-    except OSError:  # no way out
-        return (given or own_addresses())[0]
+    addresses = [entry.address for entry in chosen if entry.family == socket.AF_INET]
+    with suppress(OSError):  # no route
+        addresses.append(_own_address_towards(NOBODY))
+    return (addresses or own_addresses())[0]
+
+
+def _own_address_towards(target: Any, family: int = socket.AF_INET) -> str:
+    """Return the address from which this machine reaches another, without sending a packet."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
 
 
 def use_loopback() -> None:
-    """Have gloo use the loopback, where all processes are on this machine, unless an interface was chosen."""
+    """Let gloo use the loopback for processes of one machine, unless the user chose an interface."""
     if "lo" in psutil.net_if_addrs():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -161,14 +167,10 @@ def use_interface_to(address: str) -> None:
     By default gloo takes the interface of the host's name, which is often the loopback.
     """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing
-            own = probe.getsockname()[0]
-            if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-                # this host's name often means the loopback: find the interface towards any other host
-                probe.connect(NOBODY)
-                own = probe.getsockname()[0]
+        family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        own = _own_address_towards(target, family)
+        if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
+            own = _own_address_towards(NOBODY)  # this host's name often means the loopback
     except OSError:
         return
     if own in ("127.0.0.1", "::1"):
@@ -176,4 +178,4 @@ def use_interface_to(address: str) -> None:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in entries) and name != "lo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # the very one, not those that begin alike
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: this one, not all with this prefix

@@ -13,41 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from cycler import cycler
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share its state
 
-# colours of figures; in a page they become variables, with other values on a dark screen
-INK, PAPER = "#1f2933", "#fffffe"
-BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#2f62c9", "#d9650a", "#11876c", "#8b5fd6", "#8d98a5", "#a9c1f0"
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
-VARIABLES = {
-    INK: "currentColor",
-    PAPER: "var(--paper)",
-    BLUE: "var(--blue)",
-    ORANGE: "var(--orange)",
-    GREEN: "var(--green)",
-    PURPLE: "var(--purple)",
-    GREY: "var(--grey)",
-    PALE: "var(--pale)",
-}
-LOOK: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "axes.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "axes.prop_cycle": cycler(color=COLOURS),
-    "grid.color": INK,
-    "grid.alpha": 0.12,
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.8,
-    "text.parse_math": False,  # a name may have a $
-    "svg.fonttype": "none",
-}
 STYLE = Path(__file__).with_suffix(".css").read_text()
+LOOK: Any = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
+# colours of figures; in a page they become variables, with other values on a dark screen
+COLOURS = tuple(LOOK["axes.prop_cycle"].by_key()["color"])
+BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
+INK, PAPER, PALE = LOOK["text.color"], "#fffffe", "#a9c1f0"
+NAMES = {PAPER: "paper", BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey", PALE: "pale"}
+VARIABLES = {INK: "currentColor"} | {colour: f"var(--{name})" for colour, name in NAMES.items()}
 
 
 class Section(NamedTuple):
