@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from app.errors import UserError
@@ -25,15 +25,13 @@ WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORL
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
-# set by srun for each task of a step; SLURM_STEP_ID alone makes no task
-TASK = (
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID"),
-    *("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"),
-)
+# numbers that srun sets for each task of a step
+NUMBERS = ("JOB_ID", "PROCID", "LOCALID", "NODEID", "STEP_ID", "STEP_NUM_TASKS", "STEP_NUM_NODES")
+TASK = [f"SLURM_{name}" for name in NUMBERS]
 WHOLE_NUMBER = r"\d{1,18}", "a whole number"
 # environment variables that this application or its libraries read: pattern of the value, and its description
 VARIABLES = {
-    **dict.fromkeys((*RANKS[:-1], *TASK[:-1], "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
+    **dict.fromkeys((*RANKS[:-1], *TASK, "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
     **dict.fromkeys(("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER), WHOLE_NUMBER),
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,4}(,\d{1,5})*", "a number of threads"),
     TRUST: (r"((?!\d)\w+([.,](?!\d)\w+)*)?", "names of modules, with commas between them"),
@@ -52,11 +50,6 @@ def check_environment() -> None:
         if value is not None and not re.fullmatch(pattern, value):
             del os.environ[name]  # reporting the error reads some of them
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
-    if is_task_of_srun() and (missing := [name for name in TASK if name not in os.environ]):
-        raise UserError(f"SLURM_STEP_ID in the environment, but no {missing[0]}: unset SLURM_STEP_ID, or use srun")
-    file = os.environ.get(name := "TORCHELASTIC_ERROR_FILE")
-    if file is not None and not Path(file).parent.is_dir():
-        raise UserError(f"{name}={file} in the environment: no such folder: unset {name}")
     for name in (STARTER, AGENT):
         if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
             del os.environ[name]
@@ -74,8 +67,8 @@ def is_task_of_srun() -> bool:
     Some sites open salloc's shell on a node as a step with a special number, SLURM_INTERACTIVE_STEP.
     Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
-    step = os.environ.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) <= SLURM_MAX_NORMAL_STEP_ID
+    is_task = os.environ.keys() >= {*TASK, "SLURM_STEP_TASKS_PER_NODE"}
+    return is_task and int(os.environ["SLURM_STEP_ID"]) <= SLURM_MAX_NORMAL_STEP_ID
 
 
 def is_worker() -> bool:
@@ -127,11 +120,15 @@ def end_undisturbed() -> None:
 
 
 def _handle(interrupt: Any, terminate: Any) -> None:
-    """Set a worker's signal handlers, except for ignored signals."""
+    """Set a worker's signal handlers."""
     if is_worker() and threading.current_thread() is threading.main_thread():
-        for number, handler in ((signal.SIGINT, interrupt), (signal.SIGTERM, terminate)):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, handler)
+        for number in heard((signal.SIGINT, signal.SIGTERM)):
+            signal.signal(number, interrupt if number == signal.SIGINT else terminate)
+
+
+def heard(numbers: Iterable[int]) -> list[int]:
+    """Return the signals that this process does not ignore; `nohup`, for example, makes it ignore some."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _end(*_: object) -> None:
