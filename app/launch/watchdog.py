@@ -27,9 +27,7 @@ BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, 
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
 WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # kills a process without a handler
-PATH, PEERS = 64, mmap.PAGESIZE  # offsets in the shared memory
-PATHS = mmap.PAGESIZE - PATH  # bytes of each
-SIZE = 2 * mmap.PAGESIZE
+SIZE, PEERS = 2**15, 64  # bytes of the shared memory; offset of the connections, of which 1,000 have room
 
 
 class Heartbeat:
@@ -37,42 +35,31 @@ class Heartbeat:
 
     Attributes:
         values: Step, phase, and a counter of signs of life. Callers assign them, because a call would cost more.
-        folder: Folder of the stacks, or None.
+        folder: Folder of the stacks; None if the process is no rank.
+        file: File of the stacks, `rank_N.txt`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self.folder, self.file = folder, (folder or Path()) / f"rank_{rank}.txt"
         self.files = os.memfd_create("heartbeat"), os.memfd_create("stacks")
         os.ftruncate(self.files[0], SIZE)
         self._memory = mmap.mmap(self.files[0], SIZE)
         self.values = memoryview(self._memory).cast("q")
-        self.folder: Path | None = None
-
-    def begin(self, folder: Path, rank: int) -> None:
-        """Begin the watch over a rank.
-
-        Args:
-            folder: Folder of the stacks, for `rank_N.txt`.
-            rank: The rank.
-        """
-        self.folder, file = folder, folder / f"rank_{rank}.txt"
-        file.unlink(missing_ok=True)
-        # NCCL's flight recorder writes when a call times out; torch 2.10 reads the second name
-        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-            os.environ.setdefault(name, f"{folder}/nccl_rank_")
-        self._write(PATH, os.fsencode(file))
-        faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
-        self.values[0], self.values[1] = 0, SET_UP
+        if folder is not None:
+            self.file.unlink(missing_ok=True)
+            # NCCL's flight recorder writes when a call times out; torch 2.10 reads the second name
+            for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+                os.environ.setdefault(name, f"{folder}/nccl_rank_")
+            faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
+            self.values[1] = SET_UP
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
         """Record connections to other ranks that are opened within; losing them means that the ranks left."""
         before = connections(os.getpid())
         yield
-        sockets = b" ".join(os.fsencode(each) for each in sorted(connections(os.getpid()) - before))
-        self._write(PEERS, sockets[: sockets.rfind(b" ", 0, PATHS)] if len(sockets) > PATHS else sockets)
-
-    def _write(self, offset: int, text: bytes) -> None:
-        self._memory[offset : offset + PATHS] = text[:PATHS].ljust(PATHS, b"\0")
+        peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
+        self._memory[PEERS:] = peers.encode().ljust(SIZE - PEERS, b"\0")
 
     def end(self) -> None:
         """End the watch: no rank waits for this one."""
@@ -95,16 +82,14 @@ def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) ->
     if timeout is None or sys.platform != "linux":
         yield
         return
-    mine, before = Heartbeat(), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    mine, before = Heartbeat(folder, rank), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:  # the file alone: importing the package would take seconds
-        command = [sys.executable, "-IS", __file__, str(os.getpid()), str(timeout), *map(str, mine.files)]
-        watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=mine.files)
+        command = [sys.executable, "-IS", __file__, os.getpid(), timeout, mine.file, *mine.files]
+        watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=mine.files)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     heartbeat = mine
     try:
-        if folder is not None:
-            mine.begin(folder, rank)
         yield
     finally:
         heartbeat = None
@@ -117,7 +102,7 @@ def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) ->
 # -- in the process beside it -------------------------------------------------------------------------------------
 
 
-def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
+def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> None:
     """Watch the parent process until it ends.
 
     Kill it if it is stopped (SIGSTOP) for too long, or if it shows no sign of life and other ranks have closed their
@@ -126,6 +111,7 @@ def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
     Args:
         process: Id of the parent.
         timeout: Seconds for which other ranks wait for it.
+        file: File of the stacks, which the other ranks read.
         beats: File descriptor of its heartbeat.
         stacks: File descriptor to which it writes its stacks.
     """
@@ -137,7 +123,6 @@ def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
         select.select([sys.stdin], [], [], 1.0)  # readable at once when the process has ended
         before, clock = clock, time.monotonic()
         passed = min(clock - before, 2.0)
-        file = Path(os.fsdecode(memory[PATH : PATH + PATHS].rstrip(b"\0")))
         now = values[:3].tolist()
         still, last = (still + passed if now == last and now[1] != ELSEWHERE else 0.0), now
         with contextlib.suppress(OSError):
@@ -154,18 +139,17 @@ def watch(process: int, timeout: float, beats: int, stacks: int) -> None:
                     text += stack
                     part.write_text(text)
                     part.rename(file)
-        peers = set(memory[PEERS : PEERS + PATHS].rstrip(b"\0").decode().split())
-        left = still > timeout + LATER and bool(peers - connections(process))
-        if stopped > timeout + LATER or left:
-            break
-    if os.getppid() == process:
-        os.kill(process, signal.SIGKILL)
-        message = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was ended"
-        if stopped <= timeout + LATER:
-            place = where(file.parent, [int(file.stem.removeprefix("rank_"))]) or f"process {process} hangs"
+        message = ""
+        if stopped > timeout + LATER:
+            message = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was ended"
+        elif still > timeout + LATER and set(memory[PEERS:].rstrip(b"\0").decode().split()) - connections(process):
+            place = where(file.parent, file.name) or f"process {process} hangs"
             message = f"{place}; the others have given up, and it was ended"
-        with contextlib.suppress(OSError):  # nobody reads
-            print(f"error: {message}", file=sys.stderr, flush=True)
+        if message and os.getppid() == process:
+            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(OSError):  # nobody reads
+                print(f"error: {message}", file=sys.stderr, flush=True)
+            return
 
 
 def state(process: int) -> str:
@@ -268,19 +252,17 @@ def threads(text: str) -> list[Frame]:
     return FRAME.findall(stacks[main])
 
 
-def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
+def where(folder: Path, names: str = "rank_*.txt") -> str | None:
     """Describe the ranks that wrote stacks: first hung ranks, then the ranks that wait for them.
 
     Args:
         folder: A run's folder of stacks.
-        ranks: Ranks to describe; by default all.
+        names: Pattern of the files; by default all ranks'.
     """
     places = {}
-    for file in folder.glob("rank_*.txt"):
-        rank = int(file.stem.removeprefix("rank_"))
-        if ranks is None or rank in ranks:
-            with contextlib.suppress(OSError, AttributeError):  # removed, or another program's
-                places[rank] = Place.read(file.read_text(errors="replace"))
+    for file in folder.glob(names):
+        with contextlib.suppress(OSError, AttributeError):  # removed, or another program's
+            places[int(file.stem.removeprefix("rank_"))] = Place.read(file.read_text(errors="replace"))
     waiting = {rank for rank, place in places.items() if place.waits_for}
     # all wait, but in different places: the user's call blocks the others, or a rank left the training steps. If a link
     # is cut, all wait in one place.
@@ -304,4 +286,4 @@ def where(folder: Path, ranks: Sequence[int] | None = None) -> str | None:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    watch(int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:]))
