@@ -1,6 +1,6 @@
 """Variants of `ddp` that communicate gradients compressed, rarely, or by an explicit ring all-reduce."""
 
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
 import torch
@@ -77,18 +77,12 @@ class PowerSGD(FixedHook):
     def on_train_end(self) -> None:
         """Report the compression rate, or warn if nothing was compressed."""
         super().on_train_end()
-        state = self.state
-        if state.iter <= state.start_powerSGD_iter:
-            rank_zero_warn(
-                f"ddp_powersgd: training ended after {state.iter} steps, and nothing was compressed: lower "
-                f"--trainer.strategy.start_powersgd_iter {state.start_powerSGD_iter}"
-            )
+        start = f"--trainer.strategy.start_powersgd_iter {self.state.start_powerSGD_iter}"
+        if self.state.iter <= self.state.start_powerSGD_iter:
+            rank_zero_warn(f"ddp_powersgd: nothing was compressed in {self.state.iter} steps: lower {start}")
         else:
-            rate, whole, sent = state.compression_stats()
-            rank_zero_info(
-                f"ddp_powersgd: from step {state.start_powerSGD_iter} on, {sent:,} of {whole:,} numbers were sent, "
-                f"1 of {rate:.1f}"
-            )
+            rate, *_ = self.state.compression_stats()
+            rank_zero_info(f"ddp_powersgd: 1 of {rate:.1f} numbers was sent ({start})")
 
 
 class LocalSGD(FixedHook):
@@ -161,31 +155,14 @@ def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.Proce
     return out.nbytes
 
 
-@dataclass
-class Traffic:
-    """Traffic of the ring.
-
-    Attributes:
-        steps: Steps whose gradients were averaged.
-        gradients: Bytes of their gradients.
-        sent: Bytes that this rank sent.
-    """
-
-    steps: int = 0
-    gradients: int = 0
-    sent: int = 0
-
-
-def ring_hook(state: Traffic, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients by `ring_all_reduce`, and count the traffic.
 
     For learning and measuring: it waits for each of its steps, so it does not overlap with the backward pass. torch's
     own all-reduce does, and should be faster.
     """
     buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, as torch's own hooks do: less overflow
-    state.sent += ring_all_reduce(buffer)
-    state.gradients += buffer.nbytes
-    state.steps += bucket.is_last()
+    traffic.update(sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last()))
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
     return future
@@ -198,16 +175,16 @@ class Ring(FixedHook):
     fixed_hook = staticmethod(ring_hook)
     sends_between_devices = True
 
-    def comm_state(self) -> Traffic:
-        """Count from zero."""
-        self.traffic = Traffic()
+    def comm_state(self) -> Counter[str]:
+        """Count steps, bytes of gradients and bytes that this rank sends from zero."""
+        self.traffic = Counter[str]()
         return self.traffic
 
     def on_train_end(self) -> None:
         """Report the traffic."""
         super().on_train_end()
-        if steps := self.traffic.steps:
-            sent, gradients = (count / steps / 1e6 for count in (self.traffic.sent, self.traffic.gradients))
+        if steps := self.traffic["steps"]:
+            sent, gradients = (self.traffic[name] / steps / 1e6 for name in ("sent", "gradients"))
             rank_zero_info(
                 f"ddp_ring: rank 0 sent {sent:.4g} MB a step, 2(N−1)/N of {gradients:.4g} MB of gradients, "
                 f"N = {self.world_size}"

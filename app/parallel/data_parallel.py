@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import gather, parallel_apply, replicate
 from torch.nn.parallel.scatter_gather import scatter_kwargs
@@ -81,12 +80,6 @@ class SplitForward(Traits, Strategy):
         """Move the model to the main device and prepare its replicas."""
         super().setup(trainer)
         assert self.lightning_module is not None
-        if self.replica is None:
-            rank_zero_info(
-                f"dp splits each batch over {len(self.parallel_devices)} replicas in one process. ddp is usually "
-                "faster: dp copies the model and gathers the outputs on every step, its threads share Python's "
-                "lock, and the main device does the rest alone."
-            )
         self.replica = Replica(self.lightning_module)
         if self.root_device.type != "cuda":
             self._threads = [ThreadPoolExecutor(1) for _ in self.parallel_devices]

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.nn.parallel import DistributedDataParallel
 
 from app.parallel.data_parallel import SplitForward
 from app.parallel.traits import Traits
@@ -61,12 +60,6 @@ class DDP(Traits, DDPWithHooks):
         super().load_optimizer_state_dict(checkpoint)
         if self.not_in_checkpoint:
             rank_zero_warn(f"{self.strategy_name}: the checkpoint does not hold {self.not_in_checkpoint}")
-
-    def teardown(self) -> None:
-        """Unwrap the model before Lightning does, because Lightning would advertise static_graph."""
-        if isinstance(self.model, DistributedDataParallel):
-            self.model = self.lightning_module
-        super().teardown()
 
 
 class Hybrid(SplitForward, DDP):

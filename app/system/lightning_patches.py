@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -47,6 +46,7 @@ SPEAKERS = (
 HIDDEN = (  # beginnings of lines
     *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
     *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
+    "Your model can run with static graph",  # it gains nothing here
 )
 
 
@@ -62,12 +62,6 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 # -- the Trainer ---------------------------------------------------------------------------------------------
-
-
-@expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}.cluster_environment")
-def cluster_environment(trainer: Trainer) -> ClusterEnvironment:
-    """Return the run's environment; single-process strategies have no attribute for it."""
-    return trainer._accelerator_connector.cluster_environment
 
 
 @expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}._strategy_flag")
