@@ -1,4 +1,4 @@
-"""Launcher of this process: torchrun, srun, another process of the run, or a person; and the ranks' meeting place."""
+"""Launcher of this process, such as torchrun or srun, and the ranks' meeting place."""
 
 import os
 import re
@@ -64,7 +64,7 @@ def in_slurm_job() -> bool:
 
 
 def launch_id() -> str | None:
-    """Return an id that survives restarts by a launcher: of torchrun's agent on this node, or of SLURM's job."""
+    """Return the launcher's id, which survives restarts: this node's agent of torchrun, or SLURM's job."""
     launcher = launched()
     if launcher is None:
         return None
@@ -77,7 +77,7 @@ def launch_id() -> str | None:
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run; torchrun does not report it when nodes come and go."""
+    """Return whether a launcher may have restarted this run; torchrun does not report restarts after lost nodes."""
     launcher = launched()
     if launcher is None:
         return False
@@ -86,9 +86,9 @@ def may_resume() -> bool:
 
 
 class Slurm(SLURMEnvironment):
-    """Environment of srun's tasks, read from SLURM's step; Lightning reads the job and its name.
+    """Environment of srun's tasks, read from SLURM's step; Lightning's class reads the job.
 
-    This application requeues by itself, because Lightning saves from a signal handler, out of step with other ranks.
+    This application requeues jobs itself, because Lightning saves in a signal handler, out of step with other ranks.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Slurm(SLURMEnvironment):
 
     @property
     def main_port(self) -> int:
-        """Alike in the tasks of a step, and another one in the next job or step, unless MASTER_PORT names one."""
+        """Port of the step, different for each job and step, unless MASTER_PORT names one."""
         job, step = (int(os.environ[f"SLURM_{what}_ID"]) for what in ("JOB", "STEP"))
         return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 

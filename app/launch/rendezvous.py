@@ -202,15 +202,10 @@ class NodeRendezvous(StaticTCPRendezvous):
                 os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))  # for spawned ranks
         return self._store
 
-    def gather(self, mine: Any, seconds: float | None = None) -> list[Any]:
-        """Return every node's picklable object, in order of the nodes, on every node.
-
-        Args:
-            mine: This node's object.
-            seconds: Time to wait for the others; by default `--cluster.timeout`.
-        """
+    def gather(self, mine: Any) -> list[Any]:
+        """Return every node's picklable object, in order of the nodes, on every node."""
         self._gathered += 1
-        key, seconds = f"gathered{self._gathered}/", seconds or self.timeout.total_seconds()
+        key, seconds = f"gathered{self._gathered}/", self.timeout.total_seconds()
         pickles = synchronize(self.store(), pickle.dumps(mine), self.rank, self.world_size, key, seconds)
         return [pickle.loads(data) for data in pickles]
 
@@ -227,14 +222,12 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
         store.set("node0", self.run_id)
-        if self.file is None:
-            self._wait_for_all(store, deadline)
-            return store
-        self._write(self.file)
+        if self.file:
+            self._write(self.file)
         try:
             self._wait_for_all(store, deadline)
         finally:
-            if (place := self._place()) and place[-1] == self.run_id:
+            if self.file and (place := self._place()) and place[-1] == self.run_id:
                 self.file.unlink(missing_ok=True)
         return store
 

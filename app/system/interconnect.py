@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from torch import distributed
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 NOBODY = ("192.0.2.1", 9)  # an address that no machine has: https://www.rfc-editor.org/rfc/rfc5737
@@ -70,12 +71,10 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
     return Link(bandwidth=steps / ranks / max(slope, 1e-15), latency=offset / steps)
 
 
-def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: float = 60.0) -> list[tuple[int, float]]:
-    """Measure an all-reduce between processes of this machine: on GPUs through NCCL if there are enough, else gloo.
+def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
+    """Measure an all-reduce between two processes of this machine: on GPUs through NCCL if there are two, else gloo.
 
     Args:
-        ranks: Number of processes.
-        sizes: Bytes of the buffers.
         timeout: Seconds after which the processes are killed.
 
     Returns:
@@ -87,11 +86,10 @@ def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: fl
     """
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
-    cuda = torch.cuda.device_count() >= ranks and torch.distributed.is_nccl_available()
+    cuda = torch.cuda.device_count() >= 2 and distributed.is_nccl_available()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, f"file://{folder}/rendezvous", tuple(sizes), cuda, answers)
-        processes = spawn(_rank, arguments, ranks, join=False)
+        processes = spawn(_rank, (f"file://{folder}/rendezvous", cuda, answers), nprocs=2, join=False)
         assert processes is not None
         try:
             while not processes.join(timeout=1.0):
@@ -105,18 +103,16 @@ def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: fl
     return answers.get()
 
 
-def _rank(rank: int, ranks: int, url: str, sizes: tuple[int, ...], cuda: bool, answers: queue.SimpleQueue) -> None:
-    distributed = torch.distributed
+def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
     use_loopback()
     if cuda:
         torch.cuda.set_device(device)
-    distributed.init_process_group(
-        "nccl" if cuda else "gloo", init_method=url, rank=rank, world_size=ranks, device_id=device if cuda else None
-    )
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    distributed.init_process_group(backend, url, rank=rank, world_size=2, device_id=device_id)
     measured = []
-    for size in sizes:
+    for size in SIZES:
         buffer = torch.zeros(size // 4, device=device)
         times = []
         for _ in range(23):

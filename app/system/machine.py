@@ -73,10 +73,8 @@ def busy() -> str | None:
     load, cores = psutil.getloadavg()[0], usable_cores()
     if load <= max(cores, (os.cpu_count() or 1) - cores):
         return None
-    helps = "it helps to wait until they are done"
-    if torch.get_num_threads() > 1:
-        helps = "fewer threads help: OMP_NUM_THREADS=1, or --run.threads 1"
-    return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores; {helps}"
+    remedy = "use fewer threads (OMP_NUM_THREADS=1)" if torch.get_num_threads() > 1 else "wait until they are done"
+    return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores: {remedy}"
 
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
