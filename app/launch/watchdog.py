@@ -279,9 +279,12 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
         at = "" if phase in PHASES[:2] else "the evaluation, " if phase == PHASES[EVALUATION] else f"step {step:,}, "
         clauses.append(f"rank {rank} is {'in' if known else 'at'} {at}{line}")  # `at`: it may only wait, too
     if waiting:
+        waiters = (
+            f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))} wait{'s' * (len(waiting) == 1)}"
+        )
+        whose = {0: "", 1: "its "}.get(len(hanging), "their ")
         gradients = any(places[rank].waits_for == "gradients" for rank in waiting)
-        waiters = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))}"
-        clauses.append(f"{waiters} wait{'s' * (len(waiting) == 1)} for {'gradients' if gradients else 'an answer'}")
+        clauses.append(f"{waiters} for {whose}{'gradients' if gradients else 'answer' if whose else 'an answer'}")
     return "; ".join(clauses) or None
 
 
