@@ -49,13 +49,12 @@ class Link:
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Fit offset and slope, neither below zero, of a line with the least squared *relative* errors."""
     weights = 1 / np.asarray(y)
-    columns = np.stack([np.ones(len(x)), np.asarray(x)], axis=1) * weights[:, None]
-    candidates = [np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)[0]]
-    for kept in (0, 1):  # the line through zero, and the level one
-        only = columns[:, kept]
-        candidates.append(np.eye(2)[kept] * (only.sum() / (only @ only)))
-    fitting = [c for c in candidates if (c >= 0).all()]
-    offset, slope = min(fitting, key=lambda c: float(((columns @ c - 1) ** 2).sum()))
+    slope, offset = np.polyfit(x, y, 1, w=weights)
+    if slope < 0:  # the best level line
+        return float(weights.sum() / (weights @ weights)), 0.0
+    if offset < 0:  # the best line through zero
+        scaled = np.asarray(x) * weights
+        return 0.0, float(scaled.sum() / (scaled @ scaled))
     return float(offset), float(slope)
 
 
