@@ -115,7 +115,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
     else:
         use_loopback()
     place = f"{environment.main_address}:{environment.main_port}"
-    what = f"all {launcher.world_size} processes of {launcher.by} at {place}"
+    missing = f"all {launcher.world_size} processes of {launcher.by} at {place}"
 
     def begin() -> distributed.TCPStore | None:
         store = None
@@ -127,7 +127,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
         return store  # keep it until here
 
     try:  # torch would wait longer than the timeout for a foreign listener
-        Deadline(timeout).within(begin, what, say=trainer.local_rank == 0)
+        Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeErrors
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
@@ -154,7 +154,7 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
         try:
             store = reach_store(address, int(agents.get(STORE)))
         except (OSError, distributed.DistNetworkError):  # an earlier round may have left its port
-            deadline.check("rank 0", say=False)
+            deadline.check("rank 0", quiet=True)
             time.sleep(0.05)
     os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port), "False"
     return store

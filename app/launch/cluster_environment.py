@@ -39,11 +39,11 @@ def launched() -> Launched | None:
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
         return Launched(by, nodes, here if here * nodes == world else None, world)
     if is_task_of_srun():
-        world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{what}"]) for what in ("TASKS", "NODES"))
+        world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
         # `2(x2)` or `3,1`; SLURM_NTASKS_PER_NODE is the job's, not the step's
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         if world == 1 and _interactive():
-            return None  # `srun --pty bash`: a person on a node, who starts processes there
+            return None  # `srun --pty bash`: a person starts processes on a node
         return Launched("srun", nodes, int(even[1]) if even else None, world)
     return None
 
@@ -54,7 +54,7 @@ def other_launcher() -> bool:
 
 
 def _interactive() -> bool:
-    """Return whether this is an interactive session, by Lightning's convention and SLURM's own names."""
+    """Return whether this is an interactive session, by Lightning's and SLURM's names of such jobs."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
@@ -104,7 +104,7 @@ class Slurm(SLURMEnvironment):
     @property
     def main_port(self) -> int:
         """Port of the step, different for each job and step, unless MASTER_PORT names one."""
-        job, step = (int(os.environ[f"SLURM_{what}_ID"]) for what in ("JOB", "STEP"))
+        job, step = (int(os.environ[f"SLURM_{name}_ID"]) for name in ("JOB", "STEP"))
         return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

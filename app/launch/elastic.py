@@ -59,13 +59,13 @@ def launch(
     """
     error: UserError | RankError
     # torch's own temporary folder would stay behind
-    own_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
-    with own_folder as own, _agent(processes, cluster.timeout), watched(cluster.timeout):
-        folder = Path(cluster.log_dir or own)
+    temporary_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
+    with temporary_folder as temporary, _agent(processes, cluster.timeout), watched(cluster.timeout):
+        folder = Path(cluster.log_dir or temporary)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as wrong:
-            raise UserError(f"--cluster.log_dir {folder}: no folder can be made there ({wrong.strerror})") from wrong
+        except OSError as cause:
+            raise UserError(f"--cluster.log_dir {folder}: no folder can be made there ({cause.strerror})") from cause
 
         def files(pattern: str) -> list[Path]:
             """Return files of the ranks started last."""
@@ -114,8 +114,8 @@ def launch(
             return 0
         except SignalException as ended:
             return 128 + ended.sigval
-        except distributed.DistError as gone:
-            error = RankLostError(f"lost the connection to another node: {str(gone).splitlines()[0]}")
+        except distributed.DistError as lost_node:
+            error = RankLostError(f"lost the connection to another node: {str(lost_node).splitlines()[0]}")
         except ChildFailedError as failed:
             rank, failure = root_cause(failed.failures)
             code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # negative: it was starting

@@ -15,7 +15,7 @@ from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
 from app.system.tracebacks import blamed
 
-# messages of gloo, NCCL and TCPStore about a rank that is gone, or that did not answer in time
+# messages of gloo, NCCL and TCPStore about a lost rank, or about a timeout
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
@@ -23,11 +23,12 @@ _has_left = False  # whether an error path has left NCCL's process group
 _nodes: dict[str, int] = {}  # address: the other node that has it
 
 
-def name_nodes(nodes: list[tuple[int, list[str]]], own: int) -> None:
+def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
     """Remember the addresses that only one other node has, from number and addresses of each node."""
-    owners = {address: {node for node, theirs in nodes if address in theirs} for _, each in nodes for address in each}
+    all_addresses = {address for _, addresses in nodes for address in addresses}
+    owners = {address: {node for node, addresses in nodes if address in addresses} for address in all_addresses}
     _nodes.clear()
-    _nodes.update({address: min(some) for address, some in owners.items() if len(some) == 1 and own not in some})
+    _nodes.update({address: min(has) for address, has in owners.items() if len(has) == 1 and this_node not in has})
 
 
 def node_of(text: str) -> str | None:
@@ -88,7 +89,7 @@ def explaining_errors() -> Iterator[None]:
     """Translate exceptions by `explained`, and leave an NCCL group.
 
     Raises:
-        RankError: When another rank is gone or silent.
+        RankError: When another rank is lost or silent.
         UserError: When memory ran out, or an object that a flag made raised.
     """
     try:

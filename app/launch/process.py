@@ -162,6 +162,6 @@ def environment_of_a_run() -> dict[str, str]:
 
     A `preexec_fn` could tie the run to its parent, too, but Python would lose a Ctrl-C that arrives during the fork.
     """
-    theirs = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
-    own = {key: value for key, value in os.environ.items() if key not in theirs and key[:6] != "SLURM_"}
-    return own | {STARTER: str(os.getpid())}
+    dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
+    kept = {key: value for key, value in os.environ.items() if key not in dropped and key[:6] != "SLURM_"}
+    return kept | {STARTER: str(os.getpid())}

@@ -62,13 +62,13 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
 
-    def check(self, what: str, remark: str = "", say: bool = True) -> None:
+    def check(self, missing: str, remark: str = "", quiet: bool = False) -> None:
         """Report a wait, rarely.
 
         Args:
-            what: Nodes or processes that are missing.
-            remark: What is known about them.
-            say: Whether this process may print; one process of a node does.
+            missing: Missing nodes or processes.
+            remark: Possible reason.
+            quiet: Do not print, because another process of this node does.
 
         Raises:
             UserError: After the deadline.
@@ -76,12 +76,12 @@ class Deadline:
         passed = time.monotonic() - self.began
         hint = f" ({remark})" if remark else ""
         if passed > self.seconds:
-            raise UserError(f"waited {self.seconds:g} s (--cluster.timeout) for {what}{hint}: see how it fares there")
-        if passed > self.due and say:
-            print(f"waiting for {what}, {passed:.0f} s{hint}", flush=True)
+            raise UserError(f"waited {self.seconds:g} s (--cluster.timeout) for {missing}{hint}: check it")
+        if passed > self.due and not quiet:
+            print(f"waiting for {missing}, {passed:.0f} s{hint}", flush=True)
             self.due = min(2 * self.due, self.due + 30)
 
-    def within(self, call: Callable[[], T], what: str, say: bool = True) -> T:
+    def within(self, call: Callable[[], T], missing: str, quiet: bool = False) -> T:
         """Call a function in a thread, and abandon the thread at the deadline, because the function may block."""
         future: Future[T] = Future()
 
@@ -93,7 +93,7 @@ class Deadline:
 
         threading.Thread(target=run, daemon=True).start()
         while not wait([future], PAUSE).done:
-            self.check(what, say=say)
+            self.check(missing, quiet=quiet)
         return future.result()
 
 
@@ -126,7 +126,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
 
 
 def reach_store(address: str, port: int, timeout: float = 5.0) -> TCPStore:
-    """Connect to a store that another process hosts; torch would wait and log if nobody listens."""
+    """Connect to a store that another process hosts; torch would wait and log without a listener."""
     socket.create_connection((address, port), timeout=timeout).close()
     return TCPStore(address, port, timeout=timedelta(seconds=timeout))
 
@@ -217,7 +217,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             reason = os.strerror(error.errno or 0)
             raise UserError(
                 f"--cluster.init_method {self.method}: node 0 cannot listen on port {self.master_port} ({reason}): "
-                "give another port, or end what uses it"
+                "give another port, or end the program that uses it"
             ) from error
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
@@ -258,7 +258,7 @@ class NodeRendezvous(StaticTCPRendezvous):
     def _introduce(self, store: TCPStore, name: str | None) -> None:
         """Introduce this node; reject settings that differ from node 0's, and a rank that another node has."""
         if name not in (None, store.get("node0").decode()):
-            raise ValueError("what listens there is another run")
+            raise ValueError("another run listens there")
         for flag, value in json.loads(store.get("flags")).items():
             if value != self.flags[flag]:
                 here = f"{self.flags[flag]} on node {self.rank}"
@@ -302,7 +302,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             with suppress(RuntimeError, OSError, ValueError):
                 if reach_store(*place[:2], timeout=1).get("node0").decode() == place[-1]:
                     raise UserError(f"another run is meeting at {file} just now: give another --cluster.init_method")
-            print(f"replacing {file}, which a run that is gone has left", flush=True)
+            print(f"replacing {file} of an earlier run", flush=True)
         try:
             write_json(file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
         except OSError as error:

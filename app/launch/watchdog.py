@@ -27,7 +27,7 @@ BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, 
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
 WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # kills a process without a handler
-SIZE, PEERS = 2**15, 64  # bytes of the shared memory; offset of the connections, of which 1,000 have room
+SIZE, PEERS = 2**15, 64  # bytes of the shared memory; offset of up to 1,000 connections
 
 
 class Heartbeat:
@@ -135,7 +135,9 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
                 written = True
                 file.parent.mkdir(parents=True, exist_ok=True)
                 part, text = file.with_suffix(".part"), f"step {now[0]}, in {PHASES[now[1]]}\n"
-                for stack in take_stacks(process, stacks):  # its own first, because other ranks may not wait longer
+                for stack in take_stacks(
+                    process, stacks
+                ):  # write the first at once, because other ranks may not wait longer
                     text += stack
                     part.write_text(text)
                     part.rename(file)
@@ -147,7 +149,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
             message = f"{place}; the others have given up, and it was ended"
         if message and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
-            with contextlib.suppress(OSError):  # nobody reads
+            with contextlib.suppress(OSError):  # stderr is closed
                 print(f"error: {message}", file=sys.stderr, flush=True)
             return
 

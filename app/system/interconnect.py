@@ -130,8 +130,8 @@ def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
 def own_addresses() -> list[str]:
     """Return the IP addresses of this machine, addresses that other machines may reach first."""
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family in families}
-    return sorted(found, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
+    addresses = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family in families}
+    return sorted(addresses, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
 
 
 def outward_address() -> str:

@@ -105,8 +105,8 @@ def core_wait_seconds() -> float:
 
 def _control_groups() -> list[Path]:
     """Return the folders of this process's control group and its parents, if they have a quota."""
-    own = Path("/proc/self/cgroup")
-    lines = own.read_text().splitlines() if own.exists() else []
+    file = Path("/proc/self/cgroup")
+    lines = file.read_text().splitlines() if file.exists() else []
     folder = CONTROL_GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     around = [each for each in (folder, *folder.parents) if each.is_relative_to(CONTROL_GROUPS)]
     return [each for each in around if (each / "cpu.max").exists()]
