@@ -74,7 +74,7 @@ def busy() -> str | None:
     if load <= max(cores, (os.cpu_count() or 1) - cores):
         return None
     remedy = "use fewer threads (OMP_NUM_THREADS=1)" if torch.get_num_threads() > 1 else "wait until they are done"
-    return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores: {remedy}"
+    return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores; {remedy}"
 
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
