@@ -1,6 +1,6 @@
 """Execution of a network: memory layout, precision of products, compilation, fused updates.
 
-None of it changes results beyond rounding.
+It changes results by rounding only.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from app.errors import UserError
 Compile = Literal["off", "default", "reduce-overhead"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 
-# settings of an optimizer's implementation: a resumed run takes this run's, not the checkpoint's
+# settings of an optimizer's implementation: a resumed run keeps its own, not the checkpoint's
 IMPLEMENTATION = {"fused", "foreach", "capturable"}
 
 
@@ -25,7 +25,7 @@ class Execution:
     Args:
         channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory. `auto`: if there are
             convolutions, on the CPU, and on a GPU in 16 bits.
-        compile: Compile the network with `torch.compile`, in this mode.
+        compile: Mode of `torch.compile`, or `off`.
         matmul_precision: Precision of float32 products and convolutions on a GPU: full, TF32 (`high`), or less.
     """
 
@@ -35,7 +35,7 @@ class Execution:
         self.channels_last = channels_last
         self.compile = compile if isinstance(compile, str) else "default" if compile else "off"  # YAML: off is false
         self.matmul_precision = matmul_precision
-        self._is_laid_out = self._is_compiled = False
+        self._is_prepared = False
 
     def prepare(self, network: nn.Module, device: torch.device, precision: str) -> dict[str, Any]:
         """Prepare a network for a device. Safe to call once per stage; the network may be on any device.
@@ -55,19 +55,18 @@ class Execution:
         if channels_last == "auto":
             convolutions = any(parameter.ndim == 4 for parameter in network.parameters())
             channels_last = convolutions and (device.type == "cpu" or (cuda and "16" in precision))
-        if channels_last and not self._is_laid_out:
+        if channels_last and not self._is_prepared:
             network.to(memory_format=torch.channels_last)
             network.register_forward_pre_hook(_to_channels_last)
-            self._is_laid_out = True
         if cuda:
             if self.matmul_precision != "highest" and torch.cuda.get_device_capability(device) < (8, 0):
                 name = torch.cuda.get_device_name(device)
                 raise UserError(f"--model.matmul_precision {self.matmul_precision}: {name} has no TF32: leave it out")
             torch.set_float32_matmul_precision(self.matmul_precision)
             torch.backends.cudnn.allow_tf32 = self.matmul_precision != "highest"  # torch's own default is true
-        if self.compile != "off" and not self._is_compiled:
+        if self.compile != "off" and not self._is_prepared:
             network.compile(mode=self.compile)
-            self._is_compiled = True
+        self._is_prepared = True
         return {
             "channels_last": channels_last,
             "compile": self.compile,
@@ -102,7 +101,7 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, capt
     refused = any(group.get("fused") is False for group in optimizer.param_groups)
     changes: dict[str, Any] = {}
     if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
-        changes = {"foreach": None, "fused": True}  # Adagrad's is for CPUs only
+        changes = {"foreach": None, "fused": True}  # Adagrad's fused update is for CPUs only
     if captured and "capturable" not in options and cls is not SGD:
         raise UserError(f"--model.cuda_graph true: {cls.__name__} cannot be captured: use SGD, Adam or AdamW")
     if captured and device.type == "cuda" and "capturable" in options:

@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph: forward, loss, backward and update are launched at once.
+"""A whole training step as one CUDA graph: forward pass, loss, backward pass and update in one launch.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-capture.
 """
@@ -11,40 +11,40 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-WARM_UP = 3  # steps, in which libraries choose their kernels and the optimizer makes its state
+WARM_UP = 3  # steps in which libraries choose kernels and the optimizer creates its state
 
 Scores = tuple[Tensor, Tensor]  # loss of each sample (B,), logits (B, classes)
 
 
 class Graph:
-    """Work on the GPU that is recorded once, and done each time that it is replayed, on the same memory.
+    """Work on the GPU, recorded once and replayed on the same memory.
 
     Args:
-        work: Gives tensors that each replay overwrites.
+        work: Returns tensors that each replay overwrites.
     """
 
     def __init__(self, work: Callable[[], Scores]) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # other threads may use the GPU meanwhile: one of a loader pins memory
+        # other threads may use the GPU meanwhile, such as a loader's thread that pins memory
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._results = work()
 
     def replay(self) -> Scores:
-        """Do the work."""
+        """Repeat the work."""
         self._graph.replay()
         return self._results
 
 
 class StepGraph:
-    """Scores the batches of a training, and has the weights updated when it returns, where it can.
+    """Scores training batches, and updates the weights in the same CUDA graph.
 
-    The first batches are scored as they are, for Lightning to go back and to update; so is one of another size, as the
-    last of an epoch. The others are replayed from a graph, which is made anew when the optimizer's settings change.
-    Gradients are seen by nobody then.
+    The first batches, and batches of another size, such as the last of an epoch, run without the graph: Lightning calls
+    backward and update. Other batches replay the graph, without gradients that hooks could see. A change of the
+    optimizer's settings records a new graph.
 
     Args:
         score: Scores images and labels.
-        optimizer: Updates the weights; its `step` does nothing after a batch that was replayed.
+        optimizer: Updates the weights; its `step` does nothing after a replay.
     """
 
     def __init__(self, score: Callable[[Tensor, Tensor], Scores], optimizer: Optimizer) -> None:
@@ -57,7 +57,11 @@ class StepGraph:
         self._is_updated = False
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self._step(closure)
+            loss = closure() if closure else None
+            if not self._is_updated:
+                self._update()
+            self._is_updated = False
+            return loss
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # a scheduler wraps its function
 
@@ -65,16 +69,15 @@ class StepGraph:
         """Score a batch of images (B, C, H, W) and labels (B,)."""
         if self._seen == 0:
             self._images, self._labels = images.clone(), labels.clone()
-        if images.shape != self._images.shape:
-            return self._score(images, labels)
-        self._seen += 1
-        if self._seen <= WARM_UP:
+        is_same_size = images.shape == self._images.shape
+        self._seen += is_same_size
+        if not is_same_size or self._seen <= WARM_UP:
             return self._score(images, labels)
         self._images.copy_(images)
         self._labels.copy_(labels)
         settings = [value for group in self._optimizer.param_groups for key, value in group.items() if key != "params"]
         if self._graph is None or settings != self._settings:
-            self._graph, self._settings = None, settings  # the memory of the last one first
+            self._graph, self._settings = None, settings  # free the old graph's memory first
             self._optimizer.zero_grad()
             self._graph = Graph(self._work)
         self._is_updated = True
@@ -88,13 +91,6 @@ class StepGraph:
         return losses.detach(), logits.detach()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Go back, in place of `LightningModule.backward`, unless that is done."""
+        """Replace `LightningModule.backward`: do nothing after a replay."""
         if not self._is_updated:
             loss.backward(*args, **kwargs)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        loss = closure() if closure else None
-        if not self._is_updated:
-            self._update()
-        self._is_updated = False
-        return loss

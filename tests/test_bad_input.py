@@ -140,19 +140,14 @@ def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("SLURM_STEP_ID", "0", "SLURM_STEP_ID in the environment, but no SLURM_JOB_ID"),
         ("SLURM_STEP_ID", "", "expected a whole number"),
         ("SLURM_PROCID", "x", "expected a whole number"),
         ("WORLD_SIZE", "abc", "expected a whole number"),
         ("RANK", "", "expected a whole number"),
-        ("TORCHELASTIC_ERROR_FILE", "/dev/null/error.json", "no such folder"),
         ("APP_AGENT", "1", "left over from another run"),
         ("APP_AGENT", "abc", "expected a whole number"),
         ("APP_STARTER", "", "expected a whole number"),
         ("APP_TRUST", "../x", "expected names of modules, with commas between them"),
-        ("TORCH_DISTRIBUTED_DEBUG", "abc", "expected OFF, INFO or DETAIL"),
-        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "abc", "expected seconds"),
-        ("JSONARGPARSE_DEBUG", "1", "expected true or false"),
         ("OMP_NUM_THREADS", "0", "expected a number of threads"),
         ("WANDB_MODE", "abc", "expected online, offline or disabled"),
     ],
@@ -160,7 +155,7 @@ def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None
 def test_variables(name: str, value: str, said: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     line = error_of(*app("fit", *TINY))
-    assert f"{name}={value} in the environment" in line or f"{name} in the environment" in line
+    assert f"{name}={value} in the environment" in line
     assert said in line
     assert f": unset {name}" in line
 

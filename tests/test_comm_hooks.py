@@ -115,7 +115,7 @@ def check_effect(root: Path, exact: Path, effect: bool) -> None:
     ("strategy", "options", "said"),
     [
         ("ddp_fp16", [], ""),
-        ("ddp_powersgd", ["start_powersgd_iter", "4"], "ddp_powersgd: from step 4 on"),
+        ("ddp_powersgd", ["start_powersgd_iter", "4"], "ddp_powersgd: 1 of "),
         pytest.param("ddp_bf16", [], "", marks=pytest.mark.slow),
         pytest.param("ddp", ["ddp_comm_hook", f"{HOOKS}.fp16_compress_hook"], "", marks=pytest.mark.slow),
     ],
@@ -139,7 +139,7 @@ def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
 def test_what_a_checkpoint_does_not_hold_is_said(exact: Path, tmp_path: Path) -> None:
     flags = [*EXACT, *forked("ddp_powersgd"), "--run.root", tmp_path, "--run.name", "x"]
     out = output_of(*fork_app("fit", *flags))
-    assert "training ended after 16 steps, and nothing was compressed" in out
+    assert "nothing was compressed in 16 steps" in out
     assert "does not hold" not in out
     check_effect(tmp_path, exact, effect=False)
     out = output_of(*fork_app("fit", *flags, "--trainer.max_epochs", "5", "--ckpt_path", "last"))

@@ -239,7 +239,7 @@ def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path)
     assert [process.returncode for process in processes] == [1, 1], out
     assert "was ended by SIGKILL" in out[1]
     assert "error: rank 2 (process" in out[1]
-    assert "error: lost the connection to node 1: see what that one says" in out[0]
+    assert "error: lost the connection to node 1: see its messages" in out[0]
 
 
 @pytest.mark.usefixtures("clean")

@@ -174,7 +174,7 @@ def test_a_stale_file_is_replaced_and_a_live_one_refused(
         early.result(0.5)
     host = go(method, 0)
     assert host.result().master_port == early.result().master_port
-    assert f"replacing {file}, which a run that is gone has left" in capfd.readouterr().out
+    assert f"replacing {file} of an earlier run" in capfd.readouterr().out
 
     host = go(method, 0)
     awaited(file.exists, 20)
@@ -249,7 +249,8 @@ def test_nodes_agree(tmp_path: Path) -> None:
 
 def test_a_node_is_known_by_its_whole_address() -> None:
     name_nodes(
-        [(1, ["10.0.0.2", "172.17.0.1"]), (2, ["10.0.0.20", "172.17.0.1"]), (0, ["fe80::1"]), (3, ["10.0.0.3"])], own=3
+        [(1, ["10.0.0.2", "172.17.0.1"]), (2, ["10.0.0.20", "172.17.0.1"]), (0, ["fe80::1"]), (3, ["10.0.0.3"])],
+        this_node=3,
     )
     for said, name in (
         ("Connection closed by peer [10.0.0.20]:3456", "node 2"),
@@ -261,4 +262,4 @@ def test_a_node_is_known_by_its_whole_address() -> None:
         ("[172.17.0.1]:3", None),  # of two
     ):
         assert node_of(said) == name
-    name_nodes([], own=0)
+    name_nodes([], this_node=0)

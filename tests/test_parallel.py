@@ -93,11 +93,6 @@ def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
     output_of(*app("fit", *THEIRS, "--model", "user_code.SkipsForward"))
 
 
-def test_dp_says_once_that_ddp_is_faster(app: App) -> None:
-    out = output_of(*app("fit", *SMALL, *way("dp", 2), "--trainer.max_epochs", "2"))
-    assert out.count("ddp is usually faster") == 1
-
-
 def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
     """As `nn.DataParallel`: the buffers and attributes of the other replicas are lost."""
     model = Normalises()

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import inspect
 import pkgutil
 import re
@@ -14,13 +15,40 @@ from harness import QUIET, App, error_of
 
 import app
 from app.system.lightning_patches import complaint
-from app.system.patches import EXPECTED, expects, missing
+from app.system.patches import EXPECTED, expects
 
 MODULES = [module.name for module in pkgutil.walk_packages(app.__path__, "app.") if module.name != "app.__main__"]
 for name in MODULES:
     importlib.import_module(name)  # runs its `expects` declarations
 PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # of named tuples and os; made by ABCMeta
 SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
+
+
+def missing(patch: str) -> str | None:
+    """Return a patch's missing name with the library's version; None if all exist."""
+    for name in EXPECTED[patch]:
+        module, _, path = name.partition(":")
+        try:
+            found = has(importlib.import_module(module), path)
+        except ImportError:
+            found = False
+        if not found:
+            library = module.partition(".")[0]
+            version = importlib.metadata.version(library)
+            return f"{patch} needs {name}, which {library} {version} does not have: see what took its place"
+    return None
+
+
+def has(owner: object, path: str) -> bool:
+    """Return whether a name exists, is annotated in the class, or is set on `self` somewhere in it."""
+    name, _, rest = path.partition(".")
+    if hasattr(owner, name):
+        return not rest or has(getattr(owner, name), rest)
+    if rest or not isinstance(owner, type):
+        return False
+    classes = [cls for cls in owner.__mro__ if cls.__module__ != "builtins"]
+    set_somewhere = re.compile(rf"\bself\.{name}(:[^=\n]+)? = ")
+    return any(name in inspect.get_annotations(cls) or set_somewhere.search(inspect.getsource(cls)) for cls in classes)
 
 
 @pytest.mark.parametrize("patch", list(EXPECTED))

@@ -314,7 +314,7 @@ def test_two_hosts_as_predicted_from_the_rate_of_their_link(
     both = [hosts.hosts["h1"], hosts.hosts["h2"]]
     for host in both:
         host.run(*f"tc qdisc replace dev eth0 root tbf rate {rate} burst 64kb latency 500ms".split())
-    found = fit_link(measure_all_reduce(2), 2)
+    found = fit_link(measure_all_reduce(), 2)
     bits = {"g": 1e9, "m": 1e6}[rate.lstrip("0123456789")[0]] * int(rate.rstrip("gmbit"))
     link = Link(min(found.bandwidth, bits / 8), found.latency)
     flags = ["--trainer.strategy", "ddp", "--trainer.num_nodes", "2", "--trainer.devices", "1", "--run.root", tmp_path]

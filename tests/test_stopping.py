@@ -14,6 +14,8 @@ import torch
 from cluster.hosts import awaited
 from harness import App, family, largest_difference, output_of, start_app, started, tiny, weights
 
+from app.launch.process import TASK
+
 SMALL = tiny(203, 20, flip=True)
 DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
 SLOW = pytest.mark.slow
@@ -126,7 +128,8 @@ os.kill(os.getpid(), signal.SIGUSR1)
 def test_one_process_of_a_job_asks_for_its_requeue(tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$0.said"\n')
     (tmp_path / "scontrol").chmod(0o755)
-    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    task = {**dict.fromkeys([*TASK, "SLURM_STEP_TASKS_PER_NODE"], "0"), "SLURM_JOB_ID": "7"}
+    task["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "-c", ASKS], env={**os.environ, **task}, capture_output=True, text=True, timeout=60, check=True
     )

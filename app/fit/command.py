@@ -182,7 +182,7 @@ class CLI(Flags):
         if method := lightning_patches.start_method(strategy):
             several = timeout if trainer.world_size > 1 else None
             lightning_patches.set_launcher(strategy, SpawnLauncher(strategy, method, several))
-        connect(trainer, lightning_patches.cluster_environment(trainer), timeout)
+        connect(trainer, timeout)
         try:
             decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)
         except BaseException:

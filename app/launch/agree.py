@@ -1,4 +1,4 @@
-"""The ranks of a run come together; then rank zero decides, all hear it, every node checks, and all hear who cannot."""
+"""Connection of a run's ranks, and their agreement: rank zero decides, and every rank checks the decision."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ STORE = "app/store"  # key in the agents' store: port of rank zero's store
 
 
 def gather_objects(mine: Any, group: Any = None) -> list[Any]:
-    """Return every rank's picklable object, in order of rank, on every rank. Collective, in a group or the default."""
+    """Return every rank's picklable object, in order of rank, on every rank. Collective; `group` is optional."""
     if not distributed.is_initialized():
         return [mine]
     everyone: list[Any] = [None] * distributed.get_world_size()
@@ -31,10 +31,10 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 
 
 def host_group(timeout: timedelta) -> Any:
-    """Make a group of all ranks for messages between hosts, apart from the user's collective calls. Collective.
+    """Make a group of all ranks for messages between hosts, separate from the user's collective calls. Collective.
 
-    If only one rank makes a collective call, by the user's mistake, it waits in vain. In the same group, the call could
-    meet one of another size, and gloo would end the process.
+    If by mistake only one rank makes a collective call, it should time out. In the same group, the call could meet one
+    of another size, and gloo would end the process.
 
     Args:
         timeout: Time to wait for another rank.
@@ -54,7 +54,7 @@ def agree(
     Args:
         decide: Called on rank zero with the ids of the run's launchers; returns a picklable decision.
         check: Called with the decision on each rank; raises a UserError if the rank cannot follow it.
-        node: Number of this node, for messages.
+        node: Number of this node.
         settings: Flags and values of this process, which must be equal on all ranks.
         rendezvous: Rendezvous of nodes whose first processes agree before they spawn their ranks.
 
@@ -68,17 +68,17 @@ def agree(
         for flag in {**everyones[0], **theirs}:
             here, there = (each.get(flag, "not set") for each in (everyones[0], theirs))
             if here != there:
-                where = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
-                raise UserError(f"--{flag} is {here} on node 0 and {there} on {where}: give the same")
-    decided, wrong = {}, None
+                place = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
+                raise UserError(f"--{flag} is {here} on node 0 and {there} on {place}: give the same")
+    decided: dict[str, Any] | UserError = {}
     if node == 0 and (not distributed.is_initialized() or distributed.get_rank() == 0):
         try:
             decided = decide(sorted(set(filter(None, ids))))
         except UserError as error:
-            wrong = str(error)
-    decided, wrong = gather((decided, wrong))[0]
-    if wrong is not None:
-        raise UserError(wrong)
+            decided = error
+    decided = gather(decided)[0]
+    if isinstance(decided, UserError):
+        raise decided
     failure: Exception | None = None
     try:
         check(decided)
@@ -93,54 +93,54 @@ def agree(
     return decided
 
 
-def connect(trainer: Trainer, environment: ClusterEnvironment, timeout: float) -> None:
-    """Begin the process group of ranks that a launcher has started; Lightning then takes it as it is. Collective.
+def connect(trainer: Trainer, timeout: float) -> None:
+    """Start the process group of ranks that a launcher has started; Lightning then uses it. Collective.
 
     Args:
-        trainer: The run's.
-        environment: The trainer's.
+        trainer: The run's trainer.
         timeout: Seconds to wait for another rank.
 
     Raises:
-        UserError: When the ranks do not come together in time.
+        UserError: When ranks are missing at the deadline.
     """
     strategy: Any = trainer.strategy
+    environment: ClusterEnvironment | None = getattr(strategy, "cluster_environment", None)
     launcher = launched()
     if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
         launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # mpirun, or the user's own
-    if launcher is None or launcher.world_size == 1:
+    if launcher is None or launcher.world_size == 1 or environment is None:
         return
     if launcher.nodes > 1:
         use_interface_to(environment.main_address)
     else:
         use_loopback()
     place = f"{environment.main_address}:{environment.main_port}"
-    what = f"all {launcher.world_size} processes of {launcher.by} at {place}"
+    missing = f"all {launcher.world_size} processes of {launcher.by} at {place}"
 
     def begin() -> distributed.TCPStore | None:
         store = None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = use_own_store(trainer.global_rank, timeout)
-        elif trainer.global_rank == 0:  # torch's own would listen on all interfaces
+        elif trainer.global_rank == 0:  # torch's own store would listen on all interfaces
             store = host_store(environment.main_address, environment.main_port, timeout)
         strategy.setup_environment()
-        return store  # which it has used
+        return store  # keep it until here
 
-    try:  # torch waits longer than it was told where a foreign listener has the port
-        Deadline(timeout).within(begin, what, say=trainer.local_rank == 0)
+    try:  # torch would wait longer than the timeout for a foreign listener
+        Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeErrors
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
-        torch.cuda.set_device(strategy.root_device)  # each thread has its own
+        torch.cuda.set_device(strategy.root_device)  # `begin` ran in another thread
 
 
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
-    """Start the process group in a store that rank zero hosts; the agents' store only passes on its port.
+    """Use a store that rank zero hosts for the process group; the agents' store only passes on its port.
 
-    The agents' store outlives the ranks. Keys of an earlier round would make the next ranks wait for processes that are
-    gone. Source: https://github.com/pytorch/pytorch/issues/135712.
+    The agents' store outlives the ranks. Keys of an earlier round would make new ranks wait for ended processes.
+    Source: https://github.com/pytorch/pytorch/issues/135712.
 
     Returns:
         The store; keep it until the process group has started.
@@ -153,8 +153,8 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     while store is None:
         try:
             store = reach_store(address, int(agents.get(STORE)))
-        except (OSError, distributed.DistNetworkError):  # one that is gone may have left its port
-            deadline.check("rank 0", say=False)
+        except (OSError, distributed.DistNetworkError):  # an earlier round may have left its port
+            deadline.check("rank 0", quiet=True)
             time.sleep(0.05)
     os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port), "False"
     return store

@@ -1,4 +1,4 @@
-"""Launcher of this process: torchrun, srun, another process of the run, or a person; and the ranks' meeting place."""
+"""Launcher of this process, such as torchrun or srun, and the ranks' meeting place."""
 
 import os
 import re
@@ -39,11 +39,11 @@ def launched() -> Launched | None:
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
         return Launched(by, nodes, here if here * nodes == world else None, world)
     if is_task_of_srun():
-        world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{what}"]) for what in ("TASKS", "NODES"))
+        world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
         # `2(x2)` or `3,1`; SLURM_NTASKS_PER_NODE is the job's, not the step's
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         if world == 1 and _interactive():
-            return None  # `srun --pty bash`: a person on a node, who starts processes there
+            return None  # `srun --pty bash`: a person starts processes on a node
         return Launched("srun", nodes, int(even[1]) if even else None, world)
     return None
 
@@ -54,7 +54,7 @@ def other_launcher() -> bool:
 
 
 def _interactive() -> bool:
-    """Return whether this is an interactive session, by Lightning's convention and SLURM's own names."""
+    """Return whether this is an interactive session, by Lightning's and SLURM's names of such jobs."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
@@ -64,7 +64,7 @@ def in_slurm_job() -> bool:
 
 
 def launch_id() -> str | None:
-    """Return an id that survives restarts by a launcher: of torchrun's agent on this node, or of SLURM's job."""
+    """Return the launcher's id, which survives restarts: this node's agent of torchrun, or SLURM's job."""
     launcher = launched()
     if launcher is None:
         return None
@@ -77,7 +77,7 @@ def launch_id() -> str | None:
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run; torchrun does not report it when nodes come and go."""
+    """Return whether a launcher may have restarted this run; torchrun does not report restarts after lost nodes."""
     launcher = launched()
     if launcher is None:
         return False
@@ -86,9 +86,9 @@ def may_resume() -> bool:
 
 
 class Slurm(SLURMEnvironment):
-    """Environment of srun's tasks, read from SLURM's step; Lightning reads the job and its name.
+    """Environment of srun's tasks, read from SLURM's step; Lightning's class reads the job.
 
-    This application requeues by itself, because Lightning saves from a signal handler, out of step with other ranks.
+    This application requeues jobs itself, because Lightning saves in a signal handler, out of step with other ranks.
     """
 
     def __init__(self) -> None:
@@ -103,8 +103,8 @@ class Slurm(SLURMEnvironment):
 
     @property
     def main_port(self) -> int:
-        """Alike in the tasks of a step, and another one in the next job or step, unless MASTER_PORT names one."""
-        job, step = (int(os.environ[f"SLURM_{what}_ID"]) for what in ("JOB", "STEP"))
+        """Port of the step, different for each job and step, unless MASTER_PORT names one."""
+        job, step = (int(os.environ[f"SLURM_{name}_ID"]) for name in ("JOB", "STEP"))
         return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

@@ -1,6 +1,6 @@
-"""torch elastic's agent, in the process in which the command was typed, starts and supervises the ranks of this node.
+"""Launch of this node's ranks by torch elastic's agent, in the process of the command line.
 
-Each rank is `python -m app …` with the same arguments, told by the environment who it is, as under torchrun.
+Each rank runs `python -m app …` with the same arguments, and finds its number in the environment, as under torchrun.
 """
 
 import json
@@ -21,14 +21,14 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from app.errors import EXIT_CODES, RankError, RankLostError, UserError
-from app.launch.failures import explain, lost, root_cause, said
-from app.launch.process import AGENT
+from app.launch.failures import explain, lost, message_of, root_cause
+from app.launch.process import AGENT, heard
 from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.launch.watchdog import watched
 from app.system.machine import usable_cores
 
 TAIL = 30  # lines of a failed rank's output that are shown
-# a rank's notes beside torch's error file: its run's directory; the exit code of an orderly end by a signal
+# a rank's notes beside torch's error file: its run's directory; its exit code after a signal
 RUN_DIR, STOPPED = "run_dir", "stopped"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
@@ -41,17 +41,17 @@ def launch(
     cluster: Cluster,
     on_failure: Callable[[str, str], None],
 ) -> int:
-    """Run a command line as several ranks, some of them on this node.
+    """Run this node's ranks of a command line.
 
     Args:
-        argv: The arguments of `python -m app`.
-        processes: Ranks of this node.
+        argv: Arguments of `python -m app`.
+        processes: Number of this node's ranks.
         rendezvous: Rendezvous with the other nodes.
         cluster: Settings of the launch.
         on_failure: Called with the run's directory and the reason when a rank of this node fails.
 
     Returns:
-        Exit code: 0 when all ranks are done, 130 or 143 when a signal ended them in order.
+        Exit code: 0 for success, 130 or 143 when a signal ended the ranks in order.
 
     Raises:
         UserError: For a user's mistake that a rank found.
@@ -59,16 +59,16 @@ def launch(
     """
     error: UserError | RankError
     # torch's own temporary folder would stay behind
-    own_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
-    with own_folder as own, _agent(processes, cluster.timeout), watched(cluster.timeout):
-        folder = Path(cluster.log_dir or own)
+    temporary_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
+    with temporary_folder as temporary, _agent(processes, cluster.timeout), watched(cluster.timeout):
+        folder = Path(cluster.log_dir or temporary)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as wrong:
-            raise UserError(f"--cluster.log_dir {folder}: no folder can be made there ({wrong.strerror})") from wrong
+        except OSError as cause:
+            raise UserError(f"--cluster.log_dir {folder}: no folder can be made there ({cause.strerror})") from cause
 
         def files(pattern: str) -> list[Path]:
-            """Return the ranks that were started last; none if the nodes have not met."""
+            """Return files of the ranks started last."""
             attempts = sorted(folder.glob(f"{rendezvous.run_id}_*/attempt_*"), key=os.path.getmtime)
             return sorted(attempts[-1].glob(pattern)) if attempts else []
 
@@ -77,13 +77,13 @@ def launch(
                 on_failure(note.read_text(), reason)
 
         def refuse_restart() -> None:
-            """Do not restart ranks after a signal or a user's error."""
+            """Prevent a restart after a signal or a user's error; report another failure."""
             reason = "a rank has failed"
             for file in files("*/error.json"):
-                kind, _, text = (cause := said(json.loads(file.read_text()))).partition(": ")
+                kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")
                 if kind == UserError.__name__:
                     raise UserError(text)
-                if not kind.startswith("Rank") and lost(text) is None:  # no consequence of another's failure
+                if not kind.startswith("Rank") and lost(text) is None:  # not a consequence of another rank's failure
                     reason = f"rank {rendezvous.rank * processes + int(file.parent.name)} has failed: {cause}"
             for file in files(f"*/{STOPPED}"):
                 raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
@@ -91,8 +91,6 @@ def launch(
             mark(f"{reason}, and all were started again")
 
         rendezvous.before_restart = refuse_restart
-        # one that is ignored, as by nohup, stays so
-        heard = [each.name for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN]
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
             max_nodes=rendezvous.world_size,
@@ -108,22 +106,21 @@ def launch(
                 tee={0: Std.ALL} if cluster.log_dir else Std.NONE,
             ),
             log_line_prefix_template="[${role_name} ${rank}] ",
-            signals_to_handle=",".join(heard),
+            signals_to_handle=",".join(signal.Signals(n).name for n in heard((signal.SIGTERM, signal.SIGINT))),
         )
         try:
-            # torch fills in `${local_rank}` in each argument
+            # torch replaces `${local_rank}` in each argument
             elastic_launch(config, sys.executable)("-m", "app", *(argument.replace("$", "$$") for argument in argv))
             return 0
         except SignalException as ended:
             return 128 + ended.sigval
-        except distributed.DistError as gone:
-            error = RankLostError(f"lost the connection to another node: {str(gone).splitlines()[0]}")
+        except distributed.DistError as lost_node:
+            error = RankLostError(f"lost the connection to another node: {str(lost_node).splitlines()[0]}")
         except ChildFailedError as failed:
             rank, failure = root_cause(failed.failures)
-            if failure.exitcode in EXIT_CODES.values():
-                return failure.exitcode
-            if failure.exitcode in (-signal.SIGINT, -signal.SIGTERM):  # a rank that was still starting
-                return 128 - failure.exitcode
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # negative: it was starting
+            if code in EXIT_CODES.values():
+                return code
             error = explain(rank, failure)
             if type(error) is RankError and failure.local_rank:
                 for log in reversed(files(f"{failure.local_rank}/*.log")):  # stdout, stderr
@@ -135,21 +132,19 @@ def launch(
 
 @contextmanager
 def _agent(processes: int, timeout: float) -> Iterator[None]:
-    """Set the environment of the agent's processes; torch elastic logs only with --verbose."""
+    """Set the agent's environment, and restore it and the signal handlers; torch elastic logs only with --verbose."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before, mask = os.environ.copy(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
-    # torch 2.12 and later: seconds in which the ranks may save their last checkpoint
+    # from torch 2.12 on: seconds in which ranks may save their last checkpoint
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(timeout)))
-    log, silence = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
-    log.addHandler(silence)
+    log = logging.getLogger("torch.distributed.elastic")
+    log.addHandler(logging.NullHandler())
     log.propagate = "APP_DEBUG" in os.environ
     try:
         yield
     finally:
-        log.removeHandler(silence)
-        log.propagate = True
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
@@ -162,5 +157,5 @@ def note(name: str, text: str) -> None:
     """Leave a note for the agent, if one started this rank: RUN_DIR, or STOPPED with an exit code."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if AGENT in os.environ and error_file:
-        with suppress(OSError):  # $TMPDIR is full: then the agent does not know
+        with suppress(OSError):  # $TMPDIR is full
             Path(error_file).with_name(name).write_text(text)

@@ -1,4 +1,4 @@
-"""The rank that failed, and its traces on the other ranks."""
+"""Root cause of a failed run: the rank that failed first, and its traces on the other ranks."""
 
 import re
 import signal
@@ -15,49 +15,47 @@ from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
 from app.system.tracebacks import blamed
 
-# messages of gloo, NCCL and TCPStore about a rank that is gone, or that did not answer in time
+# messages of gloo, NCCL and TCPStore about a lost rank, or about a timeout
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
-_has_left = False  # NCCL's process group, in an error path
-_nodes: dict[str, set[int]] = {}  # address: the nodes that have it
+_has_left = False  # whether an error path has left NCCL's process group
+_nodes: dict[str, int] = {}  # address: the other node that has it
 
 
-def name_nodes(nodes: list[tuple[int, list[str]]], own: int) -> None:
-    """Remember which other node has which address, where only one has it; from number and addresses of each."""
+def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
+    """Remember the addresses that only one other node has, from number and addresses of each node."""
+    all_addresses = {address for _, addresses in nodes for address in addresses}
+    owners = {address: {node for node, addresses in nodes if address in addresses} for address in all_addresses}
     _nodes.clear()
-    for node, addresses in nodes:
-        for address in addresses:
-            _nodes.setdefault(address, set()).add(node)
-    for address in [address for address, found in _nodes.items() if len(found) > 1 or own in found]:
-        del _nodes[address]
+    _nodes.update({address: min(has) for address, has in owners.items() if len(has) == 1 and this_node not in has})
 
 
 def node_of(text: str) -> str | None:
     """Return the other node whose address an error message contains."""
-    for address, (node,) in _nodes.items():
+    for address, node in _nodes.items():
         if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", text):
             return f"node {node}"
     return None
 
 
 def lost(text: str) -> RankError | None:
-    """Return the error of a lost or silent rank that a communication error reports, or None."""
+    """Return the error of a lost or silent rank for a communication error's text, or None."""
     if GONE.search(text):
-        return RankLostError(f"lost the connection to {node_of(text) or ANOTHER}: see what that one says")
+        return RankLostError(f"lost the connection to {node_of(text) or ANOTHER}: see its messages")
     if SILENT.search(text) and "DataLoader" not in text:
         return RankSilentError(f"no answer from another rank within --cluster.timeout: {who_hangs()}")
     return None
 
 
 def who_hangs() -> str:
-    """Return the places of this run's ranks, as far as their watchdogs' folder is visible here."""
+    """Return the places of this run's ranks, if their watchdogs' folder is visible here."""
     folder = watchdog.heartbeat and watchdog.heartbeat.folder
-    found = folder and watchdog.where(folder)
+    places = folder and watchdog.where(folder)
     unknown = "it hangs, or the link to it is cut"
-    if not found:
+    if not places:
         return unknown
-    return f"{found if ' is in ' in found else f'{unknown}; {found}'} (stacks: {folder})"
+    return f"{places if ' is in ' in places else f'{unknown}; {places}'} (stacks: {folder})"
 
 
 def leave_nccl() -> None:
@@ -74,17 +72,15 @@ def leave_nccl() -> None:
 
 def explained(error: BaseException) -> BaseException:
     """Translate an error of communication, of memory, or of an object that a flag made; return others unchanged."""
-    communicated = (_has_left or distributed.is_initialized()) and (
-        type(error) is RuntimeError or isinstance(error, distributed.DistError)
-    )
-    # of NCCL's group, which may have been left already
-    communicated = communicated or isinstance(error, distributed.DistBackendError)
-    if communicated and (seen := lost(str(error))):
-        return seen
+    has_group = _has_left or distributed.is_initialized()
+    communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)
+    is_communication = (has_group and communicates) or isinstance(error, distributed.DistBackendError)
+    if is_communication and (rank_error := lost(str(error))):
+        return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
-    if said := out_of_memory(error):
-        return UserError(said)
+    if message := out_of_memory(error):
+        return UserError(message)
     return blamed(error, complaint(error)) or error
 
 
@@ -93,16 +89,16 @@ def explaining_errors() -> Iterator[None]:
     """Translate exceptions by `explained`, and leave an NCCL group.
 
     Raises:
-        RankError: When another rank is gone or silent.
+        RankError: When another rank is lost or silent.
         UserError: When memory ran out, or an object that a flag made raised.
     """
     try:
         yield
     except BaseException as error:
-        meant = explained(error)
+        translated = explained(error)
         leave_nccl()
-        if meant is not error:
-            raise meant from error
+        if translated is not error:
+            raise translated from error
         raise
 
 
@@ -114,32 +110,31 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
     """
 
     def is_consequence(rank: int) -> tuple[bool, bool, bool, bool]:
-        code, message = failures[rank].exitcode, said(failures[rank].error_file_data)
+        code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         lost = message.startswith(RankLostError.__name__)
-        # of those that have lost a connection, one that has lost it to another node comes first
+        # a rank that lost the connection to another node comes before one that lost it to "another rank"
         order = (lost, lost and ANOTHER in message, code == -signal.SIGKILL)
         return code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values()), *order
 
     first = min(failures, key=is_consequence)
-    message = said(failures[first].error_file_data)
+    message = message_of(failures[first].error_file_data)
     # several ranks with the same message: report the first
-    rank = min(r for r in failures if r == first or (message and said(failures[r].error_file_data) == message))
+    rank = min(r for r in failures if r == first or (message and message_of(failures[r].error_file_data) == message))
     return rank, failures[rank]
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
     """Return the exception for the command that started a failed rank."""
-    message = said(failure.error_file_data)
+    message = message_of(failure.error_file_data)
     name, _, text = message.partition(": ")
     if name == UserError.__name__:
         return UserError(f"rank {rank}: {text}" if failure.local_rank else text)
-    for kind in (RankLostError, RankSilentError):
-        if name == kind.__name__:
-            return kind(text)
+    if kind := {"RankLostError": RankLostError, "RankSilentError": RankSilentError}.get(name):
+        return kind(text)
     return RankError.ended(rank, failure.pid, failure.exitcode, message)
 
 
-def said(error_file: Mapping[str, Any]) -> str:
+def message_of(error_file: Mapping[str, Any]) -> str:
     """Return exception name and text from a rank's torch error file; empty for a killed rank."""
     message = error_file.get("message")
     return str(message.get("message", "")) if isinstance(message, dict) else ""

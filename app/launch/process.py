@@ -1,4 +1,4 @@
-"""Start of a process of this application, before heavy imports, and the environment of the runs it starts."""
+"""Start of a process of this application, before heavy imports, and the environment of its runs."""
 
 import ctypes
 import os
@@ -7,39 +7,34 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from app.errors import UserError
 
-AGENT = "APP_AGENT"  # environment of a rank that our agent starts: id of the agent
-STARTER = "APP_STARTER"  # environment of a run that another command of this application starts: that one's id
-SPAWNED = "APP_SPAWNED"  # environment: of a process that SpawnLauncher starts; app/__init__.py reads it
-BEGAN = "APP_BEGAN"  # environment: when the command began, in seconds since 1970
-TRUST = "APP_TRUST"  # environment: modules of `--trust`, with commas between them
+# environment variables
+AGENT = "APP_AGENT"  # of a rank: process id of our agent
+STARTER = "APP_STARTER"  # of a run that `compare`, `plan`, `verify` or `doctor` starts: that command's process id
+SPAWNED = "APP_SPAWNED"  # of SpawnLauncher's processes; app/__init__.py reads it
+BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
+TRUST = "APP_TRUST"  # modules of `--trust`, separated by commas
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
-# set by a launcher for each process that it starts; a run that finds them takes itself for one of several
+# set by launchers; a run with one of them believes that it is one of several processes
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
-# set by srun for each task of a step; SLURM_STEP_ID alone makes no task
-TASK = (
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID"),
-    *("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"),
-)
+# numbers that srun sets for each task of a step
+NUMBERS = ("JOB_ID", "PROCID", "LOCALID", "NODEID", "STEP_ID", "STEP_NUM_TASKS", "STEP_NUM_NODES")
+TASK = [f"SLURM_{name}" for name in NUMBERS]
 WHOLE_NUMBER = r"\d{1,18}", "a whole number"
 # environment variables that this application or its libraries read: pattern of the value, and its description
 VARIABLES = {
-    **dict.fromkeys((*RANKS[:-1], *TASK[:-1], "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
+    **dict.fromkeys((*RANKS[:-1], *TASK, "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
     **dict.fromkeys(("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER), WHOLE_NUMBER),
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (r"\d{1,9}", "seconds"),
-    "SLURM_STEP_TASKS_PER_NODE": (r"[\d,x()]+", "a list of numbers"),
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,4}(,\d{1,5})*", "a number of threads"),
     TRUST: (r"((?!\d)\w+([.,](?!\d)\w+)*)?", "names of modules, with commas between them"),
-    "TORCH_DISTRIBUTED_DEBUG": (r"(?i)off|info|detail", "OFF, INFO or DETAIL"),
-    "JSONARGPARSE_DEBUG": (r"(?i)false|true|", "true or false"),
     "WANDB_MODE": (r"online|offline|disabled|dryrun|run|shared|", "online, offline or disabled"),
 }
 
@@ -53,13 +48,8 @@ def check_environment() -> None:
     for name, (pattern, meaning) in VARIABLES.items():
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value):
-            del os.environ[name]  # the error report reads some of them
+            del os.environ[name]  # reporting the error reads some of them
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
-    if is_task_of_srun() and (missing := [name for name in TASK if name not in os.environ]):
-        raise UserError(f"SLURM_STEP_ID in the environment, but no {missing[0]}: unset SLURM_STEP_ID, or use srun")
-    file = os.environ.get(name := "TORCHELASTIC_ERROR_FILE")
-    if file is not None and not Path(file).parent.is_dir():
-        raise UserError(f"{name}={file} in the environment: no such folder: unset {name}")
     for name in (STARTER, AGENT):
         if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
             del os.environ[name]
@@ -72,22 +62,22 @@ def trust_flags() -> list[str]:
 
 
 def is_task_of_srun() -> bool:
-    """Return whether srun started this process as a task of a step; batch scripts and salloc's shells are no tasks.
+    """Return whether srun started this process as a step's task; batch scripts and salloc's shells are no tasks.
 
     Some sites open salloc's shell on a node as a step with a special number, SLURM_INTERACTIVE_STEP.
     Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
-    step = os.environ.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) <= SLURM_MAX_NORMAL_STEP_ID
+    is_task = os.environ.keys() >= {*TASK, "SLURM_STEP_TASKS_PER_NODE"}
+    return is_task and int(os.environ["SLURM_STEP_ID"]) <= SLURM_MAX_NORMAL_STEP_ID
 
 
 def is_worker() -> bool:
-    """Return whether a torch elastic agent started this process: torchrun's, or our own."""
+    """Return whether a torch elastic agent, torchrun's or ours, started this process."""
     return os.environ.keys() >= WORKER
 
 
 def begin() -> None:
-    """Make this process exit with its parent, if that is ours or an agent, and cleanly on SIGTERM.
+    """Make this process exit with its parent, if that is an agent or a command of ours, and cleanly on SIGTERM.
 
     NCCL's watchdog would end the process while Python reports an error. Mode 2 lets it abort communicators only; torch
     elastic sets 1, "end the process". Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
@@ -100,19 +90,19 @@ def begin() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     if is_worker():
-        _handle(signal.SIG_DFL, signal.SIG_DFL)  # while it starts, it has nothing to save, and nothing to say
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # which our agent has blocked
+        _handle(signal.SIG_DFL, signal.SIG_DFL)  # at its start, it has nothing to save
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # our agent blocked them
         if os.environ["LOCAL_RANK"] != "0":
             os.environ["PYTHONBREAKPOINT"] = "0"  # rank zero alone has the terminal
         return
     signal.signal(signal.SIGTERM, _end)
     if is_task_of_srun():
         task = os.getpid()
-        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # its workers get it, too
+        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # not in a loader's worker
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent dies, however that happens; Linux only."""
+    """Let the kernel kill this process when its parent dies for any reason. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -120,21 +110,25 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_in_order() -> None:
-    """From here on, let a signal raise an exception in a worker, so that started work ends in order."""
+    """Let signals raise exceptions in a worker from here on, so that its work ends in order."""
     _handle(signal.default_int_handler, _end)
 
 
 def end_undisturbed() -> None:
-    """Have a worker that is ending do so: its agent may be ending it, too, and Python would report an exception."""
+    """Ignore signals in a worker that is ending: its agent may send some, and Python would report an exception."""
     _handle(signal.SIG_IGN, signal.SIG_IGN)
 
 
 def _handle(interrupt: Any, terminate: Any) -> None:
-    """Set a worker's signal handlers, except for ignored signals."""
+    """Set a worker's signal handlers."""
     if is_worker() and threading.current_thread() is threading.main_thread():
-        for number, handler in ((signal.SIGINT, interrupt), (signal.SIGTERM, terminate)):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, handler)
+        for number in heard((signal.SIGINT, signal.SIGTERM)):
+            signal.signal(number, interrupt if number == signal.SIGINT else terminate)
+
+
+def heard(numbers: Iterable[int]) -> list[int]:
+    """Return the signals that this process does not ignore; `nohup`, for example, makes it ignore some."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _end(*_: object) -> None:
@@ -142,11 +136,12 @@ def _end(*_: object) -> None:
 
 
 def requeue() -> bool:
-    """Requeue this SLURM job, which SLURM is about to end by SIGTERM.
+    """Requeue this SLURM job, which SLURM is about to end by SIGTERM; only task 0 does so.
 
-    Returns whether SLURM accepted, as far as this task knows.
+    Returns:
+        Whether SLURM accepted; true for other tasks.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it comes twice
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it twice
     if os.environ["SLURM_PROCID"] != "0":
         return True
     job = os.environ["SLURM_JOB_ID"]
@@ -163,11 +158,10 @@ def requeue() -> bool:
 
 
 def environment_of_a_run() -> dict[str, str]:
-    """Return the environment of a run that starts independently and exits with this process.
+    """Return the environment of a separate run that exits with this process, without this process's launcher.
 
-    It lacks the variables of this process's launcher. A `preexec_fn` could tie it to its parent, too, but Python runs
-    hooks after such a fork, and loses a Ctrl-C that arrives meanwhile.
+    A `preexec_fn` could tie the run to its parent, too, but Python would lose a Ctrl-C that arrives during the fork.
     """
-    theirs = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
-    own = {key: value for key, value in os.environ.items() if key not in theirs and key[:6] != "SLURM_"}
-    return own | {STARTER: str(os.getpid())}
+    dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
+    kept = {key: value for key, value in os.environ.items() if key not in dropped and key[:6] != "SLURM_"}
+    return kept | {STARTER: str(os.getpid())}

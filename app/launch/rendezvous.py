@@ -1,7 +1,7 @@
 """Rendezvous of nodes without a launcher: at a TCP address, through a shared file, or by environment variables.
 
-It extends torch elastic's static rendezvous. It reports which nodes are missing and for how long, rejects nodes whose
-flags differ and names the flag, and times out when another program owns the port.
+It extends torch elastic's static rendezvous. It reports missing nodes, rejects nodes whose flags differ, and times out
+when another program owns the port.
 """
 
 import json
@@ -12,9 +12,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,11 +29,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.utils.store import synchronize
 
 from app.errors import UserError
-from app.system.files import open_file, write_json
+from app.system.files import read_json, write_json
 from app.system.interconnect import outward_address, own_addresses, use_interface_to
 
 T = TypeVar("T")
-PAUSE = 0.25  # seconds between two looks
+PAUSE = 0.25  # seconds between two attempts
 
 
 @dataclass
@@ -57,27 +57,32 @@ class Cluster:
 
 
 class Deadline:
-    """A wait that reports its reason now and then, and times out."""
+    """A wait that reports its reason from time to time, and times out."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
 
-    def check(self, what: str, remark: str = "", say: bool = True) -> None:
-        """Report missing nodes, unless another process does.
+    def check(self, missing: str, remark: str = "", quiet: bool = False) -> None:
+        """Report a wait, rarely.
+
+        Args:
+            missing: Missing nodes or processes.
+            remark: Possible reason.
+            quiet: Do not print, because another process of this node does.
 
         Raises:
-            UserError: When time is up.
+            UserError: After the deadline.
         """
         passed = time.monotonic() - self.began
         hint = f" ({remark})" if remark else ""
         if passed > self.seconds:
-            raise UserError(f"waited {self.seconds:g} s (--cluster.timeout) for {what}{hint}: see how it fares there")
-        if passed > self.due and say:
-            print(f"waiting for {what}, {passed:.0f} s{hint}", flush=True)
+            raise UserError(f"waited {self.seconds:g} s (--cluster.timeout) for {missing}{hint}: check it")
+        if passed > self.due and not quiet:
+            print(f"waiting for {missing}, {passed:.0f} s{hint}", flush=True)
             self.due = min(2 * self.due, self.due + 30)
 
-    def within(self, call: Callable[[], T], what: str, say: bool = True) -> T:
-        """Call a function that may block forever in a thread, and abandon the thread when time is up."""
+    def within(self, call: Callable[[], T], missing: str, quiet: bool = False) -> T:
+        """Call a function in a thread, and abandon the thread at the deadline, because the function may block."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -88,15 +93,14 @@ class Deadline:
 
         threading.Thread(target=run, daemon=True).start()
         while not wait([future], PAUSE).done:
-            self.check(what, say=say)
+            self.check(missing, quiet=quiet)
         return future.result()
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Host a store.
+    """Host a store that listens on one address, if this machine has it, and on all addresses otherwise.
 
-    It listens on the address alone, where that is one of this machine; else on all of them: behind a translated
-    address, or where `/etc/hosts` has this host's name on 127.0.1.1, as Debian's installer leaves it.
+    The machine may be behind a translated address, or its name may mean 127.0.1.1, as Debian's installer sets it up.
 
     Args:
         address: Name or address at which the other processes reach this machine.
@@ -105,9 +109,9 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
     """
     listener = None
     with suppress(OSError):
-        family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if not str(found[0]).startswith("127.") or found[0] == "127.0.0.1":
-            listener = socket.create_server(found[:2], family=family, backlog=1024)
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if not str(place[0]).startswith("127.") or place[0] == "127.0.0.1":
+            listener = socket.create_server(place[:2], family=family, backlog=1024)
     if listener is None:
         address, listener = "localhost", socket.create_server(("", port), backlog=1024)
     return TCPStore(
@@ -116,24 +120,27 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
-        multi_tenant=True,  # the process group of this process may use it, too
+        multi_tenant=True,  # this process's process group may use it, too
         master_listen_fd=listener.detach(),
     )
 
 
 def reach_store(address: str, port: int, timeout: float = 5.0) -> TCPStore:
-    """Connect to a store that another process hosts; torch would wait and log if nobody listens."""
+    """Connect to a store that another process hosts; torch would wait and log without a listener."""
     socket.create_connection((address, port), timeout=timeout).close()
     return TCPStore(address, port, timeout=timedelta(seconds=timeout))
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """The rendezvous of nodes at one address, or of this process alone; the rules of `fit` have looked at the flags.
+    """Rendezvous of nodes at one address, or of this process alone. The rules of `fit` have checked the flags.
 
     Args:
-        cluster: How they find each other.
-        num_nodes: How many there are.
-        devices: `--trainer.devices` of this node, as a number, in which the nodes must agree.
+        cluster: The meeting place.
+        num_nodes: Number of nodes.
+        devices: Number of this node's devices, equal on all nodes.
+
+    Attributes:
+        before_restart: Called before ranks are restarted; prevents the restart by raising.
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
@@ -152,11 +159,11 @@ class NodeRendezvous(StaticTCPRendezvous):
         super().__init__(address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout))
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
-        self.before_restart: Callable[[], None] = lambda: None  # may raise, and they are not
+        self.before_restart: Callable[[], None] = lambda: None
         self._rounds = self._gathered = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the store, which spawned ranks reach by its address: the command line holds this, and they get it."""
+        """Omit the store: spawned ranks, which receive this object as a pickle, connect to its address."""
         return {**vars(self), "_store": None, "before_restart": None}
 
     def get_backend(self) -> str:
@@ -164,10 +171,10 @@ class NodeRendezvous(StaticTCPRendezvous):
         return "nodes"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes, at the start and whenever ranks are started again.
+        """Wait for all nodes, at the start and before each restart.
 
         Raises:
-            UserError: When they are not all there in time, do not fit together, or cannot use the address.
+            UserError: When nodes are missing at the deadline, have different flags, or cannot use the address.
         """
         if self._rounds:
             self.before_restart()
@@ -175,13 +182,13 @@ class NodeRendezvous(StaticTCPRendezvous):
         store = PrefixStore(f"round{self._rounds}", self.store())
         store.set(f"node{self.rank}", "")
         self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
-        # a rank that is starting would report a Ctrl-C with a traceback; it unblocks them when it has begun
+        # a rank that is starting would report a Ctrl-C with a traceback; each rank unblocks them in `process.begin`
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Nobody joins later; the agent asks when it has started its ranks."""
+        """Unblock signals: the agent calls this when it has started its ranks. Nodes never join later."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return 0
 
@@ -195,17 +202,12 @@ class NodeRendezvous(StaticTCPRendezvous):
                 os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))  # for spawned ranks
         return self._store
 
-    def gather(self, mine: Any, seconds: float | None = None) -> list[Any]:
-        """Return every node's picklable object, in order of the nodes, on every node.
-
-        Args:
-            mine: This node's.
-            seconds: To wait for the others; by default `--cluster.timeout`.
-        """
+    def gather(self, mine: Any) -> list[Any]:
+        """Return every node's picklable object, in order of the nodes, on every node."""
         self._gathered += 1
-        key, seconds = f"gathered{self._gathered}/", seconds or self.timeout.total_seconds()
-        found = synchronize(self.store(), pickle.dumps(mine), self.rank, self.world_size, key, seconds)
-        return [pickle.loads(each) for each in found]
+        key, seconds = f"gathered{self._gathered}/", self.timeout.total_seconds()
+        pickles = synchronize(self.store(), pickle.dumps(mine), self.rank, self.world_size, key, seconds)
+        return [pickle.loads(data) for data in pickles]
 
     def _host(self, deadline: Deadline) -> TCPStore:
         """Node 0: host the store, and wait for the others."""
@@ -215,53 +217,57 @@ class NodeRendezvous(StaticTCPRendezvous):
             reason = os.strerror(error.errno or 0)
             raise UserError(
                 f"--cluster.init_method {self.method}: node 0 cannot listen on port {self.master_port} ({reason}): "
-                "give another port, or end what uses it"
+                "give another port, or end the program that uses it"
             ) from error
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
         store.set("node0", self.run_id)
-        with self._told_in_file():
+        if self.file:
+            self._write(self.file)
+        try:
             self._wait_for_all(store, deadline)
+        finally:
+            if self.file and (place := self._place()) and place[-1] == self.run_id:
+                self.file.unlink(missing_ok=True)
         return store
 
     def _join(self, deadline: Deadline) -> TCPStore:
-        """Find node 0, introduce this node, and wait until all nodes have come."""
+        """Find node 0, introduce this node, and wait for all nodes."""
         remark, node0 = "", f"node 0 of {self.world_size} at {self.where}"
         while True:
-            for address, port, name in self._candidates():
-                try:
-                    store = deadline.within(partial(reach_store, address, port), node0)
-                    self._introduce(store, name)
-                    self.master_addr, self.master_port = address, port
+            try:
+                if place := self._place():
+                    store = deadline.within(partial(reach_store, *place[:2]), node0)
+                    self._introduce(store, place[-1])
+                    self.master_addr, self.master_port = place[:2]
                     try:
                         self._wait_for_all(store, deadline)
                     except BaseException:
                         with suppress(RuntimeError):
-                            store.delete_key(f"node{self.rank}")  # it may come again
+                            store.delete_key(f"node{self.rank}")  # this node may join again
                         raise
                     store.set_timeout(self.timeout)
                     return store
-                except ConnectionRefusedError:
-                    remark = "nobody listens there yet"
-                except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
-                    remark = str(error).splitlines()[0]
+            except ConnectionRefusedError:
+                remark = "nobody listens there yet"
+            except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
+                remark = str(error).splitlines()[0]
             deadline.check(node0, remark)
             time.sleep(PAUSE)
 
     def _introduce(self, store: TCPStore, name: str | None) -> None:
-        """Introduce this node; reject settings that differ from node 0's, and a number that another node has."""
+        """Introduce this node; reject settings that differ from node 0's, and a rank that another node has."""
         if name not in (None, store.get("node0").decode()):
-            raise ValueError("what listens there is another run")
+            raise ValueError("another run listens there")
         for flag, value in json.loads(store.get("flags")).items():
             if value != self.flags[flag]:
-                raise UserError(
-                    f"{flag} is {value} on node 0 and {self.flags[flag]} on node {self.rank}: give the same"
-                )
+                here = f"{self.flags[flag]} on node {self.rank}"
+                raise UserError(f"{flag} is {value} on node 0 and {here}: give the same")
         if store.compare_set(f"node{self.rank}", "", self.run_id).decode() != self.run_id:
             raise UserError(f"another node has --cluster.node_rank {self.rank}: give each its own")
 
     def _wait_for_all(self, store: Store, deadline: Deadline) -> None:
-        """Wait until all nodes have come; node 0 reports missing nodes to the others."""
+        """Wait for all nodes; node 0 reports missing nodes to the others."""
         while True:
             if self.rank == 0:
                 absent = [str(node) for node in range(self.world_size) if not store.check([f"node{node}"])]
@@ -274,44 +280,31 @@ class NodeRendezvous(StaticTCPRendezvous):
             time.sleep(PAUSE)
 
     def _doubt(self) -> str:
-        """Return a warning about node 0's address; this is node 0."""
+        """Return a warning if node 0, this machine, does not have the meeting place's address."""
         with suppress(OSError):
-            found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.master_addr, None)}
-            if found & set(own_addresses()) or any(address.startswith("127.") for address in found):
+            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(self.master_addr, None)}
+            if addresses & set(own_addresses()) or any(address.startswith("127.") for address in addresses):
                 return ""
         return "" if self.file else f"{self.master_addr} is no address of this machine, which is node 0"
 
-    def _candidates(self) -> list[tuple[str, int, str | None]]:
-        """Address and port at which node 0 may be, and the name that its run must have."""
+    def _place(self) -> tuple[str, int, str | None] | None:
+        """Return node 0's address, its port and its run's id; None if the shared file does not have them yet."""
         if self.file is None:
-            return [(self.master_addr, self.master_port, None)]
-        with suppress(OSError, ValueError, LookupError, TypeError):  # not there yet, or of something else
-            with open_file(self.file) as file:
-                content = json.load(file)
-            return [(content["address"], content["port"], content["id"])]
-        return []
+            return self.master_addr, self.master_port, None
+        with suppress(ValueError, LookupError):
+            content = read_json(self.file)
+            return content["address"], content["port"], content["id"]
+        return None
 
-    @contextmanager
-    def _told_in_file(self) -> Iterator[None]:
-        """Write node 0's address to the shared file while the other nodes come."""
-        if self.file is None:
-            yield
-            return
-        there = self._candidates()
-        for address, port, name in there:
+    def _write(self, file: Path) -> None:
+        """Write node 0's address to the shared file, unless another run is using it."""
+        if place := self._place():
             with suppress(RuntimeError, OSError, ValueError):
-                if reach_store(address, port, timeout=1).get("node0").decode() == name:
-                    said = f"another run is meeting at {self.file} just now: give --cluster.init_method another one"
-                    raise UserError(said)
-        if there:
-            print(f"replacing {self.file}, which a run that is gone has left", flush=True)
+                if reach_store(*place[:2], timeout=1).get("node0").decode() == place[-1]:
+                    raise UserError(f"another run is meeting at {file} just now: give another --cluster.init_method")
+            print(f"replacing {file} of an earlier run", flush=True)
         try:
-            write_json(self.file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
+            write_json(file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
         except OSError as error:
-            said = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
-            raise UserError(said) from error
-        try:
-            yield
-        finally:
-            if any(name == self.run_id for *_, name in self._candidates()):
-                self.file.unlink(missing_ok=True)
+            message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
+            raise UserError(message) from error

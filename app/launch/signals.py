@@ -1,6 +1,6 @@
 """Ctrl-C, SIGTERM and SLURM's warning: training stops after the current step, with a checkpoint to resume from.
 
-A signal handler only sets a flag. Several ranks agree and stop one step later, so that none waits in a collective call.
+Signal handlers only set a flag. Several ranks agree and stop one step later, so that none waits in a collective call.
 """
 
 import multiprocessing
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed
 from torch.utils.data import DataLoader
@@ -24,23 +25,23 @@ from app.data.sources import work_apart
 from app.launch.agree import host_group
 from app.launch.cluster_environment import in_slurm_job
 from app.launch.failures import leave_nccl
-from app.launch.process import is_worker
-from app.system.lightning_patches import (
-    SignalConnector,
-    check_after_validation_only,
-    leave_out_sigterm_broadcast,
-    signal_connector,
-)
+from app.launch.process import heard, is_worker
+from app.system.lightning_patches import check_after_validation_only, leave_out_sigterm_broadcast, signal_connector
+from app.system.patches import expects
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # announces the end of the job: `--signal=SIGUSR1@90`
 
 
-class Signals(SignalConnector):
-    """Notes SIGINT and SIGTERM during training; at other times they end the process at once.
+@expects(f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers")
+class Signals(_SignalConnector):
+    """Remembers SIGINT and SIGTERM during training; at other times they end the process at once.
 
-    It replaces Lightning's connector, whose handler makes a collective call out of step with other ranks. `noted` is
-    the signal that this process received, `stopped_by` the signal for which all ranks stopped; 0 for none.
+    It replaces Lightning's connector, whose handler makes a collective call out of step with other ranks.
+
+    Attributes:
+        noted: The signal that this process received, or 0.
+        stopped_by: The signal for which all ranks stopped, or 0.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -48,46 +49,45 @@ class Signals(SignalConnector):
         self.noted = self.stopped_by = self._process = 0
 
     def register_signal_handlers(self) -> None:
-        """Begin to take note; Lightning calls this in every process, and `teardown` at the end."""
+        """Begin to remember signals; Lightning calls this in every process, and `teardown` at the end."""
         if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
-        meant = IN_SLURM if in_slurm_job() else CAUSES
-        heard = [number for number in meant if signal.getsignal(number) is not signal.SIG_IGN]
-        super().register_signal_handlers()  # it also stores the handlers that `teardown` restores
-        for number in heard:
+        numbers = heard(IN_SLURM if in_slurm_job() else CAUSES)
+        super().register_signal_handlers()  # it stores the handlers that `teardown` restores
+        for number in numbers:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
-        told = is_worker() or multiprocessing.parent_process() is not None  # by the launcher, too
+        has_launcher = is_worker() or multiprocessing.parent_process() is not None  # which forwards signals
         if self.noted:
-            # of Ctrl-C twice an agent makes SIGINT, then SIGTERM
-            if number != self.noted if told else number == signal.SIGINT:
+            # an agent forwards two Ctrl-C as SIGINT, then SIGTERM
+            if number != self.noted if has_launcher else number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
         self.noted = number
         if number == signal.SIGINT and self.trainer.is_global_zero:
-            # not print(): the signal may have come in the middle of one
+            # not print(), which the signal may have interrupted
             os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once)\n")
 
 
 class StopTogether(Callback):
-    """Ends training at the same step on every rank once any of them was told to stop.
+    """Ends training at the same step on every rank after any rank received a signal.
 
-    One process ends with the step in which it was told. Of several, each asks the others after every step and hears the
-    answer after the next one, so that none waits for it: all of them end one step later. They ask on the host, where no
-    device has to be read.
+    A single process ends with the step of its signal. Several ranks start an all-reduce after every step and read its
+    result after the next step, so that no rank waits for it. They all end one step later. The all-reduce runs on the
+    host, so that no device is read.
 
     Args:
-        timeout: Seconds to wait for the answer of another rank.
+        timeout: Seconds to wait for another rank's answer.
     """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
-        self._group: Any = None  # None: the default group, if it is between hosts
-        self._asked: tuple[np.ndarray, Any] | None = None  # the question, and its pending answer
+        self._group: Any = None
+        self._asked: tuple[np.ndarray, Any] | None = None  # the buffer and the work of the last all-reduce
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Skip Lightning's own agreement, a broadcast on every step that raises instead of saving."""
@@ -96,15 +96,15 @@ class StopTogether(Callback):
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
-        if isinstance(loader, DataLoader):  # of the user: an agent signals the whole group of a rank
+        if isinstance(loader, DataLoader):  # the user's: an agent signals a rank's loader workers, too
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop if a signal requires it and no gradients are being accumulated."""
-        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if whole and self._agree(trainer):
+        """Stop if a rank received a signal, after a step of the optimizer."""
+        has_stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        if has_stepped and self._agree(trainer):
             stop_training(trainer, batch_idx)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -116,42 +116,40 @@ class StopTogether(Callback):
         self._agree(trainer, at_once=True)
 
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
-        """Return the signal that any rank noted by the last step, or by now if `at_once` or alone; 0 for none.
+        """Return the lowest signal that any rank received by the last step, or by now if `at_once` or alone; or 0.
 
-        Of several signals the lowest, the same on every rank. Collective.
+        Collective, with the same result on every rank.
         """
-        signals = signal_connector(trainer)
-        assert isinstance(signals, Signals)
+        signals: Signals = signal_connector(trainer)
         if trainer.world_size == 1:
             signals.stopped_by = signals.noted
             return signals.stopped_by
         with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
-            number = self._hear()
-            if not number:
-                noted = np.array([signals.noted or signal.NSIG])  # read once: a signal may come in the next line
-                least, shared = distributed.ReduceOp.MIN, torch.from_numpy(noted)
-                self._asked = noted, distributed.all_reduce(shared, least, self._group, async_op=True)
+            signals.stopped_by = self._hear()
+            if not signals.stopped_by:
+                lowest = np.array([signals.noted or signal.NSIG])  # read `noted` once: it may change at any time
+                operation, shared = distributed.ReduceOp.MIN, torch.from_numpy(lowest)
+                self._asked = lowest, distributed.all_reduce(shared, operation, self._group, async_op=True)
                 if at_once:
-                    number = self._hear()
-        signals.stopped_by = number
-        return number
+                    signals.stopped_by = self._hear()
+        return signals.stopped_by
 
     def _hear(self) -> int:
         if self._asked is None:
             return 0
-        (least, answer), self._asked = self._asked, None
-        answer.wait()
-        return int(least[0]) % signal.NSIG
+        (lowest, work), self._asked = self._asked, None
+        work.wait()
+        return int(lowest[0]) % signal.NSIG
 
 
 def stop_training(trainer: Trainer, batch_idx: int) -> None:
-    """Stop training after the current step, so that a resumed run misses nothing."""
+    """Stop training after the current step, so that a resumed run repeats and misses nothing."""
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
-        return  # a resumed run would not repeat a validation that is due
+        return  # a validation is due, which a resumed run would not repeat
     trainer.limit_val_batches = 0
-    for callback in trainer.early_stopping_callbacks:  # they would miss the validation
+    for callback in trainer.early_stopping_callbacks:  # they would look for the validation's metric
         check_after_validation_only(callback)
 
 

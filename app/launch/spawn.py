@@ -14,60 +14,58 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 
 from app.errors import EXIT_CODES, UserError
 from app.launch.agree import use_own_store
 from app.launch.failures import callstack, explain, explaining_errors, root_cause
-from app.launch.process import SPAWNED, end_with_parent
+from app.launch.process import SPAWNED, end_with_parent, heard
 from app.launch.rendezvous import host_store
-from app.launch.signals import CAUSES, Signals
+from app.launch.signals import CAUSES
 from app.launch.watchdog import watched
 from app.system import lightning_patches
 from app.system.interconnect import use_loopback
 from app.system.patches import expects
 from app.system.tracebacks import MADE_BY, users_part
 
-_LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
+_LAUNCHER = f"{_MultiProcessingLauncher.__module__}:_MultiProcessingLauncher"
 
 
-@expects(f"{_LAUNCHER}._wrapping_function", f"{_LAUNCHER}._strategy", f"{_LAUNCHER}._start_method")
-class SpawnLauncher(lightning_patches.SpawnLauncher):
-    """Lightning's launcher, which passes SIGINT and SIGTERM on to its processes.
+@expects(*(f"{_LAUNCHER}.{name}" for name in ("_wrapping_function", "_strategy", "_start_method", "launch", "kill")))
+class SpawnLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher, which forwards SIGINT and SIGTERM to its processes.
 
-    The first signal ends them in order, the second Ctrl-C at once.
+    The first signal ends them in order, a second Ctrl-C at once.
 
     Attributes:
         timeout: Seconds that ranks wait for each other, or None for a single rank.
-        stacks: Folder for the stacks of hung ranks, once the run has one.
+        stacks: Folder for the stacks of hung ranks, or None.
         stopped_by: The signal that this process received, or 0.
     """
 
     def __init__(self, strategy: Any, start_method: Any, timeout: float | None) -> None:
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
-        self._error_file = ""  # of each rank, by its index
-        self.made_by = MADE_BY  # handed to the processes
-        self._processes: list[Any] = []
+        self._error_file = ""  # with a place for the process's index
+        self.made_by = MADE_BY  # for the processes
         super().__init__(strategy, start_method)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the processes and wait for them.
 
         Raises:
-            KeyboardInterrupt: When they ended out of order after Ctrl-C.
-            SystemExit: When they ended out of order after SIGTERM.
+            KeyboardInterrupt: When Ctrl-C killed them.
+            SystemExit: When SIGTERM killed them.
             RankError: When a rank failed.
             UserError: For a user's mistake that a rank found, or a model or data that cannot be pickled.
         """
-        handlers = {}
-        if threading.current_thread() is threading.main_thread():
-            heard = [number for number in CAUSES if signal.getsignal(number) is not signal.SIG_IGN]
-            handlers = {number: signal.signal(number, self._tell) for number in heard}
-        resource_tracker.ensure_running()  # which would unblock them
-        # a process that is still importing would report a Ctrl-C with a traceback; `procs` ends this
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.signal(number, self._forward) for number in heard(CAUSES) if in_main_thread}
+        resource_tracker.ensure_running()  # its start would unblock signals
+        # a process that is still importing would report a Ctrl-C with a traceback; `procs` unblocks them
         before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
-        self._processes = []
+        self._processes: list[Any] = []
         os.environ[SPAWNED] = "1"
         try:
             with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, watched(self.timeout):
@@ -81,9 +79,8 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        signals = trainer and lightning_patches.signal_connector(trainer)
-        if self.stopped_by and isinstance(signals, Signals):
-            signals.stopped_by = self.stopped_by
+        if self.stopped_by and trainer:
+            lightning_patches.signal_connector(trainer).stopped_by = self.stopped_by
         return results
 
     def _explained(self, error: Exception) -> BaseException:
@@ -107,18 +104,18 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
         if "pickle" in str(error).lower():
             return UserError(
                 f"ddp_spawn hands model and data to its processes as pickles, which fails here ({error}): use "
-                "--trainer.strategy ddp, or define what is named at the top level of a module"
+                "--trainer.strategy ddp, or define its class or function at the top level of a module"
             )
         return error
 
     @property
     def forks(self) -> bool:
-        """Whether its processes are forks of this one."""
+        """Whether the processes are forks of this one."""
         return str(self._start_method) == "fork"
 
     @property
     def procs(self) -> list[Any]:
-        """The processes; Lightning sets them when it has started them all, and will wait for them."""
+        """The processes; Lightning sets them once all have started, and then waits for them."""
         return self._processes
 
     @procs.setter
@@ -129,13 +126,13 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
             if self.stopped_by:
                 self.kill(signal.SIGKILL)
 
-    def _tell(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
-        self.kill(signal.SIGKILL if again else number)  # none while they start: this one would be left waiting
+        self.kill(signal.SIGKILL if again else number)  # `procs` is empty while they start
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        """Run in the new process: it may be ended from here on."""
+        """Run in the new process, and let signals end it from here on."""
         for number in CAUSES:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
@@ -156,7 +153,7 @@ class SpawnLauncher(lightning_patches.SpawnLauncher):
                 strategy.cluster_environment = LightningEnvironment()
             elif self.timeout is not None:
                 use_loopback()
-                if process_idx == 0:  # torch's own store would listen everywhere
+                if process_idx == 0:  # torch's own store would listen on all addresses
                     place = strategy.cluster_environment
                     self._store = host_store(place.main_address, place.main_port, self.timeout)
             super()._wrapping_function(process_idx, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Strategies: which devices and processes share the work. Importing this registers their names."""
+"""Strategies, which share the work among devices and processes. Importing this registers their names."""
 
 import atexit
 
@@ -13,22 +13,14 @@ __all__ = ["BF16", "DDP", "FP16", "DataParallelStrategy", "Hybrid", "LocalSGD", 
 
 for name, entry in StrategyRegistry.items():
     if entry["strategy"] is DDPStrategy:
-        StrategyRegistry.register(name, DDP, entry["description"], override=True, **entry["init_params"])
-for cls, description in (
-    (DataParallelStrategy, "one process, N devices"),
-    (FP16, "DDP that sends gradients as float16"),
-    (BF16, "DDP that sends gradients as bfloat16"),
-    (PowerSGD, "DDP that sends low-rank approximations of gradients"),
-    (LocalSGD, "DDP that averages weights, every few steps, between nodes"),
-    (Ring, "DDP with a ring all-reduce written out"),
-    (Hybrid, "DDP between nodes, dp inside of each"),
-):
-    StrategyRegistry.register(cls.strategy_name, cls, description, override=True)
+        StrategyRegistry.register(name, DDP, override=True, **entry["init_params"])
+for cls in (DataParallelStrategy, FP16, BF16, PowerSGD, LocalSGD, Ring, Hybrid):
+    StrategyRegistry.register(cls.strategy_name, cls, override=True)
 
 
 @atexit.register
 def _end_process_group() -> None:
-    """End gloo's threads while Python still runs: a process that exits with them now and then aborts.
+    """End gloo's threads while Python still runs, because they sometimes abort an exiting process.
 
     Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does so for NCCL only, and only for its own.
     """

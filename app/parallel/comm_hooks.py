@@ -1,6 +1,6 @@
-"""Other ways for gradients to travel between the processes of `ddp`: compressed, seldom, or in a ring written out."""
+"""Variants of `ddp` that communicate gradients compressed, rarely, or by an explicit ring all-reduce."""
 
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
 import torch
@@ -47,20 +47,15 @@ class BF16(FixedHook):
 
 
 class PowerSGD(FixedHook):
-    """`ddp` that sends the gradient of each matrix as a product of two thin ones.
+    """`ddp` that sends each matrix's gradient as a product of two thin matrices.
 
     Losses differ from `ddp`'s. Each rank adds the last approximation's error to its next gradient. A checkpoint lacks
-    this error, so that a resumed run takes other steps than an uninterrupted one. Source: Vogels et al.,
+    this error, so a resumed run's steps differ from an uninterrupted run's. Source: Vogels et al.,
     https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook`.
 
     Args:
         matrix_approximation_rank: Columns of the thin matrices: the more, the better the approximation.
         start_powersgd_iter: First steps of a run, which average whole gradients; torch suggests 10 % of all.
-        min_compression_rate: Send a matrix whole unless it shrinks by more than this.
-        use_error_feedback: Add the approximation's error to the next gradient.
-        warm_start: Begin with the thin matrices of the last step.
-        orthogonalization_epsilon: Added to the norm of a column, against division by zero.
-        batch_tensors_with_same_shape: Approximate matrices of one shape together.
         kwargs: Arguments of `DDP`.
     """
 
@@ -69,47 +64,25 @@ class PowerSGD(FixedHook):
     not_in_checkpoint = "the error feedback of PowerSGD: the run continues without the last error"
 
     def __init__(
-        self,
-        matrix_approximation_rank: PositiveInt = 1,
-        start_powersgd_iter: int = 1000,
-        min_compression_rate: float = 2,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        orthogonalization_epsilon: float = 0,
-        batch_tensors_with_same_shape: bool = False,
-        **kwargs: Any,
+        self, matrix_approximation_rank: PositiveInt = 1, start_powersgd_iter: int = 1000, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.options: dict[str, Any] = {
-            "matrix_approximation_rank": matrix_approximation_rank,
-            "start_powerSGD_iter": start_powersgd_iter,
-            "min_compression_rate": min_compression_rate,
-            "use_error_feedback": use_error_feedback,
-            "warm_start": warm_start,
-            "orthogonalization_epsilon": orthogonalization_epsilon,
-            "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
-        }
+        self.options = matrix_approximation_rank, start_powersgd_iter
 
     def comm_state(self) -> PowerSGDState:
         """Begin without error."""
-        return PowerSGDState(process_group=None, **self.options)
+        self.state = PowerSGDState(None, *self.options)
+        return self.state
 
     def on_train_end(self) -> None:
-        """Say how much was compressed, if anything."""
+        """Report the compression rate, or warn if nothing was compressed."""
         super().on_train_end()
-        state = self.connected_state
-        assert isinstance(state, PowerSGDState)
-        if state.iter <= state.start_powerSGD_iter:
-            rank_zero_warn(
-                f"ddp_powersgd: training ended after {state.iter} steps, and nothing was compressed: lower "
-                f"--trainer.strategy.start_powersgd_iter {state.start_powerSGD_iter}"
-            )
+        start = f"--trainer.strategy.start_powersgd_iter {self.state.start_powerSGD_iter}"
+        if self.state.iter <= self.state.start_powerSGD_iter:
+            rank_zero_warn(f"ddp_powersgd: nothing was compressed in {self.state.iter} steps: lower {start}")
         else:
-            rate, whole, sent = state.compression_stats()
-            rank_zero_info(
-                f"ddp_powersgd: from step {state.start_powerSGD_iter} on, {sent:,} of {whole:,} numbers were sent, "
-                f"1 of {rate:.1f}"
-            )
+            rate, *_ = self.state.compression_stats()
+            rank_zero_info(f"ddp_powersgd: 1 of {rate:.1f} numbers was sent ({start})")
 
 
 class LocalSGD(FixedHook):
@@ -137,27 +110,27 @@ class LocalSGD(FixedHook):
         self.average_weights_every(period)
 
     def comm_state(self) -> PostLocalSGDState:
-        """Make a group of the ranks of each node; torch would take the number of CUDA devices for their number."""
+        """Group the ranks of each node; torch would form groups of as many ranks as there are CUDA devices."""
         node, _ = dist.new_subgroups(group_size=self.num_processes)
         return PostLocalSGDState(process_group=None, subgroup=node, start_localSGD_iter=self.start_localsgd_iter)
 
 
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:
-    """Sum a tensor over all ranks, in place, each rank talking to its two neighbours in a ring only.
+    """Sum a tensor over all ranks, in place; each rank communicates with its two neighbours in a ring only.
 
-    Scatter-reduce: the buffer is cut into as many chunks as there are ranks, N. In each of N−1 steps a rank hands one
-    chunk on to the next rank, which adds its own: after them, each rank has the sum of one chunk. All-gather: in N−1
-    more steps the sums go round. Every rank sends 2(N−1)/N of the buffer, however many ranks there are, which is the
-    least that can be. Sources: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations
-    (2009), https://doi.org/10.1016/j.jpdc.2008.09.002; Baidu's ring all-reduce,
-    https://github.com/baidu-research/baidu-allreduce.
+    Scatter-reduce: the buffer is cut into one chunk per rank, N. In each of N−1 steps, a rank sends one chunk to the
+    next rank, which adds its own. Then each rank has the sum of one chunk. All-gather: the sums travel round in N−1
+    more steps. Every rank sends 2(N−1)/N of the buffer, the minimum.
+
+    Sources: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations (2009),
+    https://doi.org/10.1016/j.jpdc.2008.09.002; Baidu's ring all-reduce, https://github.com/baidu-research/baidu-allreduce.
 
     Args:
         buffer: Tensor of shape (n,), of any length, also below the number of ranks: an empty chunk is not sent.
         group: The ranks that take part; by default all.
 
     Returns:
-        Bytes that this rank has sent: of all ranks together, 2(N−1) times the buffer.
+        Bytes that this rank sent; all ranks together send 2(N−1) times the buffer.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     chunks = buffer.tensor_split(world)
@@ -182,31 +155,14 @@ def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.Proce
     return out.nbytes
 
 
-@dataclass
-class Traffic:
-    """Traffic of the ring.
+def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients by `ring_all_reduce`, and count the traffic.
 
-    Attributes:
-        steps: Steps whose gradients were averaged.
-        gradients: Bytes of their gradients.
-        sent: Bytes that this rank sent.
-    """
-
-    steps: int = 0
-    gradients: int = 0
-    sent: int = 0
-
-
-def ring_hook(state: Traffic, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients by `ring_all_reduce`, and count.
-
-    There to learn from and to measure against: it waits for each of its steps, so that nothing of it overlaps with the
-    backward pass. torch's own all-reduce does overlap, and should be faster.
+    For learning and measuring: it waits for each of its steps, so it does not overlap with the backward pass. torch's
+    own all-reduce does, and should be faster.
     """
     buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, as torch's own hooks do: less overflow
-    state.sent += ring_all_reduce(buffer)
-    state.gradients += buffer.nbytes
-    state.steps += bucket.is_last()
+    traffic.update(sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last()))
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
     return future
@@ -219,17 +175,16 @@ class Ring(FixedHook):
     fixed_hook = staticmethod(ring_hook)
     sends_between_devices = True
 
-    def comm_state(self) -> Traffic:
-        """Count from nothing."""
-        return Traffic()
+    def comm_state(self) -> Counter[str]:
+        """Count steps, bytes of gradients and bytes that this rank sends from zero."""
+        self.traffic = Counter[str]()
+        return self.traffic
 
     def on_train_end(self) -> None:
         """Report the traffic."""
         super().on_train_end()
-        traffic = self.connected_state
-        assert isinstance(traffic, Traffic)
-        if traffic.steps:
-            sent, gradients = (count / traffic.steps / 1e6 for count in (traffic.sent, traffic.gradients))
+        if steps := self.traffic["steps"]:
+            sent, gradients = (self.traffic[name] / steps / 1e6 for name in ("sent", "gradients"))
             rank_zero_info(
                 f"ddp_ring: rank 0 sent {sent:.4g} MB a step, 2(N−1)/N of {gradients:.4g} MB of gradients, "
                 f"N = {self.world_size}"

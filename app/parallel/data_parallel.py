@@ -4,15 +4,15 @@ Lightning removed this strategy in 2.0. As in `net = nn.DataParallel(net)`, only
 loss, metrics and logging run once, on the main device, on the gathered output.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import gather, parallel_apply, replicate
 from torch.nn.parallel.scatter_gather import scatter_kwargs
@@ -25,10 +25,10 @@ from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tre
 
 
 class Replica(nn.Module):
-    """Calls the forward of a model on one part of the batch, in the caller's autocast state.
+    """Model on one device; computes a part of the batch in the caller's autocast state.
 
-    Of an `ImageClassifier`, only the network is copied to the devices, because its forward is the network's; of any
-    other LightningModule, the whole module.
+    An `ImageClassifier`'s forward is its network's, so devices copy its network only. They copy any other
+    LightningModule whole.
 
     Threads begin with the default autocast state, and `parallel_apply` passes on only whether it is enabled. bf16 would
     silently become fp16.
@@ -43,23 +43,19 @@ class Replica(nn.Module):
         if isinstance(module, ImageClassifier) and type(module).forward is ImageClassifier.forward:
             self.module = module.network
         self.index = 0
-        self.autocast: dict[str, Any] = {}
         self.inference = False
 
     def capture(self, device_type: str) -> None:
         """Remember the calling thread's state."""
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = {
-            "device_type": device_type,
-            "enabled": torch.is_autocast_enabled(device_type),
-            "dtype": torch.get_autocast_dtype(device_type),
-        }
+        dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+        self.autocast = partial(torch.autocast, device_type, dtype, enabled)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute on this replica; by a LightningModule's own class, for the root's forward is patched to come here."""
+        """Compute on this replica."""
         inference = torch.inference_mode() if self.inference else nullcontext()
-        with inference, torch.autocast(**self.autocast):
-            if isinstance(self.module, LightningModule):
+        with inference, self.autocast():
+            if isinstance(self.module, LightningModule):  # `module.forward` is patched to come here
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.module(*args, **kwargs)
 
@@ -72,24 +68,18 @@ class SplitForward(Traits, Strategy):
         replica: The module that each device runs.
     """
 
-    replicas_communicate = False  # they are copies of one model: SyncBatchNorm would have nobody to talk to
-    parallel_devices: Any  # list[torch.device], once Lightning has set it
+    replicas_communicate = False  # SyncBatchNorm communicates between processes only
+    parallel_devices: Any  # list[torch.device]; Lightning sets it
     replica: Replica | None = None
     _forwards = 0
-    # One thread for each replica: autograd orders its work by counters of the threads that recorded it, so
-    # that in a pool, where any thread takes any replica, the order of summation would change by chance.
+    # One thread for each replica: autograd orders its work by counters of the recording threads. If any thread took any
+    # replica, as in a pool, the order of summation would vary.
     _threads: Sequence[ThreadPoolExecutor] = ()
 
     def setup(self, trainer: Any) -> None:
         """Move the model to the main device and prepare its replicas."""
         super().setup(trainer)
         assert self.lightning_module is not None
-        if self.replica is None:
-            rank_zero_info(
-                f"dp splits each batch over {len(self.parallel_devices)} replicas in one process. ddp is usually "
-                "faster: dp copies the model and gathers the outputs on every step, its threads share Python's "
-                "lock, and the main device does the rest alone."
-            )
         self.replica = Replica(self.lightning_module)
         if self.root_device.type != "cuda":
             self._threads = [ThreadPoolExecutor(1) for _ in self.parallel_devices]
@@ -102,32 +92,27 @@ class SplitForward(Traits, Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step with its forward spread over the replicas."""
-        with self._parallel_forward():
-            return super().training_step(*args, **kwargs)
+        return self._spread(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step with its forward spread over the replicas."""
-        with self._parallel_forward():
-            return super().validation_step(*args, **kwargs)
+        return self._spread(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step with its forward spread over the replicas."""
-        with self._parallel_forward():
-            return super().test_step(*args, **kwargs)
+        return self._spread(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step with its forward spread over the replicas."""
-        with self._parallel_forward():
-            return super().predict_step(*args, **kwargs)
+        return self._spread(super().predict_step, args, kwargs)
 
-    @contextmanager
-    def _parallel_forward(self) -> Iterator[None]:
+    def _spread(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module
         assert module is not None
         before = self._forwards
         module.__dict__["forward"] = self._forward
         try:
-            yield
+            result = step(*args, **kwargs)
         finally:
             del module.__dict__["forward"]
         if self._forwards == before:
@@ -135,13 +120,14 @@ class SplitForward(Traits, Strategy):
                 f"dp spreads {type(module).__name__}.forward over the devices, but its step never calls self(batch), "
                 "so that only one device would work: call self(...) in the step, or use --trainer.strategy ddp"
             )
+        return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.replica is not None
         self._forwards += 1
         devices = self.parallel_devices
         self.replica.capture(devices[0].type)
-        if len(devices) == 1:  # nothing to share, as in `nn.DataParallel`
+        if len(devices) == 1:  # as in `nn.DataParallel`
             return self.replica(*args, **kwargs)
         if devices[0].type != "cuda":
             return _forward_in_threads(self.replica, self._threads, args, kwargs)
@@ -158,9 +144,9 @@ class SplitForward(Traits, Strategy):
 class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
     """Splits every batch over the devices of one process.
 
-    On CUDA this is `torch.nn.DataParallel`: the replicas are made anew for each forward. On CPU, `devices: N`
-    runs N replicas as threads that share the parameters: the same meaning, testable anywhere. As in
-    `DataParallel`, only the running statistics of replica 0's BatchNorm persist.
+    On CUDA this is `torch.nn.DataParallel`: each forward makes new replicas. On CPU, `devices: N` runs N replicas as
+    threads that share the parameters: the same meaning, testable anywhere. As in `DataParallel`, only the running
+    statistics of replica 0's BatchNorm persist.
 
     Args:
         parallel_devices: The devices; the first one holds the model and the loss.
@@ -190,14 +176,14 @@ def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor],
     ]
     grad = torch.is_grad_enabled()
 
-    def apply(copy: Replica, part: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def apply(index: int, copy: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        copy.index = index
         with torch.set_grad_enabled(grad):
-            return copy(*part[0], **part[1])
+            return copy(*args, **kwargs)
 
-    started = [
-        thread.submit(apply, copy, part)
-        for thread, copy, part in zip(threads, _replicas(replica, used), parts, strict=False)
-    ]
+    copies = shallow_copies(replica, used)
+    work = enumerate(zip(copies, parts, strict=True))
+    started = [threads[index].submit(apply, index, copy, *part) for index, (copy, part) in work]
     wait(started)
     return tree_map(_gather, *(future.result() for future in started))
 
@@ -207,10 +193,3 @@ def _gather(*outputs: Any) -> Any:
     if not isinstance(outputs[0], Tensor):
         return outputs[0]
     return torch.cat([output if output.ndim else output[None] for output in outputs])
-
-
-def _replicas(replica: Replica, count: int) -> Sequence[Replica]:
-    copies = shallow_copies(replica, count)
-    for index, copy in enumerate(copies):
-        copy.index = index
-    return copies

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.nn.parallel import DistributedDataParallel
 
 from app.parallel.data_parallel import SplitForward
 from app.parallel.traits import Traits
@@ -13,7 +12,7 @@ from app.system.lightning_patches import DDPWithHooks
 
 
 class DDP(Traits, DDPWithHooks):
-    """Lightning's DDP strategy, whose communication hooks act on every device.
+    """Lightning's DDP strategy, with communication hooks on every device.
 
     Args:
         process_group_backend: Library that communicates: `gloo`, `nccl`, `mpi`; by default nccl on CUDA, gloo on CPU.
@@ -62,15 +61,9 @@ class DDP(Traits, DDPWithHooks):
         if self.not_in_checkpoint:
             rank_zero_warn(f"{self.strategy_name}: the checkpoint does not hold {self.not_in_checkpoint}")
 
-    def teardown(self) -> None:
-        """Unwrap the model before Lightning does, which would advertise static_graph: it gains nothing here."""
-        if isinstance(self.model, DistributedDataParallel):
-            self.model = self.lightning_module
-        super().teardown()
-
 
 class Hybrid(SplitForward, DDP):
-    """One process for each node, whose devices share its part of a batch as under `dp`; `ddp` between the nodes.
+    """`ddp` between nodes, with one process per node that splits its part of a batch over its devices as `dp` does.
 
     As under `dp`, only the running statistics of replica 0's BatchNorm persist.
     """

@@ -1,7 +1,7 @@
-"""Starts `python -m app fit` in processes of its own, waits for it, and returns its record.
+"""Runs `python -m app fit` in separate processes, waits for them, and returns the record.
 
-Commands that measure or prove something run `fit` this way, because a process of its own starts with a fresh
-accelerator, a fresh set of threads, and settings that nobody else changed.
+Commands that measure or prove something run `fit` this way, because a new process starts with a fresh accelerator, its
+own threads, and unchanged settings.
 """
 
 import os
@@ -24,7 +24,7 @@ from app.record import Record
 from app.system.machine import busy_seconds, own_seconds
 
 GRACE = 15.0  # seconds in which a run may stop in order
-POLL = 0.5  # seconds between two looks at a run
+POLL = 0.5  # seconds between two checks of a run
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false", "--run.test", "false"]
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -51,7 +51,7 @@ def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str
 
     Args:
         flags: Arguments of `fit`; later ones win.
-        folder: The run is kept in `folder/version_0`.
+        folder: Parent of the run's directory, `version_0`.
         nodes: Environment variables of each node.
     """
     arguments = ["fit", *flags, *QUIET, "--run.root", str(folder.parent), "--run.name", folder.name]
@@ -74,8 +74,8 @@ def run_fit(
 
     Args:
         flags: Arguments of `fit`, such as `["--config", "a.yaml", "--trainer.max_steps", "30"]`.
-        limit: Seconds after which the run is told to stop.
-        folder: The run is kept in `folder/version_0`; in a temporary folder by default.
+        limit: Seconds after which the run is stopped.
+        folder: Parent of the run's directory, `version_0`; a temporary folder by default.
         nodes: Environment variables of each node; several nodes share this machine.
         poll: Called twice a second.
 
@@ -104,11 +104,11 @@ def run_fit(
                     stdout=stack.enter_context(output.open("w")),
                     stderr=subprocess.STDOUT,
                     env=environment_of_a_run() | dict(command.environment),
-                    start_new_session=True,  # Ctrl-C comes to this process, which stops the run
+                    start_new_session=True,  # this process alone receives Ctrl-C, and stops the run
                 )
             )
         codes = [process.poll() for process in processes]
-        while None in codes and not any(codes) and not late:  # the other nodes wait for one that failed
+        while None in codes and not any(codes) and not late:  # other nodes would wait for a failed one
             poll()
             with suppress(subprocess.TimeoutExpired):
                 processes[codes.index(None)].wait(POLL)
@@ -134,15 +134,14 @@ def run_fit(
 
 
 def last_lines(folder: Path, count: int = 12) -> list[str]:
-    """Return the last lines of output of a run that failed; of several nodes, of the one that failed first."""
-    outputs = sorted(
-        folder.glob("output_node*.txt"), key=lambda path: "error: " not in path.read_text(errors="replace")
-    )
-    return [line[:300] for line in _lines(outputs[0])[-count:]] if outputs else []
+    """Return the last lines of a failed run's output, from a node that reports an error if possible."""
+    nodes = [_lines(path) for path in sorted(folder.glob("output_node*.txt"))]
+    nodes.sort(key=lambda lines: "error: " not in "\n".join(lines))
+    return [line[:300] for line in nodes[0][-count:]] if nodes else []
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
-    """Return why a run failed, in one line. A node that was killed or broke explains more than one that gave up."""
+    """Return why a run failed, in one line; prefer a node that crashed to one that reported an error or ended."""
     node = min(range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node))
     lines = _lines(outputs[node])
     errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
@@ -156,7 +155,7 @@ def _lines(output: Path) -> list[str]:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stop a run and everything it started: in order if possible, else by force."""
+    """Stop a run and all its processes: in order if possible, else by force."""
     running = [process for process in processes if process.poll() is None]
     children = [child for process in running for child in psutil.Process(process.pid).children(recursive=True)]
     for process in running:
@@ -171,6 +170,6 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in psutil.wait_procs(children, timeout=max(deadline - time.monotonic(), 0.1))[1]:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    for process in processes:  # processes that the run started meanwhile
+    for process in processes:  # kill processes that the run started meanwhile
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Stand-ins for modules that most runs import and never use. Only the program installs them: `app.cli.main`.
+"""Stand-ins for modules that most runs import and never use. Only the program, `app.cli.main`, installs them.
 
 CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's FLOP counter 0.1.
-Importers get the few names that they read. Any other name, and any call, imports the module itself. At an upgrade,
-`python -X importtime -m app fit` shows the importers.
+A stand-in has the few names that importers read. Any other name, and any call, imports the real module. At an upgrade,
+`python -X importtime -m app fit` lists the importers.
 """
 
 import functools
@@ -18,7 +18,7 @@ from app.system.patches import expects
 
 
 class _Deferred(MetaPathFinder, Loader):
-    """Finder of stand-ins for a module and its submodules, until one is needed in full."""
+    """Finder of stand-ins for a module and its submodules, until one of them is loaded."""
 
     def __init__(self, name: str, *functions: str, **values: Any) -> None:
         self.name = name
@@ -75,7 +75,7 @@ class _NothingCompiled(type):
 
 @expects("torch.optim:Optimizer.zero_grad.__wrapped__")
 def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
-    """Exclude a function from tracing. torch._disable_dynamo caches an unwrapped answer in `__dynamo_disable`."""
+    """Exclude a function from tracing. torch._disable_dynamo caches an unwrapped result in `__dynamo_disable`."""
     if not isinstance(function, FunctionType):
         return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)
     if not wrapping:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-PART = ".part"  # ends the name of a file while it is written
+PART = ".part"  # suffix of a file while it is written
 
 
 def open_file(path: str | Path) -> BinaryIO:
@@ -29,10 +29,10 @@ def open_file(path: str | Path) -> BinaryIO:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears under its name when it is complete and on the disk, or not at all.
+    """Open a file for writing that gets its name only once it is complete and on the disk.
 
-    It is written beside that name, on the same file system. A lock distinguishes it from the remains of a killed
-    process, which `remove_parts` removes.
+    It is written in the same folder under another name. A lock distinguishes it from incomplete files of killed
+    processes, which `remove_parts` removes.
 
     Args:
         path: The file; its folder is created.
@@ -56,7 +56,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _part(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a locked file beside the path; until it is locked, another process may remove it."""
+    """Create a locked file in the path's folder; until it is locked, another process may remove it."""
     while True:
         part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
         file = part.open("xb")
@@ -68,8 +68,8 @@ def _part(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the disk know the names of a folder, so that a loss of power does not undo a renaming."""
-    with suppress(OSError):  # a file system that cannot
+    """Flush a folder's names to the disk, so that a loss of power does not undo a renaming."""
+    with suppress(OSError):  # a file system without fsync of folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -86,24 +86,24 @@ def remove_parts(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all; a character that UTF-8 lacks becomes a question mark.
+    """Write a text file in UTF-8 by `whole`; a lone surrogate becomes a question mark.
 
     Raises:
-        OSError: When it cannot be written.
+        OSError: When the file cannot be written.
     """
     with whole(path) as file:
         file.write(text.encode(errors="replace"))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is never half written, even where this process is killed.
+    """Write a JSON file by `whole`.
 
     Args:
-        path: The file; its folder is made.
-        value: NaN and infinity, which JSON does not have, become null.
+        path: The file; its folder is created.
+        value: Its content; NaN and infinity become null.
 
     Raises:
-        OSError: When it cannot be written.
+        OSError: When the file cannot be written.
     """
     write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ValueError: When the file cannot be read, or holds something else; the message names it.
+        ValueError: When the file cannot be read or holds no object; the message names the file.
     """
     try:
         with open_file(path) as file:

@@ -1,4 +1,4 @@
-"""Measures how fast processes exchange gradients: an all-reduce of several sizes, and the link that explains it."""
+"""Speed of the exchange of gradients: measured all-reduces of several sizes, and a link fitted to them."""
 
 import os
 import queue
@@ -6,11 +6,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from torch import distributed
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 NOBODY = ("192.0.2.1", 9)  # an address that no machine has: https://www.rfc-editor.org/rfc/rfc5737
@@ -30,7 +33,7 @@ class Link:
     latency: float
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Predict the seconds to add up a buffer over a ring of ranks.
+        """Predict the seconds of an all-reduce over a ring of ranks.
 
         Each rank sends 2(N-1) parts of 1/N of the buffer, one after the other. Source: Patarasuk and Yuan,
         https://doi.org/10.1016/j.jpdc.2008.09.002.
@@ -46,35 +49,32 @@ class Link:
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Fit offset and slope, neither below zero, of a line with the least squared *relative* errors."""
     weights = 1 / np.asarray(y)
-    columns = np.stack([np.ones(len(x)), np.asarray(x)], axis=1) * weights[:, None]
-    candidates = [np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)[0]]
-    for kept in (0, 1):  # the line through zero, and the level one
-        only = columns[:, kept]
-        candidates.append(np.eye(2)[kept] * (only.sum() / (only @ only)))
-    fitting = [c for c in candidates if (c >= 0).all()]
-    offset, slope = min(fitting, key=lambda c: float(((columns @ c - 1) ** 2).sum()))
+    slope, offset = np.polyfit(x, y, 1, w=weights)
+    if slope < 0:  # the best level line
+        return float(weights.sum() / (weights @ weights)), 0.0
+    if offset < 0:  # the best line through zero
+        scaled = np.asarray(x) * weights
+        return 0.0, float(scaled.sum() / (scaled @ scaled))
     return float(offset), float(slope)
 
 
 def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
-    """Fit the link on which an all-reduce takes as long as was measured.
+    """Fit a link to measured all-reduces.
 
     Args:
-        measured: Bytes and seconds.
-        ranks: Number of ranks that took part.
+        measured: Bytes and seconds of each.
+        ranks: Number of participating ranks.
     """
     steps = 2 * (ranks - 1)
     offset, slope = fit_line([size for size, _ in measured], [seconds for _, seconds in measured])
     return Link(bandwidth=steps / ranks / max(slope, 1e-15), latency=offset / steps)
 
 
-def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: float = 60.0) -> list[tuple[int, float]]:
-    """Measure an all-reduce between processes of this machine: on GPUs through NCCL if there are enough, else gloo.
+def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
+    """Measure an all-reduce between two processes of this machine: on GPUs through NCCL if there are two, else gloo.
 
     Args:
-        ranks: Number of processes.
-        sizes: Bytes of the buffers.
-        timeout: Seconds after which it is given up.
+        timeout: Seconds after which the processes are killed.
 
     Returns:
         Bytes and median seconds of each size.
@@ -85,11 +85,10 @@ def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: fl
     """
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
-    cuda = torch.cuda.device_count() >= ranks and torch.distributed.is_nccl_available()
+    cuda = torch.cuda.device_count() >= 2 and distributed.is_nccl_available()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, f"file://{folder}/rendezvous", tuple(sizes), cuda, answers)
-        processes = spawn(_rank, arguments, ranks, join=False)
+        processes = spawn(_rank, (f"file://{folder}/rendezvous", cuda, answers), nprocs=2, join=False)
         assert processes is not None
         try:
             while not processes.join(timeout=1.0):
@@ -103,18 +102,16 @@ def measure_all_reduce(ranks: int = 2, sizes: Sequence[int] = SIZES, timeout: fl
     return answers.get()
 
 
-def _rank(rank: int, ranks: int, url: str, sizes: tuple[int, ...], cuda: bool, answers: queue.SimpleQueue) -> None:
-    distributed = torch.distributed
+def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
     use_loopback()
     if cuda:
         torch.cuda.set_device(device)
-    distributed.init_process_group(
-        "nccl" if cuda else "gloo", init_method=url, rank=rank, world_size=ranks, device_id=device if cuda else None
-    )
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    distributed.init_process_group(backend, url, rank=rank, world_size=2, device_id=device_id)
     measured = []
-    for size in sizes:
+    for size in SIZES:
         buffer = torch.zeros(size // 4, device=device)
         times = []
         for _ in range(23):
@@ -131,26 +128,30 @@ def _rank(rank: int, ranks: int, url: str, sizes: tuple[int, ...], cuda: bool, a
 
 
 def own_addresses() -> list[str]:
-    """Internet addresses of this machine; those that other machines may reach come first."""
+    """Return the IP addresses of this machine, addresses that other machines may reach first."""
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family in families}
-    return sorted(found, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
+    addresses = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family in families}
+    return sorted(addresses, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
 
 
 def outward_address() -> str:
     """Return this machine's address for other hosts: on the chosen interface, or on the default route."""
     chosen = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
-    given = [entry.address for entry in chosen if entry.family == socket.AF_INET]
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(NOBODY)
-            return (given or [probe.getsockname()[0]])[0]
-    except OSError:  # no way out
-        return (given or own_addresses())[0]
+    addresses = [entry.address for entry in chosen if entry.family == socket.AF_INET]
+    with suppress(OSError):  # no route
+        addresses.append(_own_address_towards(NOBODY))
+    return (addresses or own_addresses())[0]
+
+
+def _own_address_towards(target: Any, family: int = socket.AF_INET) -> str:
+    """Return the address from which this machine reaches another, without sending a packet."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
 
 
 def use_loopback() -> None:
-    """Have gloo use the loopback, where all processes are on this machine, unless an interface was chosen."""
+    """Let gloo use the loopback for processes of one machine, unless the user chose an interface."""
     if "lo" in psutil.net_if_addrs():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -161,14 +162,10 @@ def use_interface_to(address: str) -> None:
     By default gloo takes the interface of the host's name, which is often the loopback.
     """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing
-            own = probe.getsockname()[0]
-            if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-                # this host's name often means the loopback: find the interface towards any other host
-                probe.connect(NOBODY)
-                own = probe.getsockname()[0]
+        family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        own = _own_address_towards(target, family)
+        if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
+            own = _own_address_towards(NOBODY)  # this host's name often means the loopback
     except OSError:
         return
     if own in ("127.0.0.1", "::1"):
@@ -176,4 +173,4 @@ def use_interface_to(address: str) -> None:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in entries) and name != "lo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # the very one, not those that begin alike
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: this one, not all with this prefix

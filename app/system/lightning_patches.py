@@ -14,24 +14,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from app.errors import UserError, one_line
-from app.system.patches import EXPECTED, expects
+from app.system.patches import expects
 
 _CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector"
 _TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
@@ -40,19 +37,7 @@ _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
 _MODULE = "lightning.pytorch.core.module:LightningModule"
 
-# Classes that Lightning keeps private and that we extend. At an upgrade: do the methods that we override exist still?
-SignalConnector = _SignalConnector
-SpawnLauncher = _MultiProcessingLauncher
-EXPECTED[f"{__name__}.SignalConnector"] = tuple(
-    f"lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector{name}"
-    for name in ("", ".register_signal_handlers")
-)
-EXPECTED[f"{__name__}.SpawnLauncher"] = tuple(
-    f"lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher{name}"
-    for name in ("", ".launch", ".kill", "._wrapping_function", ".procs", "._start_method", "._strategy")
-)
-
-# -- what it says ----------------------------------------------------------------------------------------------
+# -- its output ------------------------------------------------------------------------------------------------
 
 SPEAKERS = (
     *(f"lightning.{package}.utilities.rank_zero" for package in ("pytorch", "fabric")),
@@ -61,6 +46,7 @@ SPEAKERS = (
 HIDDEN = (  # beginnings of lines
     *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
     *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
+    "Your model can run with static graph",  # it gains nothing here
 )
 
 
@@ -71,17 +57,11 @@ def hide_lines() -> None:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    said = re.sub(r"^\[rank: \d+\] ", "", record.getMessage())
-    return "APP_DEBUG" in os.environ or not said.startswith(HIDDEN)
+    message = re.sub(r"^\[rank: \d+\] ", "", record.getMessage())
+    return "APP_DEBUG" in os.environ or not message.startswith(HIDDEN)
 
 
 # -- the Trainer ---------------------------------------------------------------------------------------------
-
-
-@expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}.cluster_environment")
-def cluster_environment(trainer: Trainer) -> ClusterEnvironment:
-    """Return the environment that the run uses; a strategy of one process has no attribute for it."""
-    return trainer._accelerator_connector.cluster_environment
 
 
 @expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}._strategy_flag")
@@ -92,22 +72,23 @@ def strategy_name(trainer: Trainer) -> str:
 
 
 @expects(f"{_TRAINER}._signal_connector")
-def signal_connector(trainer: Trainer) -> SignalConnector:
-    """Return the object that handles signals in this run."""
+def signal_connector(trainer: Trainer) -> Any:
+    """Return the run's signal handler, a `Signals`."""
     return trainer._signal_connector
 
 
 @expects(f"{_TRAINER}._signal_connector")
-def replace_signal_connector(trainer: Trainer, connector: SignalConnector) -> None:
-    """Handle signals by ours: Lightning's calls a collective from a handler, out of step with the other ranks.
+def replace_signal_connector(trainer: Trainer, connector: Any) -> None:
+    """Replace Lightning's signal handler, which makes a collective call out of step with the other ranks.
 
-    Source: signal_connector.py, `_sigterm_handler_fn`. At an upgrade: is it still created in `Trainer.__init__`, and
+    Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: is it still created in `Trainer.__init__`, and
     called by `register_signal_handlers` and `teardown` alone?
     """
     trainer._signal_connector = connector
 
 
 def _no() -> bool:
+    """Stand in for a method. A module's function, because spawned processes receive the trainer as a pickle."""
     return False
 
 
@@ -115,31 +96,29 @@ def _no() -> bool:
 def count_epochs(trainer: Trainer) -> None:
     """Let max_steps end training and nothing else.
 
-    Lightning would take a resumed epoch that is whole for a broken-off one. Source:
-    https://github.com/Lightning-AI/pytorch-lightning/issues/19617. A function of a module, since spawned processes get
-    the trainer pickled. At an upgrade: test_resume, without this.
+    Lightning would mistake a complete resumed epoch for an interrupted one. Source:
+    https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: run test_resume without this.
     """
     trainer.fit_loop._iteration_based_training = _no  # type: ignore[method-assign]
 
 
-_CONNECTOR_OF_CHECKPOINTS = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"
+_RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"
 
 
 @expects(
     f"{_TRAINER}._checkpoint_connector",
-    f"{_CONNECTOR_OF_CHECKPOINTS}._restore_modules_and_callbacks",
-    f"{_CONNECTOR_OF_CHECKPOINTS}.restore_training_state",
-    f"{_CONNECTOR_OF_CHECKPOINTS}.dump_checkpoint",
+    f"{_RESTORING}._restore_modules_and_callbacks",
+    *(f"{_RESTORING}.restore_training_state", f"{_RESTORING}.dump_checkpoint"),
 )
 class Restoring(_CheckpointConnector):
-    """Restores a run from a checkpoint, and reports a damaged one in one line.
+    """Restores a run from a checkpoint; a damaged one is a user error.
 
     At an upgrade: do `Trainer._run` and `save_checkpoint` still call these methods?
     """
 
     @classmethod
     def put_into(cls, trainer: Trainer) -> None:
-        """Have a Trainer restore with this."""
+        """Replace a Trainer's connector."""
         trainer._checkpoint_connector = cls(trainer)
 
     def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
@@ -166,12 +145,10 @@ class Restoring(_CheckpointConnector):
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if not self.trainer.ckpt_path:
                 raise
-            said = f"nothing can be restored from it ({type(error).__name__}: {one_line(str(error))[:200]})"
-            raise UserError(f"--ckpt_path {self.trainer.ckpt_path}: {said}: give another one") from error
-
-
-def _nothing() -> None:
-    return None
+            reason = f"{type(error).__name__}: {one_line(str(error))[:200]}"
+            raise UserError(
+                f"--ckpt_path {self.trainer.ckpt_path}: nothing can be restored from it ({reason}): give another one"
+            ) from error
 
 
 @expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")
@@ -180,7 +157,7 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
 
     Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call it?
     """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _no  # type: ignore[method-assign, assignment]
 
 
 @expects(f"{_FIT_LOOP}._can_stop_early")
@@ -189,7 +166,7 @@ def may_stop_early(trainer: Trainer) -> bool:
     return trainer.fit_loop._can_stop_early
 
 
-# -- what Lightning complains of -----------------------------------------------------------------------------
+# -- its error messages --------------------------------------------------------------------------------------
 
 
 def complaint(error: Exception) -> str | None:
@@ -219,7 +196,7 @@ def set_device(module: LightningModule, device: torch.device) -> None:
 
 @expects("lightning.pytorch.callbacks.early_stopping:EarlyStopping._check_on_train_epoch_end")
 def check_after_validation_only(callback: Callback) -> None:
-    """Keep EarlyStopping from a check at the end of an epoch that was broken off before its validation."""
+    """Keep EarlyStopping from checking an epoch that was interrupted before its validation."""
     callback._check_on_train_epoch_end = False  # type: ignore[attr-defined]
 
 
@@ -228,7 +205,7 @@ _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 @expects(f"{_CHECKPOINT}._every_n_train_steps")
 def steps_between_checkpoints(checkpoint: ModelCheckpoint) -> int:
-    """Return the `every_n_train_steps` that was given, or 0."""
+    """Return the callback's `every_n_train_steps`, or 0."""
     return checkpoint._every_n_train_steps
 
 
@@ -239,8 +216,7 @@ def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
 
 
 @expects(
-    f"{_CHECKPOINT}._should_skip_saving_checkpoint",
-    f"{_CHECKPOINT}._save_topk_checkpoint",
+    *(f"{_CHECKPOINT}.{name}" for name in ("_should_skip_saving_checkpoint", "_save_topk_checkpoint")),
     f"{_CHECKPOINT}._monitor_candidates",
 )
 def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
@@ -259,13 +235,8 @@ def default_accelerator() -> str:
 
 
 @expects(
-    f"{_DDP}._setup_model",
-    f"{_DDP}._ddp_kwargs",
-    f"{_DDP}._register_ddp_hooks",
-    f"{_DDP}._ddp_comm_state",
-    f"{_DDP}._ddp_comm_hook",
-    f"{_DDP}._ddp_comm_wrapper",
-    f"{_DDP}._model_averaging_period",
+    *(f"{_DDP}.{name}" for name in ("_setup_model", "_ddp_kwargs", "_register_ddp_hooks", "_model_averaging_period")),
+    *(f"{_DDP}._ddp_comm_{name}" for name in ("state", "hook", "wrapper")),
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
 )
 class DDPWithHooks(DDPStrategy):
@@ -280,9 +251,8 @@ class DDPWithHooks(DDPStrategy):
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
-        if (
-            distributed.is_initialized() and distributed.get_backend() == "gloo"
-        ):  # gloo ends a process whose call meets a different call of the user's in the same group
+        # gloo ends a process whose call meets a different call of the user's in the same group
+        if distributed.is_initialized() and distributed.get_backend() == "gloo":
             level = distributed.get_debug_level()
             # under DETAIL, torch's DDP logger mistakes the wrapper that checks calls for gloo itself, and crashes
             distributed.set_debug_level(distributed.DebugLevel.OFF)
@@ -292,18 +262,13 @@ class DDPWithHooks(DDPStrategy):
         return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
 
     def keep_buffers(self) -> None:
-        """Leave each rank its buffers: virtual devices make them equal."""
+        """Do not broadcast buffers: virtual devices make them equal."""
         names = inspect.signature(DistributedDataParallel).parameters
         # torch 2.14 renamed it, and warns of the earlier name
         self._ddp_kwargs["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
 
     def comm_state(self) -> object | None:
-        """Return the first argument of the hook, made when the processes are connected."""
-        return self._ddp_comm_state
-
-    @property
-    def connected_state(self) -> object | None:
-        """Return the first argument that the hook received."""
+        """Return the hook's first argument; called once, when the processes are connected."""
         return self._ddp_comm_state
 
     def average_weights_every(self, steps: int) -> None:
@@ -318,22 +283,21 @@ class DDPWithHooks(DDPStrategy):
 
 @expects(f"{_DDP}._timeout")
 def set_timeout(strategy: Strategy, seconds: float) -> None:
-    """How long ranks wait for each other: the command line has no flag for it, as it is no plain number."""
+    """Set the time for which ranks wait for each other; DDP's own option is no plain number."""
     if hasattr(strategy, "_timeout"):
         strategy._timeout = timedelta(seconds=seconds)
 
 
 @expects("lightning.pytorch.strategies.strategy:Strategy._launcher")
 def set_launcher(strategy: Strategy, launcher: Any) -> None:
-    """Put a launcher in the place of Lightning's. At an upgrade: is `Strategy.launcher` still this attribute?"""
+    """Replace Lightning's launcher. At an upgrade: is `Strategy.launcher` still this attribute?"""
     strategy._launcher = launcher
 
 
 @expects("lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._start_method")
 def start_method(strategy: Strategy) -> str | None:
     """Return the start method of ddp_spawn and ddp_fork; None for other strategies."""
-    launcher = strategy.launcher
-    return launcher._start_method if isinstance(launcher, SpawnLauncher) else None
+    return getattr(strategy.launcher, "_start_method", None)
 
 
 # -- loggers -------------------------------------------------------------------------------------------------
@@ -360,11 +324,8 @@ _CLI = "lightning.pytorch.cli:LightningCLI"
 
 
 @expects(
-    f"{_CLI}._parse_ckpt_path",
-    f"{_CLI}._prepare_subcommand_kwargs",
-    f"{_CLI}._run_subcommand",
-    f"{_CLI}._set_seed",
-    f"{_CLI}._parser",
+    *(f"{_CLI}.{name}" for name in ("_parse_ckpt_path", "_set_seed", "_parser")),
+    *(f"{_CLI}.{name}" for name in ("_prepare_subcommand_kwargs", "_run_subcommand")),
 )
 class CommandLine(LightningCLI):
     """LightningCLI with public methods to extend its steps.

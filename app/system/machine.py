@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -23,7 +24,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")  # of version 2
 
 
 def versions() -> dict[str, str | None]:
-    """List the versions of Python, of the main libraries, and of the app with its commit."""
+    """Return the versions of Python, the main libraries and the app, with its commit."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -35,7 +36,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Name the commit of this package's checkout, with `-dirty` where it was changed; None outside one."""
+    """Return the commit of this package's checkout, `-dirty` if modified; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
@@ -44,19 +45,19 @@ def _commit() -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Name processor and accelerators, and count the cores."""
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": _gpus()}
-
-
-def _gpus() -> list[str]:
-    """Name the GPUs, without taking memory on one that this process does not use."""
+    """Return the names of processor and GPUs, and the number of cores."""
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.MULTILINE)
+    gpus = []
     if torch.cuda.is_initialized():
-        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return _nvidia_smi("name") if torch.cuda.device_count() else []
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    elif torch.cuda.device_count():
+        gpus = _nvidia_smi("name")  # torch would take memory on GPUs that this process does not use
+    return {"cpu": cpu[1] if cpu else platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpus": gpus}
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use, by its affinity and by the quota of its control group."""
+    """Return the number of cores that this process may use, by its affinity and its control group's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups():
         quota, period = (group / "cpu.max").read_text().split()  # in microseconds; or `max`
@@ -65,22 +66,19 @@ def usable_cores() -> int:
 
 
 def busy() -> str | None:
-    """Describe how busy other processes keep this machine, and a remedy; None if enough cores are free.
+    """Describe other processes' load on this machine, and a remedy; None if enough cores are free.
 
-    The one-minute load average is the whole host's; at the start of a command, hardly its own. Load on the host's other
-    cores slows down a process that may use only some.
+    The one-minute load average is the whole host's. A process that may use only some cores ignores load on the others.
     """
     load, cores = psutil.getloadavg()[0], usable_cores()
     if load <= max(cores, (os.cpu_count() or 1) - cores):
         return None
-    helps = "it helps to wait until they are done"
-    if torch.get_num_threads() > 1:
-        helps = "fewer threads help: OMP_NUM_THREADS=1, or --run.threads 1"
-    return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores; {helps}"
+    remedy = "use fewer threads (OMP_NUM_THREADS=1)" if torch.get_num_threads() > 1 else "wait until they are done"
+    return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores; {remedy}"
 
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
-    """Return the busy seconds since boot, summed over some cores, or over all."""
+    """Return the busy seconds since boot, summed over some cores or all."""
     some = 0 < len(cores) < (os.cpu_count() or 1)
     times = [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores] if some else [psutil.cpu_times()]
     idle = ("idle", "iowait", "guest", "guest_nice")  # guests are in the user's time, too
@@ -99,16 +97,16 @@ def own_seconds() -> float:
 
 
 def core_wait_seconds() -> float:
-    """Return the seconds that this process's main thread was ready to run but had no core; 0 except on Linux."""
+    """Return the seconds that this process's main thread waited for a core; 0 except on Linux."""
     with suppress(OSError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def _control_groups() -> list[Path]:
-    """Folders of the control groups that limit this process: its own, and those around it."""
-    own = Path("/proc/self/cgroup")
-    lines = own.read_text().splitlines() if own.exists() else []
+    """Return the folders of this process's control group and its parents, if they have a quota."""
+    file = Path("/proc/self/cgroup")
+    lines = file.read_text().splitlines() if file.exists() else []
     folder = CONTROL_GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     around = [each for each in (folder, *folder.parents) if each.is_relative_to(CONTROL_GROUPS)]
     return [each for each in around if (each / "cpu.max").exists()]
@@ -126,59 +124,33 @@ def _nvidia_smi(field: str) -> list[str]:
     """Return a field of each GPU; an empty list without a driver."""
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in said.splitlines() if line.strip()]
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return [line.strip() for line in output.splitlines() if line.strip()]
 
 
 def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
-    """Measure the peak memory of this process in GiB, a row for each of its devices: there, and on the host.
+    """Return the peak memory of this process in GiB, on each of its devices and on the host.
 
     On CUDA, allocated and reserved are the peaks of torch's allocator. `in_use_gib` is the driver's current count, with
     CUDA's context, libraries, NCCL's buffers and other processes.
     """
     rows = []
     for device in devices:
-        cuda = device.type == "cuda"
-        rows.append(
-            {
-                "rank": rank,
-                "device": str(device),
-                "allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 4) if cuda else None,
-                "reserved_gib": round(torch.cuda.max_memory_reserved(device) / GIB, 4) if cuda else None,
-                "in_use_gib": round(_in_use(device) / GIB, 4) if cuda else None,
-                "host_rss_gib": round(_peak_rss() / GIB, 4),
-                "total_gib": round(_total(device) / GIB, 4),
-            }
-        )
+        sizes: dict[str, int | None] = dict.fromkeys(("allocated", "reserved", "in_use"))
+        sizes |= {"host_rss": _peak_rss(), "total": psutil.virtual_memory().total}
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            sizes |= {"in_use": total - free, "total": total, "allocated": torch.cuda.max_memory_allocated(device)}
+            sizes["reserved"] = torch.cuda.max_memory_reserved(device)
+        gib = {f"{name}_gib": None if size is None else round(size / GIB, 4) for name, size in sizes.items()}
+        rows.append({"rank": rank, "device": str(device), **gib})
     return rows
 
 
-def _in_use(device: torch.device) -> int:
-    """Return the bytes of a GPU that are taken, by whomever."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def _total(device: torch.device) -> int:
-    """Return the bytes of memory that a device has; of the CPU, the host's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total
-
-
 def _peak_rss() -> int:
-    """Return the peak memory of this process in bytes; on Linux not getrusage's, which begins with the parent's."""
+    """Return the peak memory of this process in bytes; on Linux, getrusage's would begin with the parent's."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024

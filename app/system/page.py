@@ -13,41 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from cycler import cycler
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share its state
 
-# colours of figures; in a page they become variables, with other values on a dark screen
-INK, PAPER = "#1f2933", "#fffffe"
-BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#2f62c9", "#d9650a", "#11876c", "#8b5fd6", "#8d98a5", "#a9c1f0"
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
-VARIABLES = {
-    INK: "currentColor",
-    PAPER: "var(--paper)",
-    BLUE: "var(--blue)",
-    ORANGE: "var(--orange)",
-    GREEN: "var(--green)",
-    PURPLE: "var(--purple)",
-    GREY: "var(--grey)",
-    PALE: "var(--pale)",
-}
-LOOK: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "axes.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "axes.prop_cycle": cycler(color=COLOURS),
-    "grid.color": INK,
-    "grid.alpha": 0.12,
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.8,
-    "text.parse_math": False,  # a name may have a $
-    "svg.fonttype": "none",
-}
 STYLE = Path(__file__).with_suffix(".css").read_text()
+LOOK: Any = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
+# colours of figures; in a page they become variables, with other values on a dark screen
+COLOURS = tuple(LOOK["axes.prop_cycle"].by_key()["color"])
+BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
+INK, PAPER, PALE = LOOK["text.color"], "#fffffe", "#a9c1f0"
+NAMES = {PAPER: "paper", BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey", PALE: "pale"}
+VARIABLES = {INK: "currentColor"} | {colour: f"var(--{name})" for colour, name in NAMES.items()}
 
 
 class Section(NamedTuple):
@@ -69,10 +46,10 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
     """Make a page.
 
     Args:
-        title: The result in a line of plain text.
+        title: The result, one line of plain text.
         lead: Markdown below the title.
         sections: The sections; empty ones are dropped.
-        figures: Figures by their names in the text: drawn, or a PNG file's content.
+        figures: Figures by their names in the text, drawn or as a PNG file's content.
     """
 
     def image(renderer: Any, tokens: Sequence[Any], index: int, options: Any, env: Any) -> str:
@@ -83,7 +60,7 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     markdown.add_render_rule("image", image)
-    # characters with which a name could form a link, or an image from elsewhere
+    # a name may contain characters of a link or of an image from elsewhere
     markdown.validateLink = lambda url: url in figures or url.startswith("#")  # type: ignore[method-assign]
     body = [f"<h1>{html.escape(title)}</h1>", markdown.render(lead)]
     for heading, text, folded in sections:
@@ -104,12 +81,12 @@ def plain(text: object) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], words: Container[int] = (0,)) -> str:
-    """Write a table in Markdown; its cells are plain text.
+    """Format a table in Markdown from cells of plain text.
 
     Args:
-        headers: Of the columns.
-        rows: The lines below.
-        words: Columns that hold words, from 0; the others hold numbers, which are aligned on the right.
+        headers: Headers of the columns.
+        rows: The rows.
+        words: Columns of words, from 0; other columns hold numbers, aligned on the right.
     """
     rule = [":--" if column in words else "--:" for column in range(len(headers))]
     lines = [map(plain, headers), rule, *(map(plain, row) for row in rows)]
@@ -117,21 +94,21 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], words: Conta
 
 
 def code(text: str) -> str:
-    """Quote text as it is, whatever is in it."""
+    """Quote text verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def draw_plot(
     paint: Callable[[Axes], None], height: float = 3.2, below: Callable[[Axes], None] | None = None
 ) -> Figure:
-    """Draw a plot in the look of the pages, with room for numbers on its left and for names of lines on its right.
+    """Draw a plot with a fixed layout: numbers on the left, names of lines on the right.
 
-    So its layout need not be computed, which takes half of the time that a figure takes.
+    Computing a layout would take half of a figure's time.
 
     Args:
         paint: Fills the axes.
-        height: In inches.
-        below: Fills a narrow second plot under it, of the same x.
+        height: Height in inches.
+        below: Fills a second, flat plot with the same x axis below.
     """
     width = 4.6
     with matplotlib.rc_context(LOOK):
@@ -151,9 +128,9 @@ def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2,
 
     Args:
         paint: Fills the axes.
-        width: Inches.
-        height: Inches.
-        title: Title above the axes, for a figure outside of a page.
+        width: Width in inches.
+        height: Height in inches.
+        title: Title above the axes, for a figure outside a page.
     """
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -164,7 +141,7 @@ def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2,
 
 
 def png(figure: Figure) -> bytes:
-    """Make a PNG of a figure, on white."""
+    """Return a figure as a PNG file's content, on white."""
     file = io.BytesIO()
     with matplotlib.rc_context(LOOK):
         figure.savefig(file, format="png", dpi=120, facecolor="white")
@@ -172,16 +149,16 @@ def png(figure: Figure) -> bytes:
 
 
 def superscript(power: int) -> str:
-    """Write an exponent: 10⁻⁶."""
+    """Return an exponent in Unicode, as in 10⁻⁶."""
     return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Name lines where they end, on the right; names that would lie upon each other are moved apart.
+    """Write the lines' names at their right ends, and move overlapping names apart.
 
     Args:
-        axes: Holds the lines; its limits are settled.
-        ends: The last value, the name and the colour of each.
+        axes: Axes with all lines drawn.
+        ends: Last value, name and colour of each line.
     """
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)

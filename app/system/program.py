@@ -1,4 +1,4 @@
-"""Set-up of a process of the program, as opposed to one that imports `app` as a library."""
+"""Set-up of the program's processes; a program that imports `app` as a library does not need it."""
 
 import logging
 import warnings
@@ -7,10 +7,10 @@ from app.system.deferred_imports import defer_imports
 
 IGNORED = (  # warnings, by their beginning
     ".*LeafSpec",  # Lightning 2.6 with newer torch
-    r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True",  # logged after they were synchronised
-    "The number of training batches",  # epochs are logged, too, however short
+    r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True",  # synchronized before they are logged
+    "The number of training batches",  # epochs are logged, too
     "Experiment logs directory",  # the tracker's folder exists first
-    "The `srun` command is available",  # the rules of fit say where srun is needed
+    "The `srun` command is available",  # the rules of fit check for srun
 )
 
 
@@ -19,4 +19,4 @@ def set_up() -> None:
     defer_imports()
     for message in IGNORED:
         warnings.filterwarnings("ignore", message)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a read-only home
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns about a read-only home

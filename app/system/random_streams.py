@@ -1,4 +1,4 @@
-"""Random streams that follow from a key, apart from the program's global ones."""
+"""Random streams derived from a key, independent of the program's global streams."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ def seed_of(*key: int) -> int:
 
 @contextmanager
 def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
-    """Give a function that seeds torch, NumPy and Python's `random`; restore all three at the end.
+    """Yield a function that seeds torch, NumPy and Python's `random`; restore their states at the end.
 
     Args:
-        device: Seed torch's stream on this device, too.
+        device: Device whose stream of torch is included.
     """
-    there = torch.get_device_module(device) if device is not None and device.type != "cpu" else None
+    gpu = torch.get_device_module(device) if device is not None and device.type != "cpu" else None
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    before_there = there and there.get_rng_state(device)
+    before_on_gpu = gpu and gpu.get_rng_state(device)
 
     def seed(number: int) -> None:
         torch.default_generator.manual_seed(number)
         np.random.seed(number % 2**32)
         random.seed(number)
-        if there:
-            there.manual_seed(number)
+        if gpu:
+            gpu.manual_seed(number)
 
     try:
         yield seed
@@ -37,5 +37,5 @@ def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], 
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
-        if there:
-            there.set_rng_state(before_there, device)
+        if gpu:
+            gpu.set_rng_state(before_on_gpu, device)

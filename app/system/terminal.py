@@ -18,8 +18,8 @@ def working(console: Console) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
 
-        def say(what: str) -> None:
-            if progress.tasks[0].description != what:
-                progress.reset(task, description=what)
+        def show(activity: str) -> None:
+            if progress.tasks[0].description != activity:
+                progress.reset(task, description=activity)
 
-        yield say
+        yield show

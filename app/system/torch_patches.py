@@ -10,7 +10,7 @@ from app.system.patches import EXPECTED, expects
 
 __all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
 
-# nested arguments as a list of leaves, and back: torch.nn.parallel.scatter does it for CUDA only
+# for nested arguments: torch.nn.parallel.scatter works on CUDA only
 EXPECTED[f"{__name__}.tree_map"] = tuple(
     f"torch.utils._pytree:{name}" for name in ("tree_flatten", "tree_map", "tree_unflatten")
 )
@@ -24,10 +24,10 @@ Module = TypeVar("Module", bound=nn.Module)
     "torch.nn:Module._buffers",
 )
 def shallow_copies(module: Module, count: int) -> Sequence[Module]:
-    """Copies of a module that share its parameters; the buffers are shared by the first copy only.
+    """Return copies of a module that share its parameters; only the first copy shares its buffers.
 
-    So threads do not write to the same running statistics. Answers `torch.nn.parallel.replicate`, which copies to CUDA
-    devices only. At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.
+    Threads thus do not write to the same running statistics. `torch.nn.parallel.replicate` copies to CUDA devices only.
+    At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.
     """
     modules = list(module.modules())
     copies = []
@@ -36,10 +36,8 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
         for original, copy in copy_of.items():
             copy._parameters = original._parameters
             copy._modules = {name: child and copy_of[child] for name, child in original._modules.items()}
-            copy._buffers = {
-                name: buffer if buffer is None or index == 0 else buffer.clone()
-                for name, buffer in original._buffers.items()
-            }
+            if index > 0:
+                copy._buffers.update({name: b.clone() for name, b in original._buffers.items() if b is not None})
         copies.append(copy_of[module])
     return copies  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""Origin of an exception: an object that a flag made, or the user's own code."""
+"""Origin of an exception: an object that a flag named, or the user's own code."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]")
-# code through which an optimizer computes the loss, and a strategy or a precision the gradients
+# code between an optimizer and the loss, and between a strategy or precision and the gradients
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 BEGIN = re.compile(rf"(?:\n[TD].* exception.*:\n\n)?^(?:Original )?{re.escape(HEAD)}", re.MULTILINE)  # or in a chain
@@ -24,9 +24,9 @@ def _is_users(file: str) -> bool:
 
 
 def users_part(text: str) -> str | None:
-    """Cut tracebacks to the user's frames and the frame that called them; return None where the user has none.
+    """Cut tracebacks to the user's frames and the frame that called them; return None without such frames.
 
-    Exceptions without such frames are omitted, in a chain or within another process's traceback.
+    Exceptions without the user's frames are omitted, in a chain or within another process's traceback.
     """
     cut = ""
     for block in BEGIN.split(text):

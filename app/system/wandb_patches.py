@@ -7,9 +7,9 @@ from app.system.patches import expects
 
 @expects("wandb.sdk.lib.module:unset_globals")
 def forget_run() -> None:
-    """Let wandb forget the parent's run in a forked process, because its threads exist only in the parent.
+    """Make wandb forget the parent's run in a forked process, because its threads exist only in the parent.
 
-    At an upgrade: does `wandb.run` still survive a fork, and does `wandb.setup` start anew in one?
+    At an upgrade: does `wandb.run` still survive a fork, and does `wandb.setup` start again there?
     """
     from wandb.sdk.lib.module import unset_globals
 
@@ -18,7 +18,7 @@ def forget_run() -> None:
 
 @expects("wandb.sdk.wandb_run:Run._detect_and_apply_job_inputs")
 def skip_launch_inputs() -> None:
-    """Do not let `wandb.init` import W&B Launch, a second of CPU, to find that nobody has given it inputs for a job.
+    """Keep `wandb.init` from importing W&B Launch, a second of CPU, unless a job has inputs.
 
     At an upgrade: does `_detect_and_apply_job_inputs` still do nothing else?
     """
@@ -27,7 +27,7 @@ def skip_launch_inputs() -> None:
     apply = Run._detect_and_apply_job_inputs
 
     def apply_where_given(run: Run) -> None:
-        if "wandb.sdk.launch.inputs.internal" in sys.modules:  # where they are staged
+        if "wandb.sdk.launch.inputs.internal" in sys.modules:  # inputs are staged there
             apply(run)
 
     if apply.__module__ != __name__:
