@@ -254,7 +254,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return self.work()
 
     monkeypatch.setattr(step_graph, "Graph", Recorded)
-    monkeypatch.setattr(machine_rules, "ON_GPUS", ())
+    monkeypatch.setattr(machine_rules, "needs_cuda", lambda resolved: ())
     return replays
 
 
