@@ -275,9 +275,7 @@ def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_evaluation_needs_weights(command: str, app: App, tmp_path: Path) -> None:
-    missing = (
-        f"error: --run.name nope: there is no such run in {tmp_path}/runs: {command} needs weights, of a run or by"
-    )
+    missing = f"error: {command} needs weights: give --ckpt_path last, best or a file"
     assert error_of(*app(command, *SMALL, "--run.name", "nope")).startswith(missing)
     assert not (tmp_path / "runs" / "nope").exists()
 

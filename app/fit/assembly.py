@@ -34,11 +34,6 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] * (value is not None)
 
 
-def is_recorded(trainer: Namespace) -> bool:
-    """Return whether a run leaves files: `fast_dev_run` and `barebones` do not."""
-    return not (trainer.fast_dev_run or trainer.barebones)
-
-
 def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
     """Return the Trainer's plugins, and whether this process finds other nodes by itself.
 
