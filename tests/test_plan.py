@@ -219,8 +219,8 @@ def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> Non
     [
         (["--bandwidth", "25GB"], "--bandwidth 25GB: give bytes or bits per second, such as 25GB/s"),
         (["--latency", "20"], "--latency 20: give a time, such as 20us"),
-        (["--max_devices", "16385"], "--max_devices 16385: give 1 or more, up to 16,384"),
-        (["--per_node", "0"], "--per_node 0: give 1 or more"),
+        (["--max_devices", "0"], "--max_devices 0: give more than 0"),
+        (["--per_node", "0"], "--per_node 0: give more than 0"),
         (["--per_node", "600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
         ([*CPU, *TINY_DATA, "--run.threads", "600"], "cores for 1 process(es) of this training; more would share them"),
         (["--per_node", "1", "--node_bandwidth", "1GB/s", *CPU, *TINY_DATA], "give --per_node, --bandwidth and --lat"),
@@ -240,7 +240,6 @@ def test_a_plan_from_steps_measured_here(app: App, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
     out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2"))
     assert out.startswith("busy  other processes keep this machine busy: a load of 10000.0")
-    assert "measuring steps on one device with batches of 6 …" in out
     assert "More than 2 devices are not predicted" in out
     table = pd.read_csv(tmp_path / "runs" / "plan" / "version_0" / "plan.csv")
     assert list(zip(table["strategy"], table["devices"], strict=True)) == [("one device", 1), ("ddp", 2), ("dp", 2)]

@@ -1,7 +1,7 @@
 """Predicts how training scales: step time on 1…N devices × nodes, from a step and a network.
 
-A step of a batch of b images on one device takes data(b) + forward(b) + backward(b) + update + rest, of which the
-first three are lines in b, fitted to measured steps; their offset is what it costs to launch them at all.
+A step of a batch of b images on one device takes data(b) + forward(b) + backward(b) + update + rest. The first three
+are lines in b, fitted to measured steps; their offset is the cost of launching them.
 
 ddp: each of N devices takes b = B/N images of a global batch B. The gradients lie in buckets, as DDP makes them; a
 bucket is added up over a ring once the backward pass has made its last gradient, one bucket after the other:
@@ -30,8 +30,8 @@ Processes that share cores are not predicted, because the formulas ignore how th
 Each prediction has a range: the same formulas with all steps as much faster or slower than their lines as any window of
 the measured ones was, and with the link as much faster or slower than its line as any measured all-reduce was.
 
-It says nothing of stragglers, of other traffic, or of algorithms other than the ring (NCCL takes trees for small
-buffers among many ranks, whose latency grows with log N).
+Not modelled: stragglers, other traffic, and algorithms other than the ring. For small buffers among many ranks, NCCL
+uses trees, whose latency grows with log N.
 """
 
 from collections.abc import Iterable, Sequence
@@ -155,10 +155,10 @@ class Timed:
     """Steps of one batch size that were measured on one device.
 
     Attributes:
-        images: Of a batch on that device.
-        phases: Its `time_per_step` as in run.json, in milliseconds.
-        windows: The fastest and the slowest logging window, as parts of the median one.
-        threads: Of the process.
+        images: Images of a batch on that device.
+        phases: Milliseconds of each phase, as `time_per_step` in run.json.
+        windows: Rates of the median window over those of the fastest and the slowest one.
+        threads: Threads of the process.
     """
 
     images: float
