@@ -236,7 +236,7 @@ def test_compare_varies_strategies_and_their_options() -> None:
         ("ddp_localsgd", "averages weights between nodes, but there is only one: use --trainer.strategy ddp"),
         ("ddp_dp", "use --trainer.strategy dp, or give more --trainer.num_nodes"),
         ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
-        ("ddp_ring --trainer.devices 1", "ring_hook changes how processes communicate, but this run is one process"),
+        ("ddp_ring --trainer.devices 1", "ring_hook has no effect, because this run is one process"),
         ("ddp static_graph true --trainer.accumulate_grad_batches 2", "torch fails where gradients are accumulated"),
         (f"ddp_dp {MEET} --trainer.sync_batchnorm true", "sync_batchnorm has no effect under dp"),
     ],

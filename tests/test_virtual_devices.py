@@ -134,7 +134,7 @@ REFUSED = {
     "--trainer.profiler simple": "does not work with a profiler",
     "--model user_code.TwoOptimizers --data user_code.TheirData": "does not work with manual optimization",
     "--model user_code.TheirModel --data user_code.TheirData": "add --run.global_order true",
-    "--run.global_order true": "always have a global order: leave it out",
+    "--run.global_order true": "which has one: leave it out",
     "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.batch_size 3": "3 or less",
     "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.own_sampler true": (
         "PlainData.train_dataloader has a OwnSampler, whose order cannot be seeded: use one of RandomSampler"

@@ -122,10 +122,7 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
         hook = s.hook.__qualname__
         yield f"--trainer.strategy.ddp_comm_hook {hook}: not a hook: give a function of state and bucket"
     if s.options.get("static_graph") and s.accumulates:
-        yield (
-            "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: leave it out, or "
-            "--trainer.accumulate_grad_batches and --data.micro_batch"
-        )
+        yield "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: leave it out"
 
 
 def _cuda_graph(s: Resolved) -> Iterator[str]:
@@ -151,29 +148,20 @@ def _cuda_graph(s: Resolved) -> Iterator[str]:
 
 def _execution(s: Resolved) -> Iterator[str]:
     """Find settings of execution that do not work with the strategy, the model, or each other."""
-    takes_apart = f"does not work with --trainer.strategy {s.name}, which takes the network apart: leave it out, or use"
+    remedy = f"does not work with --trainer.strategy {s.name}, which takes the network apart: use ddp, or leave it out"
     if s.micro_batch is not None and s.model is None:
-        yield (
-            f"--data.micro_batch {s.micro_batch} is for the models of this application: leave it out, or use "
-            "--trainer.accumulate_grad_batches"
-        )
+        yield "--data.micro_batch is for the models of this application: use --trainer.accumulate_grad_batches"
     if s.micro_batch is not None and not issubclass(s.strategy, (*COMPILES, SplitForward)):
-        yield f"--data.micro_batch {s.micro_batch} {takes_apart} --trainer.strategy ddp"
+        yield f"--data.micro_batch {s.micro_batch} {remedy}"
     if s.model is not None and s.given("channels_last") is True and not s.model.convolutional:
         yield f"--model.channels_last true: {s.model.__name__} has no convolutions: leave it out"
     if s.compiled and (issubclass(s.strategy, SplitForward) or not issubclass(s.strategy, COMPILES)):
-        yield f"--model.compile {takes_apart} --trainer.strategy ddp"
+        yield f"--model.compile {remedy}"
     if s.reduces_overhead and s.accumulates:
-        yield (
-            "--model.compile reduce-overhead: the next batch overwrites the gradients that are accumulated: use "
-            "default, or leave --trainer.accumulate_grad_batches and --data.micro_batch out"
-        )
+        yield "--model.compile reduce-overhead: the next batch overwrites accumulated gradients: use default"
     fused = s.given("optimizer.init_args.fused")
     if fused and s.trainer.precision == "16-mixed" and s.trainer.gradient_clip_val:
-        yield (
-            "--model.optimizer.fused true with --trainer.gradient_clip_val: under 16-mixed there is no moment between"
-            " unscaling and update in which to clip: leave one of them out, or use --trainer.precision bf16-mixed"
-        )
+        yield "--model.optimizer.fused true with --trainer.gradient_clip_val does not work in 16-mixed: use bf16-mixed"
 
 
 def _order(s: Resolved) -> Iterator[str]:
@@ -193,17 +181,8 @@ def _order(s: Resolved) -> Iterator[str]:
         if isinstance(s.batch_size, int) and 0 < s.batch_size < count:
             yield shards_beyond(count, s.batch_size)
         if count < s.world_size:
-            yield (
-                f"--run.virtual_devices {count}: {s.world_size} processes need a shard each: give at least "
-                f"{s.world_size}, or fewer --trainer.devices"
-            )
+            yield f"--run.virtual_devices {count}: each process needs a shard: give {s.world_size} or more"
     if run.global_order and issubclass(class_of(s.config.get("data")) or object, ImageData):
-        yield (
-            f"--run.global_order true has no effect: the images of {s.config.data.class_path} always have a global "
-            "order: leave it out"
-        )
+        yield f"--run.global_order true has no effect on {s.config.data.class_path}, which has one: leave it out"
     if run.global_order and run.loop == "lightning":
-        yield (
-            "--run.global_order true does not work with --run.loop lightning, which takes ranks for equal: leave one "
-            "of them out"
-        )
+        yield "--run.global_order true does not work with --run.loop lightning: leave one of them out"

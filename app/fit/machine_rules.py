@@ -35,10 +35,8 @@ def machine_problems(s: Resolved) -> Iterator[str]:
     yield from _port(s)
     size = s.batch_size
     if s.command == "fit" and s.virtual_devices is None and isinstance(size, int) and size > 0 and size % s.world_size:
-        yield (
-            f"a global batch of {size} cannot be shared equally by {s.world_size} ranks: use --data.batch_size "
-            f"{ImageData.nearest_shares(size, s.world_size)}, or another --trainer.devices"
-        )
+        remedy = f"use --data.batch_size {ImageData.nearest_shares(size, s.world_size)}, or another --trainer.devices"
+        yield f"a global batch of {size} cannot be shared equally by {s.world_size} ranks: {remedy}"
 
 
 def launcher_problems(s: Any) -> Iterator[str]:
@@ -46,10 +44,8 @@ def launcher_problems(s: Any) -> Iterator[str]:
     if not (launcher := s.launcher):
         return
     if launcher.per_node is None:
-        yield (
-            f"{launcher.by} started {launcher.world_size} processes on {launcher.nodes} nodes, not the same number on "
-            f"each: give {'--ntasks-per-node' if launcher.by == 'srun' else 'the same --nproc-per-node'}"
-        )
+        flag = "--ntasks-per-node" if launcher.by == "srun" else "the same --nproc-per-node"
+        yield f"{launcher.by} started {launcher.world_size} processes, not the same number on each node: give {flag}"
     is_single = s.world_size == 1 == launcher.world_size
     if not is_single and (launcher.nodes, launcher.per_node) != (s.nodes, s.processes):
         yield (
@@ -102,35 +98,24 @@ def _starter(s: Resolved) -> Iterator[str]:
     if s.stands_alone:
         left = [name for name in RANKS if name in environ and (name != "NODE_RANK" or s.nodes == 1)]
         if left:
-            yield (
-                f"{', '.join(left)} in the environment would make this process one of several, but neither torchrun "
-                f"nor srun has started it: unset {' '.join(left)}"
-            )
+            yield f"{', '.join(left)} in the environment, but no launcher started this process: unset {' '.join(left)}"
         meets = cluster.init_method is not None or "NODE_RANK" in environ
         for variable, unit in SLURM_SIZES.items() if "SLURM_JOB_ID" in environ and not is_task_of_srun() else ():
             if (count := environ.get(variable, "1")) != "1" and not meets:
-                yield (
-                    f"this SLURM job has {count} {unit}, but the command was started once, without srun: put srun "
-                    "before it"
-                )
+                yield f"this SLURM job has {count} {unit}, but the command was started once: put srun before it"
     for flag in ("init_method", "node_rank"):
         if cluster[flag] is not None and s.stands_alone and s.nodes == 1:
             yield f"--cluster.{flag} {cluster[flag]}: there is one node: give --trainer.num_nodes, or leave it out"
     for flag in ("max_restarts", "log_dir"):
         if cluster[flag] and by != OWN_AGENT and (by or not s.agent_processes):
-            remedy = "leave it out" if by else "use --trainer.strategy ddp on several devices, or leave it out"
-            yield (
-                f"--cluster.{flag} {cluster[flag]} has no effect: {by or 'no agent'} starts the processes of this run: "
-                f"{remedy}"
-            )
+            starter = f"{by or 'no agent'} starts the processes of this run"
+            yield f"--cluster.{flag} {cluster[flag]} has no effect: {starter}: leave it out"
 
 
 def _rendezvous(s: Resolved) -> Iterator[str]:
     """Find a missing or wrong address or node rank."""
     if s.traits.single_process and s.nodes > 1:
-        yield (
-            f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use --trainer.strategy ddp or ddp_dp"
-        )
+        yield f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or ddp_dp"
     if not s.nodes_meet:
         return
     method, node_rank, environ = s.config.cluster.init_method or "env://", s.config.cluster.node_rank, s.environ
@@ -138,19 +123,15 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
         yield f"--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"
     if method == "env://":
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]:
-            yield (
-                f"--trainer.num_nodes {s.nodes}: where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, "
-                f"or set {' and '.join(missing)}, or start them with torchrun or srun"
-            )
+            remedy = f"give --cluster.init_method tcp://HOST:PORT, or set {' and '.join(missing)}, or use torchrun"
+            yield f"--trainer.num_nodes {s.nodes}: where do the nodes meet? {remedy} or srun"
         elif not 0 < int(environ["MASTER_PORT"]) < 2**16:
             yield f"MASTER_PORT={environ['MASTER_PORT']} in the environment: give a port, 1 to 65535"
     where, rank = (
         ("--cluster.node_rank", node_rank) if node_rank is not None else ("NODE_RANK", environ.get("NODE_RANK"))
     )
     if rank is None:
-        yield (
-            f"--trainer.num_nodes {s.nodes}: which of them is this? give --cluster.node_rank 0, 1, …, or set NODE_RANK"
-        )
+        yield f"--trainer.num_nodes {s.nodes}: which of them is this? give --cluster.node_rank, or set NODE_RANK"
     elif int(rank) >= s.nodes:
         yield f"{where} {rank}: the nodes are 0 to {s.nodes - 1}, for --trainer.num_nodes {s.nodes}"
 
@@ -169,48 +150,32 @@ def _strategy(s: Resolved) -> Iterator[str]:
     """Find a strategy that does not fit the launcher, the devices or the number of processes."""
     flag, backend = f"--trainer.strategy {s.name}", s.options.get("process_group_backend")
     if s.launcher and s.launcher.world_size > 1 and s.traits.single_process:
-        yield (
-            f"{flag} is one process, but {s.launcher.by} started several, which would train as many models: start it "
-            "without, or use --trainer.strategy ddp"
-        )
+        yield f"{flag} is one process, but {s.launcher.by} started several: use --trainer.strategy ddp"
     if s.launcher and s.options.get("start_method", "popen") != "popen":
-        yield (
-            f"ddp_spawn, ddp_fork and ddp_notebook start their own processes, which {s.launcher.by} has done already: "
-            f"use --trainer.strategy ddp, or start without {s.launcher.by}"
-        )
+        yield f"{flag} starts processes, which {s.launcher.by} has done already: use --trainer.strategy ddp"
     serving = [name for name, kinds in dist.Backend.backend_capability.items() if s.accelerator in kinds]
     usable = [name for name in serving if name != "fake" and dist.is_backend_available(name)]
     if backend is not None and backend not in usable:
         yield f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use {' or '.join(usable)}"
     if s.traits.sends_between_devices and backend == "gloo" and s.accelerator == "cuda":
-        yield (
-            "--trainer.strategy.process_group_backend gloo: it cannot send from one GPU to another, as "
-            f"{s.name} does: leave it out"
-        )
+        yield f"--trainer.strategy.process_group_backend gloo does not connect GPUs, as {s.name} needs: leave it out"
     if s.hook is not None and s.world_size == 1:
-        yield (
-            f"{flag}: {s.hook.__qualname__} changes how processes communicate, but this run is one process: use "
-            "--trainer.strategy ddp without a hook, or give more --trainer.devices"
-        )
+        remedy = "use --trainer.strategy ddp without a hook, or give more --trainer.devices"
+        yield f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: {remedy}"
     bf16 = (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper)
     has_nccl = dist.is_nccl_available() or dist.is_xccl_available()  # torch's condition, on CPU, too
     if not has_nccl and (s.hook in bf16 or s.options.get("ddp_comm_wrapper") in bf16):
         yield f"{flag}: torch sends bfloat16 only where it was built with NCCL: use --trainer.strategy ddp_fp16"
     if s.nodes == 1 and s.traits.needs_several_nodes:
-        yield (
-            f"{flag} {s.traits.needs_several_nodes}: use --trainer.strategy {s.traits.on_one_node}, or give more "
-            "--trainer.num_nodes"
-        )
+        remedy = f"use --trainer.strategy {s.traits.on_one_node}, or give more --trainer.num_nodes"
+        yield f"{flag} {s.traits.needs_several_nodes}: {remedy}"
 
 
 def _sync_batchnorm(s: Resolved) -> Iterator[str]:
     if not s.sync_batchnorm:
         return
     if not s.traits.replicas_communicate:
-        yield (
-            "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use "
-            "--trainer.strategy ddp"
-        )
+        yield "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use ddp"
     if s.world_size == 1:
         yield "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or leave it out"
     if s.accelerator == "cpu":
