@@ -58,7 +58,7 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
         (DP | {"trainer.devices": 2}, TWO, "--trainer.strategy dp is one process, but torchrun started several"),
         ({"trainer.strategy": "ddp_fork"}, TWO, "ddp_fork starts processes, which torchrun has done already"),
         (DDP | {"trainer.devices": 3}, TWO, "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.nu"),
-        ({"trainer.devices": 1}, TWO, "of 1: leave --trainer.num_nodes and --trainer.devices out, and they follow to"),
+        ({"trainer.devices": 1}, TWO, "of 1: leave --trainer.num_nodes and --trainer.devices out to follow torchrun"),
         ({}, Launched("srun", 2, None, 3), "not the same number on each node: give --ntasks-per-node"),
         ({"data.init_args.batch_size": 15}, TWO, "a global batch of 15 cannot be shared equally by 2 ranks: use --dat"),
         (DDP | {"trainer.devices": 3}, None, "use --data.batch_size 15 or 18, or another --trainer.devices"),
@@ -110,7 +110,7 @@ def test_a_learning_rate_that_is_no_number(value: str, app: App, monkeypatch: py
     monkeypatch.setattr("lightning.pytorch.trainer.trainer._AcceleratorConnector", lambda **_: pytest.fail("built"))
     said = error_of(*app(*SMALL, f"--model.optimizer.lr={value}"))
     assert said.startswith("error: --model.optimizer.lr ")
-    assert said.endswith(": give a finite number")
+    assert said.endswith((": give a finite number", ": expected a number"))
 
 
 def test_rules_of_flags_hold_on_any_machine() -> None:

@@ -52,10 +52,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop monitoring a metric of validation in a run without validation."""
-        validated = trainer.num_val_batches
-        if (self.monitor or "").startswith("val") and not (
-            sum(validated) if isinstance(validated, list) else validated
-        ):
+        if (self.monitor or "").startswith("val") and not sum(trainer.num_val_batches):
             rank_zero_info("There is no validation: keeping the newest checkpoint instead of the best.")
             self.monitor = None
         super().on_train_start(trainer, pl_module)
@@ -87,10 +84,8 @@ class RunCheckpoint(ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give up monitoring the default metric if validation did not log it, then save."""
         if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in trainer.callback_metrics:
-            rank_zero_info(
-                f"{type(pl_module).__name__} does not log {self.monitor}: keeping the newest checkpoint instead of the "
-                "best; name a metric with --best_checkpoint.monitor"
-            )
+            why = f"{type(pl_module).__name__} does not log {self.monitor}"
+            rank_zero_info(f"{why}: keeping the newest checkpoint, not the best: give --best_checkpoint.monitor")
             self.monitor = None
         super().on_validation_end(trainer, pl_module)
         if not trainer.is_last_batch:  # early stopping may have decided so
@@ -137,9 +132,7 @@ def _of_name(name: str, folder: Path) -> Path:
     for path in _newest_first(folder.glob("version_*/checkpoints")):
         if path.stem.startswith(name):
             return path
-    raise UserError(
-        f"--ckpt_path {name}: no {name}.ckpt under {folder}: name the run with --run.name, or give a file's path"
-    )
+    raise UserError(f"--ckpt_path {name}: no {name}.ckpt under {folder}: give --run.name, or a file's path")
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
@@ -183,10 +176,8 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         rank_zero_info(reason)
         damaged += [path] * (not reason.endswith(WEIGHTS_ALONE))
     if paths:
-        raise UserError(
-            f"from none of the {len(paths)} checkpoints under {Path(root, run)} can training resume: give another "
-            "--run.name to begin anew, or --ckpt_path with one elsewhere"
-        )
+        problem = f"from none of the {len(paths)} checkpoints under {Path(root, run)} can training resume"
+        raise UserError(f"{problem}: give another --run.name to begin anew, or --ckpt_path with one elsewhere")
     return None
 
 
@@ -226,18 +217,14 @@ def check_checkpoint(
     for key in [*weights, *saved]:
         here, there = (tuple(d[key].shape) if key in d else None for d in (weights, saved))
         if here != there:
-            raise UserError(
-                f"--ckpt_path {path} is of another model than {type(model).__name__}: {key} is "
-                f"{there or 'missing'} in the checkpoint and {here or 'missing'} in the model: give the --model (or "
-                "--config) that it was trained with"
-            )
+            shapes = f"{key} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the model"
+            problem = f"--ckpt_path {path} is of another model than {type(model).__name__}: {shapes}"
+            raise UserError(f"{problem}: give the --model (or --config) that it was trained with")
     trained = (checkpoint.get("images") or {}).get("class_names")
     if trained and isinstance(data, ImageData) and trained != list(data.class_names):
         before, now = next(names for names in zip_longest(trained, data.class_names) if names[0] != names[1])
-        raise UserError(
-            f"--ckpt_path {path} was trained on other classes: {before}, where --data has {now}: give images with the "
-            "same class names"
-        )
+        problem = f"--ckpt_path {path} was trained on other classes: {before}, where --data has {now}"
+        raise UserError(f"{problem}: give images with the same class names")
     if resumed_by is not None:
         _check_resumable(path, checkpoint, model, resumed_by, may_be_finished)
 
@@ -248,10 +235,7 @@ def _check_resumable(
     """Reject a checkpoint from which the training cannot resume, or would not resume as its flags demand."""
     for key in ("global_step", "callbacks", "optimizer_states", "lr_schedulers", "loops"):
         if key not in checkpoint:
-            raise UserError(
-                f"--ckpt_path {path}: it holds no {key}, without which no training resumes: it has weights alone, or "
-                "is of another version: give another one"
-            )
+            raise UserError(f"--ckpt_path {path}: it holds no {key}, without which no training resumes: give another")
     try:
         loop = checkpoint["loops"]["fit_loop"]
         epochs, state = loop["epoch_progress"]["current"]["processed"], loop.get("epoch_loop.state_dict", {})
@@ -261,17 +245,15 @@ def _check_resumable(
     limits = ((epochs, trainer.max_epochs, "epochs"), (checkpoint["global_step"], trainer.max_steps, "steps"))
     for done, limit, unit in () if may_be_finished else limits:
         if limit is not None and 0 <= limit <= done:
+            limit_flag = f"--trainer.max_{unit} {limit}"
             raise UserError(
-                f"--ckpt_path {path} has been trained for {done} {unit}, as many as --trainer.max_{unit} {limit}: "
-                "give more"
+                f"--ckpt_path {path} has been trained for {done} {unit}, as many as {limit_flag}: give more"
             )
     sharded = trainer.fit_loop.epoch_loop
     for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
         if state.get(name, value) != value:  # another number of shards or threads changes the bits
-            raise UserError(
-                f"--run.{name} {value}: {path} was trained with {state[name]}, on which its bits depend: give --run."
-                f"{name} {state[name]}, or leave --run.virtual_devices out"
-            )
+            problem = f"--run.{name} {value}: {path} was trained with {state[name]}, on which its bits depend"
+            raise UserError(f"{problem}: give --run.{name} {state[name]}, or leave --run.virtual_devices out")
     if isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier):
         _check_optimizer(path, groups[0] if groups else {}, model)
 
@@ -284,7 +266,5 @@ def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -
     scheduled = {"lr", "momentum", "betas"} if "initial_lr" in saved else set()
     for key in here.keys() - {"params", *IMPLEMENTATION} - scheduled:
         if saved[key] != here[key]:
-            raise UserError(
-                f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer, where "
-                f"it is {saved[key]}: leave it out, or begin a new run"
-            )
+            problem = f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer"
+            raise UserError(f"{problem}, where it is {saved[key]}: leave it out, or begin a new run")

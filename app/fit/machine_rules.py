@@ -48,11 +48,9 @@ def launcher_problems(s: Any) -> Iterator[str]:
         yield f"{launcher.by} started {launcher.world_size} processes, not the same number on each node: give {flag}"
     is_single = s.world_size == 1 == launcher.world_size
     if not is_single and (launcher.nodes, launcher.per_node) != (s.nodes, s.processes):
-        yield (
-            f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es), but the run is "
-            f"--trainer.num_nodes {s.nodes} of {s.processes}: leave --trainer.num_nodes and --trainer.devices out, and "
-            f"they follow {launcher.by}"
-        )
+        started = f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es)"
+        run = f"the run is --trainer.num_nodes {s.nodes} of {s.processes}"
+        yield f"{started}, but {run}: leave --trainer.num_nodes and --trainer.devices out to follow {launcher.by}"
 
 
 def _devices(s: Resolved) -> Iterator[str]:

@@ -200,9 +200,8 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
         gpus = len(records[0].hardware.gpus) if records[0].hardware else 0
         if len({timed(record).images for record in records}) == 1:
             cautions.append(
-                "The steps of `--run` have one batch size: what it costs to launch a step is not known and taken to be "
-                "nothing, so that the predictions are the best that can be hoped for, and dp, which it matters most "
-                "to, is left out. Give a run with another batch, too."
+                "The steps of `--run` have one batch size, so that the cost of launching a step is unknown: the "
+                "predictions are upper bounds, and dp is left out. Give a run with another batch, too."
             )
     devices = gpus if cuda else max(usable_cores() // threads, 1)
     _refuse_to_share(options, devices, cuda)
@@ -229,12 +228,11 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
     nodes = options.node_bandwidth is not None and options.node_latency is not None
     if network or 1 < per_node <= devices or (per_node == 1 and nodes):
         return
-    has = f"{devices} GPU(s)" if cuda else f"cores for {devices} process(es) of this training"
+    flag = f"--per_node {options.per_node}: " if options.per_node else ""
+    has = f"{devices} GPU(s)" if cuda else f"cores for {devices} process(es) of this training; see --run.threads"
     raise UserError(
-        f"{'' if options.per_node is None else f'--per_node {options.per_node}: '}this machine has {has}; more would "
-        "share them, none as fast as alone: give --per_node, --bandwidth and --latency of another machine, or "
+        f"{flag}this machine has {has}: give --per_node, --bandwidth and --latency of another machine, or "
         "--node_bandwidth and --node_latency between machines like this one"
-        f"{'' if cuda else ', or --run.threads 1, so that each process needs one core'}"
     )
 
 
