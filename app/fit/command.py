@@ -32,7 +32,7 @@ from app.fit.resolved import Resolved
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import decide, is_recorded, release_folders
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.cluster_environment import Launched, launched
+from app.launch.cluster_environment import launched
 from app.launch.elastic import RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
 from app.launch.process import end_in_order, end_undisturbed, trust_flags
@@ -95,7 +95,6 @@ class CLI(Flags):
     def __init__(self, argv: Sequence[str]) -> None:
         self.command = shlex.join(["python", "-m", "app", *argv, *trust_flags()])
         self.exit_code = self.processes = 0
-        self.launcher: Launched | None = launched()
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
         self.decided: dict[str, Any] = {}  # rank zero's decisions
@@ -119,7 +118,7 @@ class CLI(Flags):
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
             torch.set_num_threads(config.run.threads)
-        self.resolved = Resolved(config, str(self.config.subcommand), self.launcher)
+        self.resolved = Resolved(config, str(self.config.subcommand), launched())
         self.processes = self.resolved.agent_processes
         self.settings = shared_settings(config)
 
@@ -132,8 +131,13 @@ class CLI(Flags):
         self.asked_for, self.flags.ckpt_path = self.flags.ckpt_path, None
 
     def more_arguments(self) -> dict[str, Any]:
-        """Return the checkpoint that rank zero found."""
-        return {"ckpt_path": self.checkpoint}
+        """Return the checkpoint that rank zero found; closing lines and files report our models' results."""
+        quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(str(self.subcommand), self._quiet)
+        return {"ckpt_path": self.checkpoint, **quiet}
+
+    @property
+    def _quiet(self) -> dict[str, bool]:
+        return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
         """Start the ranks as their agent; or build data, model and Trainer, and agree with the other ranks."""
@@ -254,18 +258,6 @@ class CLI(Flags):
         kwargs |= callbacks(config, self.command)
         return patch(super().instantiate_trainer(**kwargs), config.run)
 
-    def test(self, **kwargs: Any) -> None:
-        """Test; the closing lines report our models' figures."""
-        self.trainer.test(verbose=not isinstance(self.model, app.modules.ImageClassifier), **kwargs)
-
-    def validate(self, **kwargs: Any) -> None:
-        """Validate; the closing lines report our models' figures."""
-        self.trainer.validate(verbose=not isinstance(self.model, app.modules.ImageClassifier), **kwargs)
-
-    def predict(self, **kwargs: Any) -> None:
-        """Predict; PredictionWriter has written the results."""
-        self.trainer.predict(return_predictions=False, **kwargs)
-
     def after_fit(self) -> None:
         """Test the best checkpoint, if model and data define a test."""
         is_tested = self.flags.run.test and self.is_recorded and can("test", self.model, self.datamodule)
@@ -275,7 +267,7 @@ class CLI(Flags):
         if best is not None and not all(gather_objects(Path(best).is_file())):
             rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
             best = None
-        self.test(model=self.model, datamodule=self.datamodule, ckpt_path=best)
+        self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best, **self._quiet)
 
     @property
     def _outcome(self) -> Record:
@@ -296,7 +288,7 @@ class CLI(Flags):
         timeout = self.flags.cluster.timeout if several else None
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             super().run_subcommand(subcommand)
-        self.exit_code = exit_code(trainer, self._outcome, self.launcher)
+        self.exit_code = exit_code(trainer, self._outcome, self.resolved.launcher)
 
     @rank_zero_only
     def after_subcommand(self) -> None:

@@ -117,8 +117,7 @@ class Resolved:
         if text in ("auto", "-1"):
             return max(self.accelerator_class.auto_device_count(), 1) if self.accelerator_class else 1
         if isinstance(trainer.devices, list) or "," in text:
-            devices = trainer.devices if isinstance(trainer.devices, list) else text.split(",")
-            count = sum(bool(str(device).strip()) for device in devices)
+            count = sum(bool(name.strip()) for name in text.strip("[]").split(","))
         else:
             count = int(text) if text.isdecimal() else 0
         if count < 1:

@@ -22,7 +22,7 @@ from app.fit.arguments import read_yaml
 from app.fit.configuration import resolve, split_flags
 from app.fit.parser import PlainParser
 from app.fit.resolved import Resolved
-from app.monitor.loggers import next_version
+from app.monitor.loggers import claim_version
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
 from app.plan.measure import measure_steps, profile_gradients, read_record, timed
 from app.plan.report import PICTURES, advice, draw_pictures, heading, notes, origin, predictions
@@ -122,9 +122,7 @@ def run(arguments: list[str]) -> int:
             f"More than {most} devices have no images of a batch of {basis.batch}: see `--scale_batch true`."
         )
 
-    folder = Path(options.root, "plan")
-    folder = folder / next_version(str(folder.parent), "plan")
-    folder.mkdir(parents=True)
+    folder = claim_version(Path(options.root, "plan"))
     command = shlex.join(["python", "-m", "app", "plan", *arguments])
     title, text = heading(table, basis.config, basis.batch), "\n\n".join(advice(table, options.scale_batch))
     reading = "\n\n".join([*notes(table, machines), *basis.cautions])
@@ -259,12 +257,6 @@ def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> t
     elif not missing and not between:
         source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
     link = replace(link, **within)
-    machines = Machines(
-        per_node=per_node,
-        link=link,
-        node_link=replace(link, **between) if between or not missing else None,
-        shared=not basis.cuda,
-        link_spread=spread,
-        price_per_hour=options.price_per_hour,
-    )
+    node_link, price = replace(link, **between) if between or not missing else None, options.price_per_hour
+    machines = Machines(per_node, link, node_link, not basis.cuda, link_spread=spread, price_per_hour=price)
     return machines, source

@@ -57,10 +57,6 @@ class Line:
         """Predict the seconds for a batch."""
         return self.launch + self.per_image * images
 
-    def stretched(self, factor: float) -> "Line":
-        """Return the line with its seconds multiplied by a factor."""
-        return Line(factor * self.launch, factor * self.per_image)
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -138,17 +134,6 @@ class Step:
         copies = 0.0 if shared else 2 * (devices - 1) * (self.parameter_bytes / link.bandwidth + link.latency)
         return self.data(batch) + devices * launch + forward + backward + copies + self.update + self.rest
 
-    def stretched(self, factor: float) -> "Step":
-        """Return the step for devices that compute slower by a factor."""
-        return replace(
-            self,
-            data=self.data.stretched(factor),
-            forward=self.forward.stretched(factor),
-            backward=self.backward.stretched(factor),
-            update=factor * self.update,
-            rest=factor * self.rest,
-        )
-
 
 @dataclass(frozen=True)
 class Timed:
@@ -198,13 +183,10 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
     )
     alone = ("data", "forward_backward", "optimizer", "rest")
     off = [sum(timed.phases[phase] for phase in alone) / 1000 / step.single(timed.images) for timed in measured]
-    return replace(
-        step,
-        spread=(
-            min(1.0, *(part * timed.windows[0] for part, timed in zip(off, measured, strict=True))),
-            max(1.0, *(part * timed.windows[1] for part, timed in zip(off, measured, strict=True))),
-        ),
+    lows, highs = zip(
+        *((part * t.windows[0], part * t.windows[1]) for part, t in zip(off, measured, strict=True)), strict=True
     )
+    return replace(step, spread=(min(1.0, *lows), max(1.0, *highs)))
 
 
 def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int) -> tuple[float, float]:
@@ -289,7 +271,7 @@ def predict(
         both = 1 < count <= machines.per_node and step.launch_known
         for strategy in ("ddp", "dp") if both else ("ddp",):
             time, *ends = (
-                _seconds(strategy, step.stretched(compute), images, count, machines, sending)
+                _seconds(strategy, step, images, count, machines, compute, sending)
                 for compute, sending in ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
             )
             rates = {"": images / time, "_low": images / ends[1], "_high": images / ends[0]}
@@ -313,10 +295,15 @@ def predict(
     return pd.DataFrame(rows)
 
 
-def _seconds(strategy: str, step: Step, images: int, count: int, machines: Machines, sending: float) -> float:
-    """Predict the seconds of a step on several devices, with a link that is slower by a factor."""
+def _seconds(
+    strategy: str, step: Step, images: int, count: int, machines: Machines, compute: float, sending: float
+) -> float:
+    """Predict the seconds of a step on devices that compute, and a link that sends, slower by a factor each.
+
+    Devices slower by a factor are the same as a link faster by it, with all of the step slower by it.
+    """
     link = machines.slowest(count)
-    link = Link(link.bandwidth / sending, link.latency * sending)
-    if strategy == "ddp":
-        return step.ddp(images, count, link)
-    return step.dp(images, count, link, machines.shared)
+    link = Link(link.bandwidth * compute / sending, link.latency * sending / compute)
+    return compute * (
+        step.ddp(images, count, link) if strategy == "ddp" else step.dp(images, count, link, machines.shared)
+    )

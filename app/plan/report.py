@@ -72,17 +72,13 @@ def predictions(table: pd.DataFrame) -> str:
 
 def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
     """Explain the table."""
-    yield (
-        "The range shows how far the measured steps and all-reduces lay from the formulas. `compare` measures what is "
-        "true here."
-    )
+    yield "The range shows how far measured steps and all-reduces were from the formulas. `compare` measures the truth."
     if not table["shared_equally"].all():
         yield "\\* on paper only: `fit` refuses a batch that the devices cannot share equally."
     if machines.node_link is None:
         yield (
-            f"More than {machines.per_node} devices are not predicted: more would share those of this machine. Give "
-            "`--node_bandwidth` and `--node_latency` between machines like it, or `--per_node`, `--bandwidth` and "
-            "`--latency` of another."
+            f"More than {machines.per_node} devices are not predicted: give `--node_bandwidth` and `--node_latency` "
+            "between machines like this one, or `--per_node`, `--bandwidth` and `--latency` of another."
         )
 
 
@@ -103,8 +99,7 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
         f"Network: {speeds}; {network} All-reduces took {machines.link_spread[0]:.2f} to "
         f"{machines.link_spread[1]:.2f} times what was fitted to them. Waiting is communication that the backward "
         "pass does not hide. The model is a ring all-reduce of DDP's buckets that overlaps with the backward pass; its "
-        "formulas and sources are in app/plan/cost_model.py. Among many ranks NCCL takes trees for small buffers, "
-        "whose latency grows less than that of a ring."
+        "formulas and sources are in app/plan/cost_model.py."
     )
 
 
