@@ -42,11 +42,9 @@ def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
         resolved: The resolved configuration.
     """
     theirs = as_list(config.trainer.plugins)
-    environment = None
-    if not any(isinstance(plugin, ClusterEnvironment) for plugin in theirs):
-        environment = environment_of(config.cluster, resolved.nodes)
-    own_files = not any(isinstance(plugin, CheckpointIO) for plugin in theirs)
-    own_files = own_files and resolved.options.get("checkpoint_io") is None
+    is_clustered = any(isinstance(plugin, ClusterEnvironment) for plugin in theirs)
+    environment = None if is_clustered else environment_of(config.cluster, resolved.nodes)
+    own_files = not (any(isinstance(each, CheckpointIO) for each in theirs) or resolved.options.get("checkpoint_io"))
     meets = isinstance(environment, LightningEnvironment) and resolved.nodes > 1
     return [*theirs, *[CheckpointFiles()] * own_files, *filter(None, [environment])], meets
 

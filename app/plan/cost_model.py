@@ -181,11 +181,9 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
         buckets=tuple(buckets),
         launch_known=len(set(images)) > 1,
     )
-    alone = ("data", "forward_backward", "optimizer", "rest")
-    off = [sum(timed.phases[phase] for phase in alone) / 1000 / step.single(timed.images) for timed in measured]
-    lows, highs = zip(
-        *((part * t.windows[0], part * t.windows[1]) for part, t in zip(off, measured, strict=True)), strict=True
-    )
+    phases = ("data", "forward_backward", "optimizer", "rest")
+    fits = [(sum(t.phases[p] for p in phases) / 1000 / step.single(t.images), *t.windows) for t in measured]
+    lows, highs = [fit * low for fit, low, _ in fits], [fit * high for fit, _, high in fits]
     return replace(step, spread=(min(1.0, *lows), max(1.0, *highs)))
 
 
