@@ -184,7 +184,7 @@ def test_every_config_runs_two_steps(
             ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "3"],
             "use --data.batch_size 15 or 18",
         ),
-        (["--trainer.strategy", "dp", "--trainer.num_nodes", "2"], "use --trainer.strategy ddp"),
+        (["--trainer.strategy", "dp", "--trainer.num_nodes", "2"], "not on 2: use ddp or ddp_dp"),
         (
             ["--trainer.strategy", "dp", "--trainer.sync_batchnorm", "true"],
             "--trainer.sync_batchnorm has no effect under dp",

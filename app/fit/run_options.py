@@ -124,11 +124,10 @@ def decide(
         rank_zero_info(f"resuming from {newest}")
     elif checkpoint not in (None, "auto"):
         newest = find_checkpoint(str(checkpoint), [str(file) for file in config.config or []], root, name)
-    place: Path | None = None
-    earlier: Record | None = None
-    if is_recorded(config.trainer):
-        place, earlier = _folder(subcommand, config.run, Path(root, name), newest, dump)
-        place = place.relative_to(root) if place.is_relative_to(root) else place
+    is_kept = is_recorded(config.trainer)
+    place, earlier = _folder(subcommand, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
+    if place is not None and place.is_relative_to(root):
+        place = place.relative_to(root)
     return {
         "checkpoint": newest,
         "may_be_finished": may_be_finished,  # started again after the end of its training, it has still to be tested
