@@ -126,7 +126,7 @@ def test_shares_without_virtual_devices(ranks: int, tmp_path: Path) -> None:
 
 REFUSED = {
     "--trainer.strategy dp --trainer.devices 2": "use --trainer.strategy ddp",
-    "--trainer.strategy ddp --trainer.devices 6": "6 processes need a shard each: give at least 6",
+    "--trainer.strategy ddp --trainer.devices 6": "each process needs a shard: give 6 or more",
     "--data.batch_size 4": "a global batch of 4 has fewer samples than shards: give 4 or less",
     "--data.batch_size 0.03": "a global batch of 3 has fewer samples than shards: give 3 or less",
     "--data.micro_batch 2": "a shard is one already",
