@@ -13,7 +13,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     doctor              says what this machine can run, and tests it
     variant             flags of fit, what they resolve to, and their processes on this machine
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
-                        flag), help, configuration (all flags), resolved (strategy, devices, processes), rule, rules,
+                        flag), help, configuration (all flags), resolved (strategy, devices, processes), rules,
                         flag_rules, machine_rules (whether a run can work), command (launches or trains), assembly (of
                         a Trainer), outcome (exit code, closing lines), run_options (where a run is kept), checkpoints,
                         checkpoint_file

@@ -7,6 +7,7 @@
 Heavy imports stay inside functions: `python -m app --help` answers at once.
 """
 
+import argparse
 import gc
 import importlib
 import os
@@ -107,17 +108,13 @@ def _say(error: BaseException) -> int:
 
 def _without_trust(argv: list[str]) -> list[str]:
     """Return the arguments without `--trust MODULE`, which the run's processes inherit."""
-    rest: list[str] = []
-    given = iter(argv)
-    for argument in given:
-        flag, equals, value = argument.partition("=")
-        if flag != "--trust":
-            rest.append(argument)
-            continue
-        value = value if equals else next(given, "")
-        if not all(part.isidentifier() for part in value.split(".")):
-            raise UserError(f"--trust {value}: give the name of a module")
-        os.environ[TRUST] = ",".join(filter(None, [os.environ.get(TRUST), value]))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--trust", action="append", nargs="?", const="", default=[])
+    known, rest = parser.parse_known_args(argv)
+    for module in known.trust:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise UserError(f"--trust {module}: give the name of a module")
+        os.environ[TRUST] = ",".join(filter(None, [os.environ.get(TRUST), module]))
     return rest
 
 

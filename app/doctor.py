@@ -1,8 +1,8 @@
-"""Report of this machine, and a test of what works on it: `python -m app doctor`.
+"""Report of this machine, and a test of the strategies on it: `python -m app doctor`.
 
-Every line is green, yellow (it works, with a caution) or red (it does not work), with a remedy. A self-test ends the
-report: a training step under each strategy that can run here, an all-reduce of two processes, a checkpoint written and
-read. A timeout is red on a quiet machine only, because a busy or slow one proves nothing.
+Every line is green, yellow (it works, with a caution) or red (it does not work), with a remedy. The report ends with a
+training step under each strategy that can run here. A timeout is red on a quiet machine only, because a busy or slow
+one proves nothing.
 """
 
 import importlib.metadata
@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
@@ -44,6 +44,10 @@ where something does not work."""
 Level = Literal["green", "yellow", "red"]
 LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
 LONGEST = 300.0  # seconds for a run of one step; on a quiet machine with two cores it takes 4
+ONE_STEP = (
+    *("--data=Synthetic", "--data.size=80", "--data.batch_size=8", "--trainer.max_steps=1"),
+    *("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", "--run.wandb=false"),
+)
 
 
 @dataclass
@@ -89,8 +93,8 @@ def run(arguments: list[str]) -> int:
         print(json.dumps({"level": worst, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         count = sum(check.level == worst for check in checks)
-        said = {"green": "everything works", "yellow": f"it works; look at the {count} in yellow"}
-        text = said.get(worst, f"{count} of {len(checks)} do not work")
+        summary = {"green": "everything works", "yellow": f"it works; look at the {count} in yellow"}
+        text = summary.get(worst, f"{count} of {len(checks)} do not work")
         console.print(f"[{worst}]{text}[/{worst}], after {monotonic() - began:.0f} s")
     return int(worst == "red")
 
@@ -105,7 +109,7 @@ def _line(check: Check) -> Table:
     return grid
 
 
-def examine(data_root: str, say: Callable[[str], None] = lambda what: None) -> Iterator[Check]:
+def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) -> Iterator[Check]:
     """Make every check, in order; the self-test comes last.
 
     Args:
@@ -113,42 +117,34 @@ def examine(data_root: str, say: Callable[[str], None] = lambda what: None) -> I
         say: Receives the name of the next check, if it takes more than a moment.
     """
     say("this machine")
-    yield _load()
+    load, _, remedy = (busy() or f"{psutil.getloadavg()[0]:.1f} on {usable_cores()} cores").partition("; ")
+    yield Check("load", "yellow" if remedy else "green", load, remedy)
     yield from _packages()
     yield _accelerators()
     yield _cores()
     yield from _room()
     yield _backends()
-    yield from environment(os.environ)
+    yield environment(os.environ)
     say("the data sets")
     yield from _data(data_root)
-    yield _tracker()
+    source = "by WANDB_MODE" if os.environ.get("WANDB_MODE") else "by default; --run.wandb online uploads"
+    yield Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}, {source}")
     yield from _self_test(say)
 
 
-def _load() -> Check:
-    said, _, remedy = (busy() or "").partition("; ")
-    if said:
-        return Check("load", "yellow", said, remedy)
-    return Check("load", "green", f"{psutil.getloadavg()[0]:.1f} on {usable_cores()} cores")
-
-
 def _packages() -> Iterator[Check]:
+    installed = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "lightning", "wandb")}
+    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # the rest of it takes seconds
+    libraries = ", ".join(f"{name} {version}" for name, version in installed.items())
+    yield Check("versions", "green", f"Python {sys.version.split()[0]}, {libraries}; {system}")
     try:
-        needed = [Requirement(text) for text in importlib.metadata.requires("data-parallel-lab") or []]
-        needed = [requirement for requirement in needed if requirement.marker is None]
-        found = {requirement.name: importlib.metadata.version(requirement.name) for requirement in needed}
+        for requirement in map(Requirement, importlib.metadata.requires("data-parallel-lab") or []):
+            version = "" if requirement.marker else importlib.metadata.version(requirement.name)
+            if version and not requirement.specifier.contains(version, prereleases=True):
+                text = f"{requirement.name} {version}, but {requirement} is needed"
+                yield Check("versions", "red", text, f"pip install '{requirement}'")
     except importlib.metadata.PackageNotFoundError as error:
         yield Check("versions", "red", f"{error.name} is not installed", "pip install -e .")
-        return
-    wrong = [r for r in needed if not r.specifier.contains(found[r.name], prereleases=True)]
-    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "torchvision", "lightning", "torchmetrics"))
-    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # the rest of it takes seconds
-    text = f"Python {sys.version.split()[0]}, {versions}, wandb {found['wandb']}; {system}"
-    yield Check("versions", "green", text)
-    for requirement in wrong:
-        text = f"{requirement.name} {found[requirement.name]}, but {requirement} is needed"
-        yield Check("versions", "red", text, f"pip install '{requirement}'")
 
 
 def _accelerators() -> Check:
@@ -156,21 +152,19 @@ def _accelerators() -> Check:
         devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         text = ", ".join(f"{device.name} with {device.total_memory / GIB:.0f} GiB" for device in devices)
         return Check("accelerators", "green", f"{text}; driver {driver()}")
-    built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
-    return Check(
-        "accelerators", "yellow", f"no GPU ({built})", "training runs on the CPU; see nvidia-smi if there is one"
-    )
+    text = f"no GPU (torch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'})"
+    return Check("accelerators", "yellow", text, "training runs on the CPU; nvidia-smi shows whether there is a GPU")
 
 
 def _cores() -> Check:
     """Examine processor and memory."""
     usable, cores, memory = usable_cores(), os.cpu_count() or 1, psutil.virtual_memory()
     free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
-    text = f"{hardware()['cpu']}, {usable} of {cores} cores, {free}"
     threads = os.environ.get("OMP_NUM_THREADS", str(cores))
-    if threads.isdigit() and int(threads) > usable:
-        return Check("processor", "yellow", text, f"OMP_NUM_THREADS={usable}: more threads would share the cores")
-    return Check("processor", "green", text)
+    is_many = int(threads.partition(",")[0]) > usable
+    remedy = f"OMP_NUM_THREADS={usable}: more threads would share the cores" if is_many else ""
+    text = f"{hardware()['cpu']}, {usable} of {cores} cores, {free}"
+    return Check("processor", "yellow" if remedy else "green", text, remedy)
 
 
 def _room() -> Iterator[Check]:
@@ -185,67 +179,53 @@ def _room() -> Iterator[Check]:
             level: Level = "red" if free < least else "yellow" if free < enough else "green"
             yield Check(name, level, f"{free:.1f} GiB free in {place}", "" if level == "green" else remedy)
     if not os.access(".", os.W_OK):
-        yield Check("disk", "red", f"{Path.cwd()} cannot be written to", "go elsewhere, or give --run.root")
+        yield Check("disk", "red", f"{Path.cwd()} is not writable", "go elsewhere, or give --run.root")
 
 
 def _backends() -> Check:
-    distributed = torch.distributed
-    there = {
-        "nccl": distributed.is_available() and distributed.is_nccl_available(),
-        "gloo": distributed.is_available() and distributed.is_gloo_available(),
-    }
-    text = ", ".join(name for name, available in there.items() if available) or "none"
-    if not there["gloo"] or (torch.cuda.is_available() and not there["nccl"]):
-        return Check("backends", "red", text, "ddp needs gloo on CPUs and nccl on GPUs: install another build of torch")
-    return Check("backends", "green", text)
+    usable = [name for name in ("nccl", "gloo") if torch.distributed.is_backend_available(name)]
+    is_enough = "gloo" in usable and ("nccl" in usable or not torch.cuda.is_available())
+    remedy = "" if is_enough else "ddp needs gloo on CPUs and nccl on GPUs: install another build of torch"
+    return Check("backends", "green" if is_enough else "red", ", ".join(usable) or "none", remedy)
 
 
-def environment(variables: Mapping[str, str]) -> Iterator[Check]:
+def environment(variables: Mapping[str, str]) -> Check:
     """Check which variables a launcher has set, or left behind."""
+
+    def values(names: Iterable[str]) -> str:
+        return ", ".join(f"{name}={variables[name]}" for name in names)
+
     left = [name for name in RANKS if name in variables]
     addresses = [name for name in ADDRESSES if name in variables]
-    launchers = {
-        "torchrun": {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"} <= variables.keys(),
-        f"SLURM job {variables.get('SLURM_JOB_ID')}": "SLURM_JOB_ID" in variables,
-        "MPI": bool({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} & variables.keys()),
-    }
-    found = [name for name, there in launchers.items() if there]
-    if found:
-        level: Level = "yellow" if found[-1] == "MPI" else "green"
-        remedy = "runs are not started by mpirun: use torchrun or srun" if level == "yellow" else ""
-        yield Check("launcher", level, ", ".join(found), remedy)
-    elif left:
-        text = ", ".join(f"{name}={variables[name]}" for name in left)
-        remedy = f"a run would take itself for one of several and wait for them: unset {' '.join(left + addresses)}"
-        yield Check("launcher", "red", f"none, but {text} left over", remedy)
-    elif addresses:
-        text = ", ".join(f"{name}={variables[name]}" for name in addresses)
+    if variables.keys() & {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}:
+        return Check("launcher", "yellow", "MPI", "runs are not started by mpirun: use torchrun or srun")
+    if "SLURM_JOB_ID" in variables:
+        return Check("launcher", "green", f"SLURM job {variables['SLURM_JOB_ID']}")
+    if variables.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}:
+        return Check("launcher", "green", "torchrun")
+    if left:
+        remedy = f"a run would be one rank of several and wait for the others: unset {' '.join(left + addresses)}"
+        return Check("launcher", "red", f"none, but {values(left)} left over", remedy)
+    if addresses:
         remedy = f"ddp would meet there: right on several nodes, else unset {' '.join(addresses)}"
-        yield Check("launcher", "yellow", f"none, but {text} set", remedy)
-    else:
-        yield Check("launcher", "green", "none: runs start their own processes")
+        return Check("launcher", "yellow", f"none, but {values(addresses)} set", remedy)
+    return Check("launcher", "green", "none: runs start their own processes")
 
 
 def _data(root: str) -> Iterator[Check]:
     for name, source in (("CIFAR10", CIFAR10Source(root)), ("FashionMNIST", FashionMNISTSource(root))):
-        there = [file for file in source.files if file.exists()]
-        if len(there) < len(source.files):
-            text = f"{'parts are missing' if there else 'not there'} in {root}"
+        missing = [file for file in source.files if not file.exists()]
+        if missing:
+            text = f"{'missing' if len(missing) == len(source.files) else 'incomplete'} in {root}"
             yield Check(name, "yellow", text, "it is downloaded when it is first used; --data Synthetic needs no files")
             continue
         try:
             source.prepare()
             source.load("train")  # loading checks CIFAR's checksums
             source.load("test")
+            yield Check(name, "green", f"in {root}, intact")
         except UserError as error:
             yield Check(name, "red", str(error))
-        else:
-            yield Check(name, "green", f"in {root}, intact")
-
-
-def _tracker() -> Check:
-    by = ", by WANDB_MODE" if os.environ.get("WANDB_MODE") else "; --run.wandb online uploads"
-    return Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}{by}")
 
 
 def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
@@ -260,37 +240,29 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
         for strategy, devices in runs.items():
             name = "one step" if strategy == "auto" else f"{strategy} x{devices}"
             say(name)
-            check = _one_step(name, strategy, devices, Path(folder, strategy), losses)
-            yield check
-            if check.level != "green" and strategy == "auto":
+            level, text, remedy = _one_step(strategy, devices, Path(folder, strategy), losses)
+            yield Check(name, level, text, remedy)
+            if level != "green" and strategy == "auto":
                 return  # the others would fail, too
 
 
-def _one_step(name: str, strategy: str, devices: str, folder: Path, losses: dict[str, float]) -> Check:
-    """Train one step of each strategy on the same batch, and compare the losses."""
-    flags = {
-        "data": "Synthetic",
-        "data.size": "80",
-        "data.batch_size": "8",
-        "trainer.strategy": strategy,
-        "trainer.devices": devices,
-        "trainer.max_steps": "1",
-        "trainer.limit_val_batches": "0",
-        "trainer.log_every_n_steps": "1",
-        "run.wandb": "false",
-    }
-    record = run_fit([f"--{flag}={value}" for flag, value in flags.items()], LONGEST, folder)
-    if record.time_limit is not None and busy():
-        return Check(
-            name, "yellow", f"not done after {LONGEST:.0f} s, on a busy machine", "run doctor again when it is quiet"
-        )
+def _one_step(strategy: str, devices: str, folder: Path, losses: dict[str, float]) -> tuple[Level, str, str]:
+    """Train one step on the same batch as the other strategies, and compare the losses.
+
+    Returns:
+        Level, result and remedy.
+    """
+    flags = [*ONE_STEP, f"--trainer.strategy={strategy}", f"--trainer.devices={devices}"]
+    record = run_fit(flags, LONGEST, folder)
     if record.time_limit is not None:
-        remedy = "is a firewall or a wrong network interface in the way?"
-        return Check(name, "red", f"not done after {LONGEST:.0f} s", remedy)
+        text = f"not done after {LONGEST:.0f} s"
+        if busy():
+            return "yellow", f"{text}, on a busy machine", "run doctor again when it is quiet"
+        return "red", text, "is a firewall or a wrong network interface in the way?"
     if record.status != "completed":
-        return Check(name, "red", str(record.error), "APP_DEBUG=1 python -m app fit … shows more")
+        return "red", str(record.error), "APP_DEBUG=1 python -m app fit … shows more"
     written = pd.read_csv(folder / "version_0" / "metrics.csv")["train_loss_step"].dropna()
-    losses[strategy] = float(written.iloc[0])
-    if abs(losses[strategy] - losses.get("auto", losses[strategy])) > 1e-4:
-        return Check(name, "red", f"its loss is {losses[strategy]:.6f}, not {losses['auto']:.6f} as on one device")
-    return Check(name, "green", f"trains; loss {losses[strategy]:.6f}")
+    loss = losses[strategy] = float(written.iloc[0])
+    if abs(loss - losses["auto"]) > 1e-4:
+        return "red", f"its loss is {loss:.6f}, not {losses['auto']:.6f} as on one device", ""
+    return "green", f"trains; loss {loss:.6f}", ""

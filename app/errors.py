@@ -72,45 +72,36 @@ class ExitStatus:
             return cls(code, "failed", f"exit code {code}") if code else cls()
         if isinstance(error, KeyboardInterrupt):
             return cls.stopped_by("Ctrl-C")
-        if isinstance(error, UserError):
-            return cls(2, "failed", str(error))
         if isinstance(error, RankError):
             return cls(error.exit_code, "failed", str(error))
-        said = out_of_memory(error)
-        return (
-            cls(2, "failed", said)
-            if said
-            else cls(1, "failed", f"{type(error).__name__}: {' '.join(str(error).split())}")
-        )
+        if message := str(error) if isinstance(error, UserError) else out_of_memory(error):
+            return cls(2, "failed", message)
+        return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
 PARTS = "--data.micro_batch"  # begins a note with a size, on an out-of-memory error
 # messages of torch for an accelerator, and for the host
 NO_MEMORY = (
-    r"(?P<what>\w+) out of memory\. Tried to allocate (?P<asked>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
-    r"(?P<what>CUDA) error: out of memory",
-    r"DefaultCPUAllocator: .*?you tried to allocate (?P<asked>\d+ bytes)",
+    r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
+    r"(?P<device>CUDA) error: out of memory",
+    r"DefaultCPUAllocator: .*?you tried to allocate (?P<size>\d+ bytes)",
 )
 
 
 def out_of_memory(error: BaseException) -> str | None:
     """Return requested and free memory, and settings that need less; None for other errors."""
-    found = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
-    match = next(filter(None, found), None)
+    matches = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
+    match = next(filter(None, matches), None)
     if match is None:
         return None
     known = match.groupdict()
-    asked = f": {known['asked']} were asked for" if known.get("asked") else ""
+    size = f": {known['size']} were requested" if known.get("size") else ""
     free = f", and {known['free']} are free" if known.get("free") else ""
     notes: list[str] = getattr(error, "__notes__", [])
     parts = next((note for note in notes if note.startswith(PARTS)), f"a smaller {PARTS}")
-    less = (
-        "--data.placement disk" if "what" not in known else "--trainer.precision bf16-mixed, or --data.placement memory"
-    )
-    return (
-        f"out of memory on the {known.get('what', 'host')}{asked}{free}: give {parts}, for "
-        f"the same training in parts, or a lower --data.batch_size; or {less}; or more --trainer.devices"
-    )
+    other = "--trainer.precision bf16-mixed, --data.placement memory" if "device" in known else "--data.placement disk"
+    remedy = f"give {parts}, for the same training in parts, or a lower --data.batch_size, {other}, or more devices"
+    return f"out of memory on the {known.get('device', 'host')}{size}{free}: {remedy}"
 
 
 SYNONYMS = {  # flag names of other programs

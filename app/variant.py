@@ -86,17 +86,15 @@ class Variant:
         return [inherited | loopback | {"CUDA_VISIBLE_DEVICES": ",".join(visible[i : i + count])} for i in starts]
 
     def commands(self, threads: int | None = None) -> str:
-        """Write what a person types to run it, a line for each node.
+        """Write the commands that run it, a line for each node.
 
         Args:
             threads: CPU threads to set, unless the environment sets them.
         """
         nodes = [{"OMP_NUM_THREADS": str(threads)} | node if threads else node for node in self.nodes()]
         meet = ["--cluster.init_method", "tcp://127.0.0.1:29500", "--cluster.node_rank"] if len(nodes) > 1 else []
-        lines = [
-            str(CommandLine([*self.arguments, *meet, *[str(rank)] * bool(meet)], node))
-            for rank, node in enumerate(nodes)
-        ]
+        ranks = [[*meet, str(rank)] if meet else [] for rank in range(len(nodes))]
+        lines = (str(CommandLine([*self.arguments, *rank], node)) for rank, node in zip(ranks, nodes, strict=True))
         return " &\n".join(lines)
 
 

@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
         ("--model.matmul_precision high", "--model.matmul_precision has no effect on the cpu accelerator"),
         ("--model.compile reduce-overhead", "--model.compile reduce-overhead has no effect on the cpu accelerator"),
         ("--model.compile default --trainer.strategy dp", "--model.compile does not work with --trainer.strategy dp"),
-        ("--model.compile reduce-overhead --trainer.accumulate_grad_batches 2", "overwrites the gradients"),
+        ("--model.compile reduce-overhead --trainer.accumulate_grad_batches 2", "overwrites accumulated gradients"),
         (
             "--model.optimizer SGD --model.optimizer.lr 1 --model.optimizer.fused true --trainer.precision 16-mixed "
             "--trainer.gradient_clip_val 1",
@@ -254,7 +254,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return self.work()
 
     monkeypatch.setattr(step_graph, "Graph", Recorded)
-    monkeypatch.setattr(machine_rules, "ON_GPUS", ())
+    monkeypatch.setattr(machine_rules, "needs_cuda", lambda resolved: ())
     return replays
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pandas as pd
@@ -79,7 +79,6 @@ def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
     assert one.dp(10, 2, SLOW) == pytest.approx(1 + 1 + 2 * (2 + 3) + 1 + 1.5 + 3 + 4 + 5)
     # on a CPU nothing is copied, and one thread takes the backward pass of both
     assert one.dp(10, 2, SLOW, shared=True) == pytest.approx(one.dp(10, 2, SLOW) - 3 + 1.5)
-    assert one.stretched(2).single(10) == pytest.approx(2 * one.single(10))
 
 
 def test_lines_and_links_are_found_again() -> None:
@@ -147,7 +146,10 @@ def test_a_range_from_what_was_measured() -> None:
     assert (table["samples_per_s_high"] > table["samples_per_s"]).all()
     ddp = table[table["strategy"] == "ddp"].iloc[0]
     slow = Link(SLOW.bandwidth / 2, SLOW.latency * 2)
-    assert ddp["samples_per_s_low"] == pytest.approx(100 / one.stretched(high).ddp(100, 2, slow))
+    slower = replace(one, forward=Line(*(high * x for x in astuple(one.forward))), update=high * one.update)
+    slower = replace(slower, backward=Line(*(high * x for x in astuple(one.backward))), rest=high * one.rest)
+    slower = replace(slower, data=Line(*(high * x for x in astuple(one.data))))
+    assert ddp["samples_per_s_low"] == pytest.approx(100 / slower.ddp(100, 2, slow))
     assert ddp["speed_up_low"] / ddp["speed_up"] == pytest.approx(ddp["samples_per_s_low"] / ddp["samples_per_s"])
 
 
@@ -185,7 +187,7 @@ def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     assert list(ddp["devices"]) == [2**exponent for exponent in range(15)]
     assert list(ddp["nodes"]) == [1, 1, 1, 1, *(2**exponent for exponent in range(1, 12))]
     assert "dp" not in set(table["strategy"]), "one batch size does not tell what dp costs"
-    assert "what it costs to launch a step is not known" in out
+    assert "the cost of launching a step is unknown" in out
     assert "cost of" in out
     assert (ddp["cost_per_million_samples"].diff().iloc[1:] > 0).all(), "the same work on more devices costs more"
     found = json.loads((folder / "plan.json").read_text())
@@ -219,10 +221,10 @@ def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> Non
     [
         (["--bandwidth", "25GB"], "--bandwidth 25GB: give bytes or bits per second, such as 25GB/s"),
         (["--latency", "20"], "--latency 20: give a time, such as 20us"),
-        (["--max_devices", "16385"], "--max_devices 16385: give 1 or more, up to 16,384"),
-        (["--per_node", "0"], "--per_node 0: give 1 or more"),
+        (["--max_devices", "0"], "--max_devices 0: give more than 0"),
+        (["--per_node", "0"], "--per_node 0: give more than 0"),
         (["--per_node", "600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
-        ([*CPU, *TINY_DATA, "--run.threads", "600"], "cores for 1 process(es) of this training; more would share them"),
+        ([*CPU, *TINY_DATA, "--run.threads", "600"], "cores for 1 process(es) of this training; see --run.threads"),
         (["--per_node", "1", "--node_bandwidth", "1GB/s", *CPU, *TINY_DATA], "give --per_node, --bandwidth and --lat"),
         (["--run", "nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
         (["--bandwith", "1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
@@ -240,7 +242,6 @@ def test_a_plan_from_steps_measured_here(app: App, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
     out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2"))
     assert out.startswith("busy  other processes keep this machine busy: a load of 10000.0")
-    assert "measuring steps on one device with batches of 6 …" in out
     assert "More than 2 devices are not predicted" in out
     table = pd.read_csv(tmp_path / "runs" / "plan" / "version_0" / "plan.csv")
     assert list(zip(table["strategy"], table["devices"], strict=True)) == [("one device", 1), ("ddp", 2), ("dp", 2)]

@@ -41,7 +41,7 @@ def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, app: App, mo
 @pytest.mark.parametrize(
     ("left", "said"),
     [
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK in the environment would make this process one of several"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK in the environment, but no launcher started this process"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
         ({"NODE_RANK": "1"}, "unset NODE_RANK"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),

@@ -37,7 +37,7 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
 @pytest.mark.parametrize(
     ("settings", "launcher", "said"),
     [
-        ({"trainer.devices": "0"}, None, "--trainer.devices '0': the cpu accelerator cannot give that: give a count"),
+        ({"trainer.devices": "0"}, None, "--trainer.devices 0: give a count from 1 on, a list such as 0,1, or auto"),
         ({"trainer.devices": "-1"}, None, "--trainer.devices '-1': the cpu accelerator cannot give that: give a count"),
         ({"trainer.devices": [0, 1]}, None, "the cpu accelerator cannot give that"),
         ({"trainer.num_nodes": 0}, None, "--trainer.num_nodes 0: give 1 or more"),
@@ -47,19 +47,19 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
         ({LR: math.inf}, None, "--model.optimizer.lr inf: give a finite number"),
         ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
         ({"trainer.gradient_clip_val": math.inf}, None, "--trainer.gradient_clip_val inf: give a finite number"),
-        ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give a number from 0 to 4294967295"),
+        ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give 4294967295 or less"),
         ({"cluster.max_restarts": 1}, None, "--cluster.max_restarts 1 has no effect: no agent starts the processes of"),
         ({"cluster.log_dir": "x"}, TWO, "--cluster.log_dir x has no effect: torchrun starts the processes of this run"),
-        ({"run.name": "é" * 128}, None, "it is longer than 255 bytes: give another name"),
-        ({"run.name": "a\0b"}, None, "it holds a NUL character: give another name"),
-        ({"run.name": "../x"}, None, "--run.name '../x': it leads out of --run.root: give another name"),
-        ({"run.name": "/x"}, None, "it leads out of --run.root"),
-        (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use --trainer.strategy ddp or ddp_"),
+        ({"run.name": "é" * 128}, None, "give the name of a folder below --run.root, of 255 bytes at most"),
+        ({"run.name": "a\0b"}, None, "--run.name 'a\\x00b': give the name of a folder below --run.root"),
+        ({"run.name": "../x"}, None, "--run.name '../x': give the name of a folder below --run.root"),
+        ({"run.name": "/x"}, None, "--run.name '/x': give the name of a folder below --run.root"),
+        (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use ddp or ddp_"),
         (DP | {"trainer.devices": 2}, TWO, "--trainer.strategy dp is one process, but torchrun started several"),
-        ({"trainer.strategy": "ddp_fork"}, TWO, "start their own processes, which torchrun has done already"),
+        ({"trainer.strategy": "ddp_fork"}, TWO, "ddp_fork starts processes, which torchrun has done already"),
         (DDP | {"trainer.devices": 3}, TWO, "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.nu"),
-        ({"trainer.devices": 1}, TWO, "of 1: leave --trainer.num_nodes and --trainer.devices out, and they follow to"),
-        ({}, Launched("srun", 2, None, 3), "not the same number on each: give --ntasks-per-node"),
+        ({"trainer.devices": 1}, TWO, "of 1: leave --trainer.num_nodes and --trainer.devices out to follow torchrun"),
+        ({}, Launched("srun", 2, None, 3), "not the same number on each node: give --ntasks-per-node"),
         ({"data.init_args.batch_size": 15}, TWO, "a global batch of 15 cannot be shared equally by 2 ranks: use --dat"),
         (DDP | {"trainer.devices": 3}, None, "use --data.batch_size 15 or 18, or another --trainer.devices"),
         ({"cluster.init_method": "tcp://a:1"}, TWO, "--cluster.init_method: torchrun decides how the nodes meet"),
@@ -110,7 +110,7 @@ def test_a_learning_rate_that_is_no_number(value: str, app: App, monkeypatch: py
     monkeypatch.setattr("lightning.pytorch.trainer.trainer._AcceleratorConnector", lambda **_: pytest.fail("built"))
     said = error_of(*app(*SMALL, f"--model.optimizer.lr={value}"))
     assert said.startswith("error: --model.optimizer.lr ")
-    assert said.endswith(": give a finite number")
+    assert said.endswith((": give a finite number", ": expected a number"))
 
 
 def test_rules_of_flags_hold_on_any_machine() -> None:

@@ -120,9 +120,9 @@ def test_a_node_that_fails(slurm: Slurm, tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     """And never two rank zeros in one directory."""
     fit = ["python", "-m", "app", "fit", *STEPS, "--run.root", str(tmp_path)]
-    alone = "error: this SLURM job has 4 tasks, but the command was started once, without srun: put srun before it"
+    alone = "error: this SLURM job has 4 tasks, but the command was started once: put srun before it"
     unequal = "error: srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4: leave"
-    nodes = "error: this SLURM job has 2 nodes, but the command was started once, without srun: put srun before it"
+    nodes = "error: this SLURM job has 2 nodes, but the command was started once: put srun before it"
     for shape, command, said in (
         (SHAPE, fit, alone),
         (["--nodes=2"], fit, nodes),

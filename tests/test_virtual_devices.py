@@ -186,7 +186,7 @@ def test_shares_without_virtual_devices(ranks: int, tmp_path: Path) -> None:
 
 REFUSED = {
     "--trainer.strategy dp --trainer.devices 2": "use --trainer.strategy ddp",
-    "--trainer.strategy ddp --trainer.devices 6": "6 processes need a shard each: give at least 6",
+    "--trainer.strategy ddp --trainer.devices 6": "each process needs a shard: give 6 or more",
     "--run.virtual_devices null --run.balance true": "--run.balance true deals shards: add --run.virtual_devices 8",
     "--data.batch_size 4": "a global batch of 4 has fewer samples than shards: give 4 or less",
     "--data.batch_size 0.03": "a global batch of 3 has fewer samples than shards: give 3 or less",
@@ -196,7 +196,7 @@ REFUSED = {
     "--trainer.profiler simple": "does not work with a profiler",
     "--model user_code.TwoOptimizers --data user_code.TheirData": "does not work with manual optimization",
     "--model user_code.TheirModel --data user_code.TheirData": "add --run.global_order true",
-    "--run.global_order true": "always have a global order: leave it out",
+    "--run.global_order true": "which has one: leave it out",
     "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.batch_size 3": "3 or less",
     "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.own_sampler true": (
         "PlainData.train_dataloader has a OwnSampler, whose order cannot be seeded: use one of RandomSampler"

@@ -15,7 +15,6 @@ from app.system.files import open_file
 
 STRATEGY = "--trainer.strategy"
 SECTIONS = ("trainer", "model", "data", "run", "cluster", "best_checkpoint", "last_checkpoint", "lr_monitor")
-NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)  # in words; the rules find 1e400
 
 
 class Token(NamedTuple):
@@ -125,15 +124,12 @@ class Arguments:
         """Reject values that jsonargparse misreads silently.
 
         Raises:
-            UserError: For an optimizer's or scheduler's number that is not finite, for a flag without its value, for a
-                config's section that is no mapping, and for a repeated key.
+            UserError: For a flag without its value, a config's section that is no mapping, or a repeated key.
         """
         for token in self.tokens:
             flag, value = token.flag, token.value
             if value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", flag):
                 raise UserError(f"{flag} needs a value")
-            if NOT_FINITE.fullmatch(value or "") and flag.startswith(("--model.optimizer.", "--model.scheduler.")):
-                raise UserError(f"{flag} {value}: give a finite number")
             if value is not None and flag != "--config":
                 _check_yaml(flag, value)
         for file, config in self.configs.items():

@@ -35,11 +35,6 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] * (value is not None)
 
 
-def is_recorded(trainer: Namespace) -> bool:
-    """Return whether a run leaves files: `fast_dev_run` and `barebones` do not."""
-    return not (trainer.fast_dev_run or trainer.barebones)
-
-
 def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
     """Return the Trainer's plugins, and whether this process finds other nodes by itself.
 
@@ -48,11 +43,9 @@ def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
         resolved: The resolved configuration.
     """
     theirs = as_list(config.trainer.plugins)
-    environment = None
-    if not any(isinstance(plugin, ClusterEnvironment) for plugin in theirs):
-        environment = environment_of(config.cluster, resolved.nodes)
-    own_files = not any(isinstance(plugin, CheckpointIO) for plugin in theirs)
-    own_files = own_files and resolved.options.get("checkpoint_io") is None
+    is_clustered = any(isinstance(plugin, ClusterEnvironment) for plugin in theirs)
+    environment = None if is_clustered else environment_of(config.cluster, resolved.nodes)
+    own_files = not (any(isinstance(each, CheckpointIO) for each in theirs) or resolved.options.get("checkpoint_io"))
     meets = isinstance(environment, LightningEnvironment) and resolved.nodes > 1
     return [*theirs, *[CheckpointFiles()] * own_files, *filter(None, [environment])], meets
 

@@ -5,7 +5,6 @@ The file is `torch.save`'s zip archive; torch ignores its checksums, which are c
 
 import io
 import os
-import pickle
 import re
 import zipfile
 from pathlib import Path
@@ -22,7 +21,7 @@ PREVIOUS = "last-1.ckpt"  # the last checkpoint but one
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """How a strategy writes and reads checkpoints; those that are not of this machine's files are Lightning's."""
+    """Writes and reads a strategy's checkpoints; Lightning serves remote paths."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, and keep the previous last one.
@@ -36,10 +35,12 @@ class CheckpointFiles(TorchCheckpointIO):
         buffer, file = io.BytesIO(), Path(path)
         torch.save(checkpoint, buffer)
         try:
-            try:
-                _write(buffer, file)
-            except FileNotFoundError:  # the folder has gone away in this moment: it is made again
-                _write(buffer, file)
+            with whole(file) as stream:
+                stream.write(buffer.getbuffer())
+                stream.flush()
+                os.fsync(stream.fileno())
+                if file.name == LAST and file.exists():
+                    _keep(file, file.with_name(PREVIOUS))
         except OSError as error:
             kept = "the one before it is kept" if file.exists() else "there is none before it"
             raise UserError(
@@ -52,15 +53,6 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
         return _load(Path(path))
-
-
-def _write(buffer: io.BytesIO, file: Path) -> None:
-    with whole(file) as stream:
-        stream.write(buffer.getbuffer())
-        stream.flush()
-        os.fsync(stream.fileno())
-        if file.name == LAST and file.exists():
-            _keep(file, file.with_name(PREVIOUS))
 
 
 def _keep(file: Path, name: Path) -> None:
@@ -77,7 +69,7 @@ def _keep(file: Path, name: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint on the host, after a look at its checksum.
+    """Read a checkpoint on the host, after checking its checksums.
 
     Raises:
         UserError: When it is missing, damaged, or no checkpoint.
@@ -91,22 +83,19 @@ def read(path: Path) -> dict[str, Any]:
 def _load(path: Path) -> Any:
     try:
         with open_file(path) as file:
-            wrong = _damage(file)
-            if wrong is None:
+            reason = _damage(file)
+            if reason is None:
                 file.seek(0)
                 return torch.load(file, "cpu", weights_only=True)
     except FileNotFoundError:
-        wrong = "there is no such file"
+        reason = "there is no such file"
     except OSError as error:
-        wrong = f"it cannot be read ({error.strerror or error})"
-    except pickle.UnpicklingError as error:
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
-            wrong = f"it holds {found[1]}, and nothing but tensors and plain values is loaded"
-        else:
-            wrong = "not a checkpoint"
+        reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # unpickling arbitrary bytes can raise anything
-        wrong = f"not a checkpoint, or damaged ({type(error).__name__}: {one_line(str(error))[:80]})"
-    raise UserError(f"--ckpt_path {path}: {wrong}")
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it holds {found[1]}, and nothing but tensors and plain values is loaded" if found else None
+        reason = reason or f"not a checkpoint, or damaged ({type(error).__name__}: {one_line(str(error))[:80]})"
+    raise UserError(f"--ckpt_path {path}: {reason}")
 
 
 def _damage(file: Any) -> str | None:

@@ -37,11 +37,11 @@ class RunCheckpoint(ModelCheckpoint):
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the scores; Lightning forgets them when the directory is another one."""
+        """Restore the scores; Lightning drops them when the directory has changed."""
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give several kept checkpoints names of their own: one name would overwrite the better by the newer."""
+        """Give several kept checkpoints different names, so that a newer one does not overwrite a better one."""
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "-{epoch}-{step}"
         with warnings.catch_warnings():  # a resumed training uses its own folder
@@ -51,19 +51,16 @@ class RunCheckpoint(ModelCheckpoint):
             remove_parts(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not wait for a metric of a validation that will not be."""
-        validated = trainer.num_val_batches
-        if (self.monitor or "").startswith("val") and not (
-            sum(validated) if isinstance(validated, list) else validated
-        ):
+        """Stop monitoring a metric of validation in a run without validation."""
+        if (self.monitor or "").startswith("val") and not sum(trainer.num_val_batches):
             rank_zero_info("There is no validation: keeping the newest checkpoint instead of the best.")
             self.monitor = None
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save where training stops in the middle of an epoch.
+        """Save where training stops within an epoch.
 
-        Not after its last step, but when it has ended: Lightning resumes from between the two without the validation.
+        After the epoch's last step, `on_train_epoch_end` saves: Lightning would resume without the validation.
         """
         if not trainer.is_last_batch:
             if saves_within_epochs(self):
@@ -71,28 +68,24 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a whole epoch; Lightning counts a broken-off one as done, and a resumed run would skip its rest."""
+        """Save a whole epoch. Lightning counts an interrupted one as done; a resumed run would skip its rest."""
         if trainer.is_last_batch:
             super().on_train_epoch_end(trainer, pl_module)
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
         """Save where training ends, if checkpoints are enabled."""
-        told = trainer.should_stop and may_stop_early(trainer)
+        is_stopped = trainer.should_stop and may_stop_early(trainer)
         every = steps_between_checkpoints(self)
-        due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
-        if not told and not due and not 0 <= trainer.max_steps <= trainer.global_step:
-            return
-        if self.monitor is None:
+        is_due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
+        if self.monitor is None and (is_stopped or is_due or 0 <= trainer.max_steps <= trainer.global_step):
             save_checkpoint_now(self, trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give up monitoring the default metric if validation did not log it, then save."""
         if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in trainer.callback_metrics:
-            rank_zero_info(
-                f"{type(pl_module).__name__} does not log {self.monitor}: keeping the newest checkpoint instead of the "
-                "best; name a metric with --best_checkpoint.monitor"
-            )
+            why = f"{type(pl_module).__name__} does not log {self.monitor}"
+            rank_zero_info(f"{why}: keeping the newest checkpoint, not the best: give --best_checkpoint.monitor")
             self.monitor = None
         super().on_validation_end(trainer, pl_module)
         if not trainer.is_last_batch:  # early stopping may have decided so
@@ -116,10 +109,9 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
         path = _of_run(name, records[-1]) if records else _of_name(name, Path(root, run))
     else:
         path = Path(name)
-    if path.is_file() and (wrong := _wrong_with(path)):
-        others = (other for other in _newest_first([path.parent]) if other != path and not _wrong_with(other))
-        other = next(others, None)
-        raise UserError(f"{wrong}: {f'use {other}' if other else 'give another one'}")
+    if path.is_file() and (reason := _wrong_with(path)):
+        intact = next((other for other in _newest_first([path.parent]) if not _wrong_with(other)), None)
+        raise UserError(f"{reason}: {f'use {intact}' if intact else 'give another one'}")
     return str(path) if name in ("last", "best") else name
 
 
@@ -130,19 +122,17 @@ def _of_run(name: str, record: Path) -> Path:
         return Path(kept)
     folder = record.with_name("checkpoints")  # the run may have been moved, or killed in its first epoch
     names = {Path(kept or "").name, f"{name}.ckpt", *[PREVIOUS] * (name == "last")}
-    found = [path for path in _newest_first([folder]) if path.name in names]
-    if not found:
-        raise UserError(f"--ckpt_path {name}: the run in {record.parent} has kept none: give a file's path")
-    return found[0]
+    for path in _newest_first([folder]):
+        if path.name in names:
+            return path
+    raise UserError(f"--ckpt_path {name}: the run in {record.parent} has kept none: give a file's path")
 
 
 def _of_name(name: str, folder: Path) -> Path:
-    found = [path for path in _newest_first(folder.glob("version_*/checkpoints")) if path.stem.startswith(name)]
-    if not found:
-        raise UserError(
-            f"--ckpt_path {name}: no {name}.ckpt under {folder}: name the run with --run.name, or give a file's path"
-        )
-    return found[0]
+    for path in _newest_first(folder.glob("version_*/checkpoints")):
+        if path.stem.startswith(name):
+            return path
+    raise UserError(f"--ckpt_path {name}: no {name}.ckpt under {folder}: give --run.name, or a file's path")
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
@@ -172,34 +162,28 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
     """
     folders = list(Path(root, run).glob("version_*/checkpoints"))
     if of is not None:
-        records = {folder: read_earlier(folder.with_name("run.json")) for folder in folders}
-        folders = [
-            folder
-            for folder, content in records.items()
-            if content.command == of[0] and set(of[1]) & set(content.launchers)
-        ]
-    unusable: list[tuple[Path, str]] = []
-    for path in _newest_first(folders):
-        wrong = _wrong_with(path, whole=True)
-        if wrong is None:
-            for each in (path for path, wrong in unusable if not wrong.endswith(WEIGHTS_ALONE)):
-                aside = each.with_name(f"{each.name}.damaged")
-                each.replace(aside)
-                rank_zero_info(f"{each} is damaged: it is kept as {aside.name}, and the run continues from {path}")
+        records = ((folder, read_earlier(folder.with_name("run.json"))) for folder in folders)
+        folders = [folder for folder, record in records if record.command == of[0] and {*of[1]} & {*record.launchers}]
+    damaged: list[Path] = []
+    paths = _newest_first(folders)
+    for path in paths:
+        reason = _wrong_with(path, whole=True)
+        if reason is None:
+            for other in damaged:
+                aside = other.replace(other.with_name(f"{other.name}.damaged"))
+                rank_zero_info(f"{other} is damaged: it is kept as {aside.name}, and the run continues from {path}")
             return str(path)
-        rank_zero_info(wrong)
-        unusable.append((path, wrong))
-    if unusable:
-        raise UserError(
-            f"from none of the {len(unusable)} checkpoints under {Path(root, run)} can training resume: give another "
-            "--run.name to begin anew, or --ckpt_path with one elsewhere"
-        )
+        rank_zero_info(reason)
+        damaged += [path] * (not reason.endswith(WEIGHTS_ALONE))
+    if paths:
+        problem = f"from none of the {len(paths)} checkpoints under {Path(root, run)} can training resume"
+        raise UserError(f"{problem}: give another --run.name to begin anew, or --ckpt_path with one elsewhere")
     return None
 
 
 def is_newest(path: Path) -> bool:
     """Return whether a checkpoint is its run's newest, apart from the best one of the same step."""
-    return path.samefile(next(each for each in _newest_first([path.parent]) if each == path or each.stem != "best"))
+    return path.samefile(next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best"))
 
 
 def read_earlier(path: Path) -> Record:
@@ -233,81 +217,54 @@ def check_checkpoint(
     for key in [*weights, *saved]:
         here, there = (tuple(d[key].shape) if key in d else None for d in (weights, saved))
         if here != there:
-            raise UserError(
-                f"--ckpt_path {path} is of another model than {type(model).__name__}: {key} is "
-                f"{there or 'missing'} in the checkpoint and {here or 'missing'} in the model: give the --model (or "
-                "--config) that it was trained with"
-            )
+            shapes = f"{key} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the model"
+            problem = f"--ckpt_path {path} is of another model than {type(model).__name__}: {shapes}"
+            raise UserError(f"{problem}: give the --model (or --config) that it was trained with")
     trained = (checkpoint.get("images") or {}).get("class_names")
     if trained and isinstance(data, ImageData) and trained != list(data.class_names):
         before, now = next(names for names in zip_longest(trained, data.class_names) if names[0] != names[1])
-        raise UserError(
-            f"--ckpt_path {path} was trained on other classes: {before}, where --data has {now}: give images with the "
-            "same class names"
-        )
-    if resumed_by is None:
-        return
-    _check_resumable(path, checkpoint)
-    if not may_be_finished:
-        _check_unfinished(path, checkpoint, resumed_by)
-    if isinstance(loop := resumed_by.fit_loop.epoch_loop, ShardedLoop):
-        _check_shards(path, checkpoint, loop)
-    own = isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier)
-    if own:
-        assert isinstance(model, ImageClassifier)
-        try:
-            saved = dict(checkpoint["optimizer_states"][0]["param_groups"][0])
-        except (LookupError, TypeError, ValueError) as error:
-            raise UserError(f"--ckpt_path {path}: it holds no state of an optimizer: give another one") from error
-        _check_optimizer(path, saved, model)
+        problem = f"--ckpt_path {path} was trained on other classes: {before}, where --data has {now}"
+        raise UserError(f"{problem}: give images with the same class names")
+    if resumed_by is not None:
+        _check_resumable(path, checkpoint, model, resumed_by, may_be_finished)
 
 
-def _check_resumable(path: str, checkpoint: dict[str, Any]) -> None:
-    """Refuse a checkpoint without the state that a resumed training needs."""
+def _check_resumable(
+    path: str, checkpoint: dict[str, Any], model: LightningModule, trainer: Trainer, may_be_finished: bool
+) -> None:
+    """Reject a checkpoint from which the training cannot resume, or would not resume as its flags demand."""
     for key in ("global_step", "callbacks", "optimizer_states", "lr_schedulers", "loops"):
         if key not in checkpoint:
-            raise UserError(
-                f"--ckpt_path {path}: it holds no {key}, without which no training resumes: it has weights alone, or "
-                "is of another version: give another one"
-            )
-
-
-def _check_shards(path: str, checkpoint: dict[str, Any], loop: ShardedLoop) -> None:
-    """Refuse another number of shards or threads than the checkpoint's: either changes the bits."""
-    before = checkpoint["loops"]["fit_loop"].get("epoch_loop.state_dict", {})
-    for name, value in loop.kept.items():
-        if name in before and before[name] != value:
-            raise UserError(
-                f"--run.{name} {value}: {path} was trained with {before[name]}, on which its bits depend: give --run."
-                f"{name} {before[name]}, or leave --run.virtual_devices out"
-            )
-
-
-def _check_unfinished(path: str, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+            raise UserError(f"--ckpt_path {path}: it holds no {key}, without which no training resumes: give another")
     try:
-        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-    except (LookupError, TypeError) as error:
-        raise UserError(f"--ckpt_path {path}: its loops are not Lightning's: give another one") from error
-    for done, limit, name in (
-        (epochs, trainer.max_epochs, "epochs"),
-        (checkpoint["global_step"], trainer.max_steps, "steps"),
-    ):
+        loop = checkpoint["loops"]["fit_loop"]
+        epochs, state = loop["epoch_progress"]["current"]["processed"], loop.get("epoch_loop.state_dict", {})
+        groups = [dict(group) for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"]]
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(f"--ckpt_path {path}: its state is not of Lightning's training: give another one") from error
+    limits = ((epochs, trainer.max_epochs, "epochs"), (checkpoint["global_step"], trainer.max_steps, "steps"))
+    for done, limit, unit in () if may_be_finished else limits:
         if limit is not None and 0 <= limit <= done:
+            limit_flag = f"--trainer.max_{unit} {limit}"
             raise UserError(
-                f"--ckpt_path {path} has been trained for {done} {name}, as many as --trainer.max_{name} {limit}: "
-                "give more"
+                f"--ckpt_path {path} has been trained for {done} {unit}, as many as {limit_flag}: give more"
             )
+    sharded = trainer.fit_loop.epoch_loop
+    for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
+        if state.get(name, value) != value:  # another number of shards or threads changes the bits
+            problem = f"--run.{name} {value}: {path} was trained with {state[name]}, on which its bits depend"
+            raise UserError(f"{problem}: give --run.{name} {state[name]}, or leave --run.virtual_devices out")
+    if isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier):
+        _check_optimizer(path, groups[0] if groups else {}, model)
 
 
 def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
     here = model.make_optimizer(model.parameters()).param_groups[0]
     if not here.keys() - IMPLEMENTATION <= saved.keys():  # a scheduler adds keys
         raise UserError(f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with")
-    scheduled = "initial_lr" in saved  # then lr, and for some momentum, are the scheduler's
-    own = {"params", *IMPLEMENTATION}
-    for key in here.keys() - ({*own, "lr", "momentum", "betas"} if scheduled else own):
+    # a scheduler sets lr, and some schedulers momentum
+    scheduled = {"lr", "momentum", "betas"} if "initial_lr" in saved else set()
+    for key in here.keys() - {"params", *IMPLEMENTATION} - scheduled:
         if saved[key] != here[key]:
-            raise UserError(
-                f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer, where "
-                f"it is {saved[key]}: leave it out, or begin a new run"
-            )
+            problem = f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer"
+            raise UserError(f"{problem}, where it is {saved[key]}: leave it out, or begin a new run")

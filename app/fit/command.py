@@ -1,6 +1,7 @@
 """`fit`, `validate`, `test` and `predict`: Lightning's command line, with this application's defaults."""
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -22,16 +23,16 @@ import app.data
 import app.modules
 from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError, one_line
-from app.fit.assembly import callbacks, drop_callbacks, is_recorded, patch, plugins
+from app.fit.assembly import callbacks, drop_callbacks, patch, plugins
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
 from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
 from app.fit.resolved import Resolved
 from app.fit.rules import check, check_trainer
-from app.fit.run_options import Run, decide, default_name, release_folders
+from app.fit.run_options import decide, is_recorded, release_folders
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.cluster_environment import Launched, launched, may_resume
+from app.launch.cluster_environment import launched
 from app.launch.elastic import RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
 from app.launch.process import end_in_order, end_undisturbed, trust_flags
@@ -86,13 +87,14 @@ class CLI(Flags):
     Attributes:
         exit_code: Exit code of the process.
         processes: Ranks of this node that this process starts as their agent, or 0.
+        flags: The command's configuration.
+        is_recorded: Whether the run leaves files.
         settings: Flags that must be equal on every node.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.command = shlex.join(["python", "-m", "app", *argv, *trust_flags()])
         self.exit_code = self.processes = 0
-        self.launcher: Launched | None = launched()
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
         self.decided: dict[str, Any] = {}  # rank zero's decisions
@@ -103,20 +105,20 @@ class CLI(Flags):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the arguments, and reject combinations that cannot work before anything starts."""
         super().parse_arguments(parser, args)
-        config = self.config[self.config.subcommand]
+        self.flags = config = self.config[self.config.subcommand]
         check(self.config.subcommand, config)
+        self.is_recorded = is_recorded(config.trainer)
         MADE_BY.clear()
         for flag, path in leaves(config):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.virtual_devices and config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ:
-            config.run.threads = max(
-                usable_cores() // config.run.virtual_devices, 1
-            )  # the same for any number of ranks
+            # the same for any number of ranks
+            config.run.threads = max(usable_cores() // config.run.virtual_devices, 1)
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
             torch.set_num_threads(config.run.threads)
-        self.resolved = Resolved(config, str(self.config.subcommand), self.launcher)
+        self.resolved = Resolved(config, str(self.config.subcommand), launched())
         self.processes = self.resolved.agent_processes
         self.settings = shared_settings(config)
 
@@ -126,16 +128,20 @@ class CLI(Flags):
 
     def before_instantiate_classes(self) -> None:
         """Remove the checkpoint from the saved config, which serves new runs, too; the record names it."""
-        config = self.config[self.subcommand]
-        self.asked_for, config.ckpt_path = config.ckpt_path, None
+        self.asked_for, self.flags.ckpt_path = self.flags.ckpt_path, None
 
     def more_arguments(self) -> dict[str, Any]:
-        """Return the checkpoint that rank zero found."""
-        return {"ckpt_path": self.checkpoint}
+        """Return the checkpoint that rank zero found; closing lines and files report our models' results."""
+        quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(str(self.subcommand), self._quiet)
+        return {"ckpt_path": self.checkpoint, **quiet}
+
+    @property
+    def _quiet(self) -> dict[str, bool]:
+        return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
         """Start the ranks as their agent; or build data, model and Trainer, and agree with the other ranks."""
-        config = self.config[self.subcommand]
+        config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
             self.exit_code = launch(self.argv, self.processes, rendezvous, config.cluster, fail)
@@ -170,7 +176,7 @@ class CLI(Flags):
         expected = isinstance(error, MisconfigurationException | ValueError | TypeError | ImportError)
         text = one_line(str(error)) if expected else f"{type(error).__name__}: {error} (--verbose shows where)"
         words = re.findall(r"\w+", text)
-        for flag, value in leaves(self.config[self.subcommand]):
+        for flag, value in leaves(self.flags):
             if value is not None and {flag.rpartition(".")[2], str(value)} <= {*words}:
                 return f"--{flag} {value}: {text}"
         return text
@@ -187,7 +193,7 @@ class CLI(Flags):
             decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)
         except BaseException:
             if self.decided.get("folder"):
-                folder = Path(self._run_options.root, self.decided["folder"])
+                folder = Path(self.flags.run.root, self.decided["folder"])
                 with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
                     folder.parent.rmdir()
@@ -195,30 +201,12 @@ class CLI(Flags):
         self.checkpoint = decided["checkpoint"]
         if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
             trainer.precision_plugin.convert_module(self.model)  # before the weights are loaded
-        if self._is_recorded:
+        if self.is_recorded:
             self._record(decided)
 
-    @property
-    def _run_options(self) -> Run:
-        return self.config_init[self.subcommand].run
-
-    @property
-    def _run_name(self) -> str:
-        return self._run_options.name or default_name(self.config[self.subcommand])
-
     def _decide(self, launchers: list[str]) -> dict[str, Any]:
-        self.decided = decide(
-            self._run_options,
-            self._run_name,
-            self.command,
-            launchers,
-            self.asked_for,
-            subcommand=str(self.subcommand),
-            config=lambda: self.command_parser.dump(self.config[self.subcommand], skip_none=False),
-            configs=[str(file) for file in self.config[self.subcommand].config or []],
-            may_resume=self.subcommand == "fit" and may_resume(),
-            is_recorded=self._is_recorded,
-        )
+        dump = functools.partial(self.command_parser.dump, self.flags, skip_none=False)
+        self.decided = decide(str(self.subcommand), self.flags, dump, self.asked_for, self.command, launchers)
         return self.decided
 
     def _check(self, decided: dict[str, Any]) -> None:
@@ -230,17 +218,11 @@ class CLI(Flags):
             resumed_by = self.trainer if self.subcommand == "fit" else None
             check_checkpoint(decided["checkpoint"], self.model, self.datamodule, resumed_by, decided["may_be_finished"])
         elif self.subcommand != "fit" and isinstance(self.model, app.modules.ImageClassifier):
-            folder = Path(self._run_options.root, self._run_name)
-            if not any(folder.glob("version_*/run.json")):
-                raise UserError(
-                    f"--run.name {folder.name}: there is no such run in {folder.parent}: {self.subcommand} needs "
-                    "weights, of a run or by --ckpt_path FILE"
-                )
             raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
 
     def _record(self, decided: dict[str, Any]) -> None:
         """Give the run its record and its loggers."""
-        run, earlier = self._run_options, decided["earlier"]
+        run, earlier = self.flags.run, decided["earlier"]
         mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
         folder = Path(run.root, decided["folder"])
         loggers = make_loggers(folder, mode, run.project, run.group, run.tags, earlier and earlier.tracker)
@@ -248,15 +230,15 @@ class CLI(Flags):
         self.record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
         self.record.record.resumed_from, self.record.record.launchers = self.checkpoint, decided["launchers"]
         if self.trainer.is_global_zero:
-            if self.subcommand == "fit" and (said := busy()):
-                rank_zero_info(f"warning: {said}")
+            if self.subcommand == "fit" and (warning := busy()):
+                rank_zero_info(f"warning: {warning}")
             note(RUN_DIR, str(loggers[0].log_dir))
             if earlier:
                 self.record.continue_record(folder, earlier)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add plugins and callbacks of every run, and drop settings of this node from the saved config."""
-        config, saved, resolved = self.config_init[self.subcommand], self.config[self.subcommand], self.resolved
+        config, saved, resolved = self.config_init[self.subcommand], self.flags, self.resolved
         kwargs |= {"devices": resolved.trainer.devices, "num_nodes": resolved.nodes}
         if resolved.devices == resolved.nodes == 1 and kwargs["devices"] == "auto":
             kwargs["devices"] = 1
@@ -271,40 +253,21 @@ class CLI(Flags):
         saved.cluster.init_method = saved.cluster.node_rank = saved.cluster.log_dir = None
         saved.cluster.max_restarts = 0
         drop_callbacks(self.command_parser, config.trainer)
-        if not self._is_recorded:
+        if not self.is_recorded:
             return super().instantiate_trainer(**kwargs)
         kwargs |= callbacks(config, self.command)
         return patch(super().instantiate_trainer(**kwargs), config.run)
 
-    @property
-    def _is_recorded(self) -> bool:
-        return is_recorded(self.config[self.subcommand].trainer)
-
-    def test(self, **kwargs: Any) -> None:
-        """Test; the closing lines report our models' figures."""
-        self.trainer.test(verbose=not isinstance(self.model, app.modules.ImageClassifier), **kwargs)
-
-    def validate(self, **kwargs: Any) -> None:
-        """Validate; the closing lines report our models' figures."""
-        self.trainer.validate(verbose=not isinstance(self.model, app.modules.ImageClassifier), **kwargs)
-
-    def predict(self, **kwargs: Any) -> None:
-        """Predict; PredictionWriter has written the results."""
-        self.trainer.predict(return_predictions=False, **kwargs)
-
     def after_fit(self) -> None:
         """Test the best checkpoint, if model and data define a test."""
-        wanted = self._run_options.test and self._is_recorded and self._can("test")
-        if not wanted or stopped_by(self.trainer, self._outcome) is not None:
+        is_tested = self.flags.run.test and self.is_recorded and can("test", self.model, self.datamodule)
+        if not is_tested or stopped_by(self.trainer, self._outcome) is not None:
             return
         best = gather_objects(self._outcome.checkpoint.best)[0]
         if best is not None and not all(gather_objects(Path(best).is_file())):
             rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
             best = None
-        self.test(model=self.model, datamodule=self.datamodule, ckpt_path=best)
-
-    def _can(self, stage: str) -> bool:
-        return can(stage, self.model, self.datamodule)
+        self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best, **self._quiet)
 
     @property
     def _outcome(self) -> Record:
@@ -322,12 +285,12 @@ class CLI(Flags):
             for logger in trainer.loggers if launcher.forks else []:
                 if isinstance(logger, Tracker):
                     logger.share_with_forks()
-        timeout = self.config[subcommand].cluster.timeout if several else None
+        timeout = self.flags.cluster.timeout if several else None
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             super().run_subcommand(subcommand)
-        self.exit_code = exit_code(trainer, self._outcome, self.launcher)
+        self.exit_code = exit_code(trainer, self._outcome, self.resolved.launcher)
 
     @rank_zero_only
     def after_subcommand(self) -> None:
         """Close the run, also when it has failed."""
-        close(self.trainer, self.record, self.subcommand == "fit", self._can)
+        close(self.trainer, self.record, self.subcommand == "fit", self.model, self.datamodule)

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -28,24 +28,24 @@ SAYS = {  # replaces Lightning's descriptions
     "trainer.accelerator": "`cpu`, `gpu` or `auto` (default: auto)",
     "trainer.callbacks": "Callbacks by name or import path; `--trainer.callbacks+=NAME` adds one",
 }
-# of the Trainer, those that a first page is for
+# settings of the Trainer on the command's page
 TRAINER = (
     *("strategy", "devices", "num_nodes", "precision", "accelerator", "max_epochs", "max_steps", "max_time"),
     *("accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps", "callbacks"),
 )
-MORE = {  # sections with a page of their own, and its content
+MORE = {  # titles of the pages of sections
     "trainer": "all settings of the Trainer",
     "best_checkpoint": "which checkpoint is the best one",
     "last_checkpoint": "when the last one is written",
     "lr_monitor": "how the learning rate is logged",
 }
-CLASSES = {  # a setting that takes one, and an example
+CLASSES = {  # settings that take a class, with an example
     "model.optimizer": "AdamW",
     "model.scheduler": "StepLR",
     "data.augment": "torchvision.transforms.v2.ElasticTransform",
     "trainer.strategy": "app.parallel.PowerSGD",
 }
-ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # of a sentence
+ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 
 
 @expects("argparse:HelpFormatter._format_action_invocation", "argparse:HelpFormatter._expand_help")
@@ -61,23 +61,18 @@ class _Formatter(argparse.HelpFormatter):
     def _takes(self, action: argparse.Action) -> str:
         if action.nargs == 0 or action.dest == "print_config":
             return ""
-        if action.choices is not None:
-            return f"{{{','.join(map(str, action.choices))}}}"
-        if isinstance(action.metavar, str) and action.metavar.startswith("{"):
-            return action.metavar
-        return action.dest.rpartition(".")[2].upper()
+        has_choices = isinstance(action.metavar, str) and action.metavar.startswith("{")
+        return str(action.metavar) if has_choices else action.dest.rpartition(".")[2].upper()
 
     def _expand_help(self, action: argparse.Action) -> str:
-        said = (action.help or "").strip().rstrip(".").replace("``", "`")
         if action.dest in SAYS:
             return SAYS[action.dest]
-        default = action.default
+        text, default = (action.help or "").strip().rstrip(".").replace("``", "`"), action.default
         if isinstance(default, Mapping):
             default = str(default.get("class_path", "")).rpartition(".")[2]
-        shown = default not in (None, argparse.SUPPRESS, "", ()) and action.nargs != 0
-        if isinstance(default, bool):
-            default = str(default).lower()
-        return f"{said} (default: {default})" if shown else said
+        if default in (None, argparse.SUPPRESS, "", ()) or action.nargs == 0:
+            return text
+        return f"{text} (default: {str(default).lower() if isinstance(default, bool) else default})"
 
 
 @expects("argparse:ArgumentParser._actions")
@@ -87,40 +82,41 @@ def page(
     """Return the page of a command, or of a section of its settings.
 
     Args:
-        parser: Of the command.
-        settings: Has the settings of the chosen model and data.
-        classes: Names of these.
-        section: One of `MORE`.
+        parser: The command's parser.
+        settings: Parser with the settings of the chosen model and data.
+        classes: Names of the chosen model and data.
+        section: A section of `MORE`.
     """
-    own = [action for action in parser._actions if action.option_strings and not _is_page(action)]
+    actions = {action.dest: action for action in parser._actions if action.option_strings and not _is_page(action)}
     formatter = _Formatter(parser.prog)
 
-    def show(title: str, actions: Sequence[argparse.Action]) -> None:
+    def show(title: str, shown: Iterable[argparse.Action]) -> None:
         formatter.start_section(title)
-        formatter.add_arguments(actions)
+        formatter.add_arguments(shown)
         formatter.end_section()
 
+    def show_section(title: str, prefix: str) -> None:
+        show(title, (action for dest, action in actions.items() if dest.startswith(f"{prefix}.")))
+
     if section is not None:
-        show(MORE[section], [action for action in own if action.dest.startswith(f"{section}.")])
+        show_section(MORE[section], section)
         return formatter.format_help()
     command = parser.prog.split()[-1]
     formatter.add_usage(f"python -m app {command} [--config FILE] [--FLAG VALUE ...]", [], [])
-    show("run", [action for action in own if action.dest.startswith("run.")])
+    show_section("run", "run")
     for name in ("model", "data"):
-        chosen = [action for action in settings._actions if action.dest.startswith(f"{name}.")]
-        own_settings = [action for action in chosen if action.dest != name and not _is_page(action)]
-        show(f"--{name} {classes[name].rpartition('.')[2]}", own_settings)
-    trainer = {action.dest: action for action in own}
-    short = [trainer[f"trainer.{name}"] for name in TRAINER if f"trainer.{name}" in trainer]
+        chosen = (action for action in settings._actions if action.dest.startswith(f"{name}."))
+        show(f"--{name} {classes[name].rpartition('.')[2]}", (action for action in chosen if not _is_page(action)))
+    short = [actions[f"trainer.{name}"] for name in TRAINER if f"trainer.{name}" in actions]
     for action in short:  # the first sentence
         action.help = ENDS.split(" ".join((action.help or "").split()))[0]
     show("devices, precision and length", short)
-    show("processes and nodes", [action for action in own if action.dest.startswith("cluster.")])
+    show_section("processes and nodes", "cluster")
     groups = (*MORE, "run", "cluster", "help")
-    show("more", [action for action in own if "." not in action.dest and action.dest not in groups])
-    pages = {f"--{name}.help": what for name, what in MORE.items() if any(name == action.dest for action in own)}
+    show("more", (action for dest, action in actions.items() if "." not in dest and dest not in groups))
+    pages = {f"--{name}.help": title for name, title in MORE.items() if name in actions}
     pages |= {f"--{name}.help {example}": "" for name, example in CLASSES.items()}
-    return formatter.format_help() + "".join(f"  {flag:<26}{what}".rstrip() + "\n" for flag, what in pages.items())
+    return formatter.format_help() + "".join(f"  {flag:<26}{title}".rstrip() + "\n" for flag, title in pages.items())
 
 
 def _is_page(action: argparse.Action) -> bool:
@@ -134,7 +130,7 @@ class SectionHelp(argparse.Action):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Print it."""
+        """Print the page."""
         section = str(option_string).removeprefix("--").removesuffix(".help")
         if section not in MORE:
             raise UserError(f"{option_string}: there is no such page: {', '.join(f'--{name}.help' for name in MORE)}")

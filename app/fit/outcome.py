@@ -1,7 +1,6 @@
 """Outcome of a run: its record, its exit code, its report, and the closing lines."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -77,14 +76,17 @@ def write_report(directory: str) -> None:
     leave_report(directory)
 
 
-def close(trainer: Trainer, callback: RunRecord | None, fitted: bool, usable: Callable[[str], bool]) -> None:
+def close(
+    trainer: Trainer, callback: RunRecord | None, fitted: bool, model: LightningModule, data: LightningDataModule
+) -> None:
     """Write the report of a training, finish the tracker's run, and print the closing lines.
 
     Args:
         trainer: The trainer.
         callback: The callback with the run's record, or None.
         fitted: Whether the run was a training.
-        usable: Return whether a command works with model and data.
+        model: The model.
+        data: The data module.
     """
     if sys.exc_info()[0] is not None:
         end_undisturbed()
@@ -97,4 +99,5 @@ def close(trainer: Trainer, callback: RunRecord | None, fitted: bool, usable: Ca
     if record.run_dir and (record.status == "completed" or record.train_s is not None):
         is_tested = record.tested or record.test
         stages = ("predict", "test", "validate") if is_tested else ("test", "validate", "predict")
-        print("\n".join(["", *report(record, trainer.loggers, fitted, next(filter(usable, stages), None))]))
+        following = next((stage for stage in stages if can(stage, model, data)), None)
+        print("\n".join(["", *report(record, trainer.loggers, fitted, following)]))

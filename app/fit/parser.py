@@ -81,7 +81,7 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise the message in one line."""
         flags = [f"--model.optimizer.{name}" for name in parameters(torch.optim.SGD)]
-        commands = [command for action in self._actions for command in _commands(action)]
+        commands = [c for action in self._actions if isinstance(action.choices, dict) for c in action.choices.values()]
         actions = [action for parser in (self, *commands) for action in parser._actions]
         flags += [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
         classes = {"model": subclasses(LightningModule), "data": subclasses(LightningDataModule)}
@@ -96,25 +96,21 @@ class Parser(LightningArgumentParser):
         raise UserError(rejection(message, flags, names)) from ex
 
 
-def _commands(action: argparse.Action) -> list[argparse.ArgumentParser]:
-    return list(action.choices.values()) if isinstance(action.choices, dict) else []
-
-
 def find_class(section: str, name: str) -> type | None:
     """Return the class of a name or import path; None for one that parsing will reject."""
     base = {"model": LightningModule, "data": LightningDataModule}[section]
-    named = {cls.__name__: cls for cls in subclasses(base)}
-    if name in named or name.partition(".")[0] not in trusted_modules():
-        return named.get(name)
+    imported = {cls.__name__: cls for cls in subclasses(base)}
+    if name in imported or name.partition(".")[0] not in trusted_modules():
+        return imported.get(name)
     try:
-        found = pkgutil.resolve_name(name)
+        cls = pkgutil.resolve_name(name)
     except Exception:  # of the user's module; parsing reports it
         return None
     except SystemExit as end:
         if ExitStatus.of(end).status == "interrupted":  # by SIGTERM
             raise
         return None
-    return found if isinstance(found, type) else None
+    return cls if isinstance(cls, type) else None
 
 
 @cache

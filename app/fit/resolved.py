@@ -117,11 +117,12 @@ class Resolved:
         if text in ("auto", "-1"):
             return max(self.accelerator_class.auto_device_count(), 1) if self.accelerator_class else 1
         if isinstance(trainer.devices, list) or "," in text:
-            devices = trainer.devices if isinstance(trainer.devices, list) else text.split(",")
-            return sum(bool(str(device).strip()) for device in devices)
-        if not text.isdecimal() or int(text) < 1:
+            count = sum(bool(name.strip()) for name in text.strip("[]").split(","))
+        else:
+            count = int(text) if text.isdecimal() else 0
+        if count < 1:
             raise UserError(f"--trainer.devices {trainer.devices}: give a count from 1 on, a list such as 0,1, or auto")
-        return int(text)
+        return count
 
     @property
     def replicas(self) -> int:
@@ -218,6 +219,16 @@ class Resolved:
         return self.checked.data.get("init_args.micro_batch")
 
     @property
+    def batch_size(self) -> Any:
+        """`--data.batch_size`, if the data is of this application."""
+        return self.checked.data.get("init_args.batch_size")
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of several backward passes are added before an update."""
+        return self.trainer.accumulate_grad_batches > 1 or bool(self.micro_batch)
+
+    @property
     def virtual_devices(self) -> int | None:
         """`--run.virtual_devices`."""
         count = self.config.run.virtual_devices
@@ -227,6 +238,11 @@ class Resolved:
     def compiled(self) -> bool:
         """Whether the network is compiled."""
         return self.given("compile") not in (None, False, "off")
+
+    @property
+    def reduces_overhead(self) -> bool:
+        """Whether the network is compiled to CUDA graphs."""
+        return self.given("compile") == "reduce-overhead"
 
     @property
     def sync_batchnorm(self) -> bool:

@@ -1,21 +1,21 @@
-"""Checks whether a configuration can work, by tables of rules with messages and remedies.
+"""Checks whether a configuration can work, before anything is built; each message ends with a remedy.
 
-`resolve` checks `FLAGS`, which hold on any machine. `HERE` rules concern this machine and this process's launcher.
-`LAUNCHER` rules are checked again on the built Trainer. `check` does all before anything is built.
+The rules of `flag_rules` hold on any machine. Those of `machine_rules` concern this machine and this process's
+launcher; the launcher's are checked again on the built Trainer.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 
 from app.errors import UserError
-from app.fit.flag_rules import FLAGS
-from app.fit.machine_rules import HERE, LAUNCHER
+from app.fit.flag_rules import flag_problems
+from app.fit.machine_rules import launcher_problems, machine_problems
 from app.fit.resolved import Resolved
-from app.fit.rule import Rule
 from app.launch.cluster_environment import Launched, launched
 
 
@@ -28,10 +28,9 @@ class Built(NamedTuple):
     world_size: int
 
 
-def _check(rules: Sequence[Rule], resolved: Any) -> None:
-    for rule in rules:
-        if found := rule.broken(resolved):
-            raise UserError(rule.message.format(s=resolved, **(found if isinstance(found, Mapping) else {})))
+def _raise_first(problems: Iterator[str]) -> None:
+    for problem in problems:
+        raise UserError(problem)
 
 
 def check_flags(config: Namespace) -> None:
@@ -43,7 +42,7 @@ def check_flags(config: Namespace) -> None:
     Raises:
         UserError: With the reason and the remedy.
     """
-    _check(FLAGS, Resolved(config, ""))
+    _raise_first(flag_problems(Resolved(config, "")))
 
 
 def check(command: str, config: Namespace) -> None:
@@ -56,7 +55,8 @@ def check(command: str, config: Namespace) -> None:
     Raises:
         UserError: With the reason and the remedy.
     """
-    _check((*FLAGS, *HERE), Resolved(config, command, launched(), os.environ))
+    resolved = Resolved(config, command, launched(), os.environ)
+    _raise_first(chain(flag_problems(resolved), machine_problems(resolved)))
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -66,4 +66,4 @@ def check_trainer(trainer: Trainer) -> None:
         UserError: With the reason and the remedy.
     """
     processes = getattr(trainer.strategy, "num_processes", 1)
-    _check(LAUNCHER, Built(launched(), trainer.num_nodes, processes, trainer.world_size))
+    _raise_first(launcher_problems(Built(launched(), trainer.num_nodes, processes, trainer.world_size)))

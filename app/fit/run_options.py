@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
+from app.launch.cluster_environment import may_resume
 from app.modules import CIFARCNN, NETWORKS
 from app.monitor.loggers import claim_version
 from app.record import Record
@@ -74,6 +75,11 @@ def default_name(config: Namespace) -> str:
     return f"{model}-{data}"
 
 
+def is_recorded(trainer: Namespace) -> bool:
+    """Return whether a run leaves files: `fast_dev_run` and `barebones` do not."""
+    return not (trainer.fast_dev_run or trainer.barebones)
+
+
 _HELD: list[int] = []  # descriptors of folders
 TRAINING = (  # flags that define a training
     *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
@@ -87,91 +93,77 @@ EXECUTION = (  # except flags of places, and of execution
 
 
 def decide(
-    run: Run,
-    name: str,
+    subcommand: str,
+    config: Namespace,
+    dump: Callable[[], str],
+    checkpoint: str | None,
     command: str,
     launchers: list[str],
-    checkpoint: str | None,
-    *,
-    subcommand: str,
-    config: Callable[[], str],
-    configs: Sequence[str],
-    may_resume: bool,
-    is_recorded: bool,
 ) -> dict[str, Any]:
     """Decide checkpoint and folder on rank zero.
 
     Args:
-        run: The run's options.
-        name: The run's name: `run.name`, or the default one.
+        subcommand: `fit`, `validate`, `test` or `predict`.
+        config: Resolved configuration.
+        dump: Returns the configuration as YAML.
+        checkpoint: Value of `--ckpt_path`, or None.
         command: The command line.
         launchers: Ids of the launchers of the run's processes.
-        checkpoint: Value of `--ckpt_path`, or None.
-        subcommand: `fit`, `validate`, `test` or `predict`.
-        config: Returns the text of the resolved config.
-        configs: The config files of the command line.
-        may_resume: Whether a launcher may have restarted this run, so that it resumes without a flag.
-        is_recorded: Whether the run leaves files.
 
     Raises:
         UserError: When the checkpoint is missing, or no folder can be made for the run.
     """
+    root, name = config.run.root, config.run.name or default_name(config)
     for pattern in ("version_*", "version_*/checkpoints"):
-        for each in Path(run.root, name).glob(pattern):
-            remove_parts(each)
-    own = newest_checkpoint(run.root, name, (command, launchers)) if may_resume else None
-    if own is None and checkpoint == "auto":
-        own = newest_checkpoint(run.root, name, None)
-    anew = (may_resume and checkpoint is None) or own is not None or checkpoint == "auto"
-    if own is not None:
-        rank_zero_info(f"resuming from {own}")
-        checkpoint = own
-    elif checkpoint == "auto":
-        checkpoint = None
-    elif checkpoint is not None:
-        checkpoint = find_checkpoint(checkpoint, configs, run.root, name)
-    path = Path(checkpoint).parent.parent / "run.json" if checkpoint else None
-    record = read_earlier(path) if path and path.exists() else None
-    folder: Path | None = None
-    earlier: Record | None = None
-    if is_recorded:
-        folder, earlier = _folder(run, name, subcommand, checkpoint, record, config)
-        folder = folder.relative_to(run.root) if folder.is_relative_to(run.root) else folder
+        for folder in Path(root, name).glob(pattern):
+            remove_parts(folder)
+    restarts = subcommand == "fit" and may_resume()  # a launcher may have restarted this run
+    newest = newest_checkpoint(root, name, (command, launchers)) if restarts else None
+    if newest is None and checkpoint == "auto":
+        newest = newest_checkpoint(root, name, None)
+    may_be_finished = newest is not None or checkpoint == "auto" or (restarts and checkpoint is None)
+    if newest is not None:
+        rank_zero_info(f"resuming from {newest}")
+    elif checkpoint not in (None, "auto"):
+        newest = find_checkpoint(str(checkpoint), [str(file) for file in config.config or []], root, name)
+    is_kept = is_recorded(config.trainer)
+    place, earlier = _folder(subcommand, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
+    if place is not None and place.is_relative_to(root):
+        place = place.relative_to(root)
     return {
-        "checkpoint": checkpoint,
-        "may_be_finished": anew,  # started again after the end of its training, it has still to be tested
-        "folder": folder,  # below the root of each node, where it is below rank zero's
+        "checkpoint": newest,
+        "may_be_finished": may_be_finished,  # started again after the end of its training, it has still to be tested
+        "folder": place,  # below the root of each node, where it is below rank zero's
         "earlier": earlier,
         "launchers": launchers,
     }
 
 
 def _folder(
-    run: Run, name: str, subcommand: str, checkpoint: str | None, record: Record | None, config: Callable[[], str]
+    subcommand: str, run: Namespace, new: Path, checkpoint: str | None, dump: Callable[[], str]
 ) -> tuple[Path, Record | None]:
     """Return the run's folder, and the record of the training that it continues, or None.
 
     A training continues in its own folder from its newest checkpoint; other commands write below it.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
-    named = Path(run.root, name)
-    asked = run.name is not None or run.root != Run.root
-    if used is None or record is None or (asked and used.parent.resolve() != named.resolve()):
-        return _held(claim_version(named)), None
+    is_chosen = run.name is not None or run.root != Run.root
+    if used is None or not (used / "run.json").exists() or (is_chosen and used.parent.resolve() != new.resolve()):
+        return _held(claim_version(new)), None
     if subcommand != "fit":
         return _held(claim_version(used, subcommand)), None
-    flags, before = (_settings(text) for text in (config(), _text(used / "config.yaml")))
-    changed = next((f"--{name} is another" for name in flags if before.get(name, flags[name]) != flags[name]), None)
-    if changed is None and not is_newest(Path(str(checkpoint))):
-        changed = "it has newer checkpoints"
-    try:
-        return (_held(used), record) if changed is None else (_held(claim_version(named)), None)
-    except BlockingIOError:
-        changed = "it is still running"
-        return _held(claim_version(named)), None
-    finally:
-        if changed is not None:
-            rank_zero_info(f"this is another run than {used}: {changed}")
+    record, file = read_earlier(used / "run.json"), used / "config.yaml"
+    flags, before = _settings(dump()), _settings(file.read_text() if file.is_file() else "")
+    reason = next((f"--{name} is another" for name in flags if before.get(name, flags[name]) != flags[name]), None)
+    if reason is None and not is_newest(Path(str(checkpoint))):
+        reason = "it has newer checkpoints"
+    if reason is None:
+        try:
+            return _held(used), record
+        except BlockingIOError:
+            reason = "it is still running"
+    rank_zero_info(f"this is another run than {used}: {reason}")
+    return _held(claim_version(new)), None
 
 
 def _held(folder: Path) -> Path:
@@ -196,10 +188,6 @@ def release_folders() -> None:
     """Give up the folders of this process' runs."""
     while _HELD:
         os.close(_HELD.pop())
-
-
-def _text(file: Path) -> str:
-    return file.read_text() if file.is_file() else ""
 
 
 def _settings(config: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`python -m app plan`: reads its flags, measures, predicts, and writes the plan."""
 
-import argparse
+import itertools
 import math
 import re
 import shlex
@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 from jsonargparse import Namespace
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -21,15 +22,14 @@ from app.fit.arguments import read_yaml
 from app.fit.configuration import resolve, split_flags
 from app.fit.parser import PlainParser
 from app.fit.resolved import Resolved
-from app.monitor.loggers import next_version
+from app.monitor.loggers import claim_version
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
 from app.plan.measure import measure_steps, profile_gradients, read_record, timed
-from app.plan.report import PICTURES, advice, cells, draw_pictures, heading, notes, origin, screen
+from app.plan.report import PICTURES, advice, draw_pictures, heading, notes, origin, predictions
 from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
 from app.system.page import Section, code, page, plain
-from app.system.page import table as page_table
 from app.system.terminal import working
 
 USAGE = """\
@@ -42,24 +42,28 @@ here, or given. Flags of fit say what to train.
   python -m app plan --config configs/quickstart.yaml --run.threads 1
   python -m app plan --run RUN --per_node 8 --bandwidth 25GB/s --latency 20us"""
 
-PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+# units in bytes per second, and in seconds
+BANDWIDTHS = {
+    f"{prefix}{unit}/s": factor * size
+    for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
+    for unit, size in {"B": 1.0, "bit": 1 / 8}.items()
+}
+LATENCIES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
-def bandwidth(text: str) -> float:
-    """Read `25GB/s` or `100Mbit/s`: bytes per second."""
-    match = re.fullmatch(r"([\d.]+)\s*([kMGT]?)(B|bit)/s", text.strip())
-    if match is None or not float(match[1]):
-        raise ValueError(f"{text}: give bytes or bits per second, such as 25GB/s or 100Mbit/s")
-    return float(match[1]) * PREFIXES[match[2]] / (8 if match[3] == "bit" else 1)
+def quantity(name: str, text: str) -> float:
+    """Read `25GB/s` or `100Mbit/s` as bytes per second, or, for a latency, `20us` as seconds.
 
-
-def latency(text: str) -> float:
-    """Read `20us` or `1ms`: seconds."""
-    match = re.fullmatch(r"([\d.]+)\s*(s|ms|us|µs|ns)", text.strip())
-    if match is None:
-        raise ValueError(f"{text}: give a time, such as 20us or 1ms")
-    return float(match[1]) * SECONDS[match[2]]
+    Raises:
+        UserError: When number or unit is missing, or the bandwidth is zero.
+    """
+    units, example = BANDWIDTHS, "bytes or bits per second, such as 25GB/s or 100Mbit/s"
+    if name.endswith("latency"):
+        units, example = LATENCIES, "a time, such as 20us or 1ms"
+    match = re.fullmatch(rf"(\d*\.?\d+)\s*({'|'.join(units)})", text.strip())
+    if match is None or (units is BANDWIDTHS and not float(match[1])):
+        raise UserError(f"--{name} {text}: give {example}")
+    return float(match[1]) * units[match[2]]
 
 
 @dataclass
@@ -102,27 +106,14 @@ def run(arguments: list[str]) -> int:
     own, flags = split_flags(arguments)
     options = _parse(own)
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=110, highlight=False)
-    fit = ["fit", *(part for pair in flags for part in pair)]
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
             raise UserError(f"{flag} {value}: with --run the steps are those of the run: leave it out")
-    disturbed = busy()
-    if disturbed:
-        console.print(f"[yellow]busy[/yellow]  {disturbed}")
+    if warning := busy():
+        console.print(f"[yellow]busy[/yellow]  {warning}")
     with working(console) as show:
-
-        def say(what: str) -> None:
-            show(what)
-            if not console.is_terminal:
-                console.print(f"{what} …")
-
-        basis = _basis(options, fit, say)
-        typed = [value for flag, value in flags if flag == "--data.batch_size" and options.run]
-        if typed:
-            if not typed[-1].isdigit() or int(typed[-1]) < 1:
-                raise UserError(f"--data.batch_size {typed[-1]}: give a number of images to plan for")
-            basis.batch = int(typed[-1])
-        machines, network = _machines(options, basis, say)
+        basis = _basis(options, flags, show)
+        machines, network = _machines(options, basis, show)
     most = options.max_devices if options.scale_batch else min(options.max_devices, basis.batch)
     counts = _counts(most if machines.node_link else min(most, machines.per_node), machines.per_node)
     table = predict(basis.step, basis.batch, counts, machines, options.scale_batch).assign(threads=basis.threads)
@@ -131,69 +122,52 @@ def run(arguments: list[str]) -> int:
             f"More than {most} devices have no images of a batch of {basis.batch}: see `--scale_batch true`."
         )
 
-    folder = Path(options.root, "plan")
-    folder = folder / next_version(str(folder.parent), "plan")
-    folder.mkdir(parents=True)
+    folder = claim_version(Path(options.root, "plan"))
     command = shlex.join(["python", "-m", "app", "plan", *arguments])
-    said = "\n\n".join(advice(table, options.scale_batch))
+    title, text = heading(table, basis.config, basis.batch), "\n\n".join(advice(table, options.scale_batch))
     reading = "\n\n".join([*notes(table, machines), *basis.cautions])
-    title = heading(table, basis.config, basis.batch)
-    shown = "\n".join(f'![{text}]({name} "{text}")' for name, text in PICTURES.items())
+    figures = "\n".join(f'![{caption}]({name} "{caption}")' for name, caption in PICTURES.items())
+    rows = predictions(table)
     sections = [
-        Section("Predicted", f"{shown}\n\n{page_table(*cells(table, machines))}\n\n{reading}"),
+        Section("Predicted", f"{figures}\n\n{rows}\n\n{reading}"),
         Section("From what", "\n\n".join(origin(basis.step, machines, basis.source, network)), folded=True),
         Section("The command", f"{code(command)}\n\nWith torch {versions()['torch']}, on {plain(hardware()['cpu'])}."),
     ]
-    lead = f"> {disturbed}\n\n{said}" if disturbed else said
+    lead = f"> {warning}\n\n{text}" if warning else text
     write_text(folder / "report.html", page(title, lead, sections, draw_pictures(table, machines)))
     table.to_csv(folder / "plan.csv", index=False)
-    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    predicted = table.astype(object).where(table.notna(), None).to_dict("records")
     known = {"command": command, "versions": versions(), "hardware": hardware(), "load": psutil.getloadavg()[0]}
     write_json(
-        folder / "plan.json", {**known, "step": asdict(basis.step), "machines": asdict(machines), "predicted": rows}
+        folder / "plan.json",
+        {**known, "step": asdict(basis.step), "machines": asdict(machines), "predicted": predicted},
     )
     console.print(f"\n{title}\n", style="bold")
-    console.print(screen(*cells(table, machines)))
-    console.print(Markdown(f"{said}\n\n{reading}"))
+    console.print(Markdown(f"{rows}\n\n{text}\n\n{reading}"))
     console.print(f"\nplan  {folder}/report.html, plan.csv, plan.json", soft_wrap=True, markup=False)
     return 0
 
 
 def _parse(arguments: list[str]) -> Namespace:
     parser = PlainParser(prog="python -m app plan", usage=USAGE)
-    parser.add_argument("--max_devices", type=int, default=16, metavar="N", help="up to how many devices to predict")
-    parser.add_argument("--scale_batch", type=bool, default=False, help="let the global batch grow with the devices")
-    unsaid: dict[str, dict[str, Any]] = {  # the help text names the substitute
-        "per_node": {"type": int, "metavar": "N", "help": "devices of a node; else those of this machine"},
+    number: Any = PositiveInt
+    for name, settings in {
+        "max_devices": {"type": number, "default": 16, "metavar": "N", "help": "largest number of devices to predict"},
+        "scale_batch": {"type": bool, "default": False, "help": "let the global batch grow with the devices"},
+        "per_node": {"type": number, "metavar": "N", "help": "devices of a node; else those of this machine"},
         "bandwidth": {"metavar": "X", "help": "within a node, such as 25GB/s; else measured"},
         "latency": {"metavar": "X", "help": "within a node, such as 20us; else measured"},
         "node_bandwidth": {"metavar": "X", "help": "between nodes; else as given within one"},
         "node_latency": {"metavar": "X", "help": "between nodes; else as given within one"},
-        "price_per_hour": {"type": float, "metavar": "X", "help": "of one device; adds what it costs"},
+        "price_per_hour": {"type": NonNegativeFloat, "metavar": "X", "help": "of one device; adds the cost"},
         "run": {"nargs": "+", "metavar": "DIR", "help": "take the steps of runs; else they are measured"},
-    }
-    for name, settings in unsaid.items():
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **settings)
-    parser.add_argument("--root", default="runs", help="plans go to ROOT/plan")
-    options = Namespace(dict.fromkeys(unsaid) | parser.parse_args(arguments).as_dict())
-    for name, most in (("per_node", None), ("max_devices", 16384)):
-        value = options[name]
-        if value is not None and (value < 1 or (most is not None and value > most)):
-            raise UserError(f"--{name} {value}: give 1 or more{f', up to {most:,}' if most else ''}")
-    if options.price_per_hour is not None and options.price_per_hour < 0:
-        raise UserError(f"--price_per_hour {options.price_per_hour}: give 0 or more")
-    readers: dict[str, Callable[[str], float]] = {
-        "bandwidth": bandwidth,
-        "latency": latency,
-        "node_bandwidth": bandwidth,
-        "node_latency": latency,
-    }
-    for name, read in readers.items():
+        "root": {"default": "runs", "help": "plans go to ROOT/plan"},
+    }.items():
+        parser.add_argument(f"--{name}", **settings)
+    options = parser.parse_args(arguments)
+    for name in ("bandwidth", "latency", "node_bandwidth", "node_latency"):
         if options[name] is not None:
-            try:
-                options[name] = read(options[name])
-            except ValueError as error:
-                raise UserError(f"--{name} {error}") from error
+            options[name] = quantity(name, options[name])
     return options
 
 
@@ -204,46 +178,41 @@ def _counts(most: int, per_node: int) -> list[int]:
     return sorted(count for count in counts if count <= most)
 
 
-def _basis(options: Namespace, fit: list[str], say: Callable[[str], None]) -> Basis:
+def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str], None]) -> Basis:
     """Measure the step, or read it from runs."""
-
-    def devices(gpus: int, cuda: bool, threads: int) -> int:
-        return gpus if cuda else max(usable_cores() // threads, 1)
-
+    fit = ["fit", *itertools.chain.from_iterable(flags)]
+    records = [read_record(path) for path in options.run or ()]
+    if records:
+        fit[1:1] = ["--config", str(records[0].config)]
+    resolved = Resolved(resolve(fit))
+    config, cuda, gpus = resolved.config.as_dict(), resolved.accelerator == "cuda", torch.cuda.device_count()
+    threads = config["run"]["threads"]
+    threads = torch.get_num_threads() if threads == "auto" else threads
     cautions: list[str] = []
-    if options.run:
-        records = [read_record(path) for path in options.run]
+    if records:
         configs = [read_yaml(str(record.config)) for record in records]
         models = [(c.get("model"), r.precision, r.threads) for c, r in zip(configs, records, strict=True)]
         if any(model != models[0] for model in models):
             raise UserError("the runs of --run are of different models, precisions or threads: give runs of one")
-        measured = [timed(record) for record in records]
-        batch = max(record.global_batch_size or 1 for record in records)
-        fit, config = ["fit", "--config", str(records[0].config), *fit[1:]], configs[0]
-        cuda = records[0].accelerator == "cuda"
+        cuda, threads = records[0].accelerator == "cuda", records[0].threads
         gpus = len(records[0].hardware.gpus) if records[0].hardware else 0
-        source = f"the steps of {', '.join(options.run)}"
-        if len({each.images for each in measured}) == 1:
+        if len({timed(record).images for record in records}) == 1:
             cautions.append(
-                "The steps of `--run` have one batch size: what it costs to launch a step is not known and taken to be "
-                "nothing, so that the predictions are the best that can be hoped for, and dp, which it matters most "
-                "to, is left out. Give a run with another batch, too."
+                "The steps of `--run` have one batch size, so that the cost of launching a step is unknown: the "
+                "predictions are upper bounds, and dp is left out. Give a run with another batch, too."
             )
-    else:
-        resolved = Resolved(resolve(fit))
-        config, cuda = resolved.config.as_dict(), resolved.accelerator == "cuda"
-        threads = config["run"]["threads"]
-        gpus = torch.cuda.device_count()  # that may be used
-        _refuse_to_share(options, devices(gpus, cuda, torch.get_num_threads() if threads == "auto" else threads), cuda)
-        measured = measure_steps(fit, say)
-        batch = int(measured[0].images)
-        source = f"steps measured here, with batches of {', '.join(f'{each.images:.0f}' for each in measured)}"
-    several = devices(gpus, cuda, measured[0].threads)
-    _refuse_to_share(options, several, cuda)
-    say("looking when each gradient is ready")
+    devices = gpus if cuda else max(usable_cores() // threads, 1)
+    _refuse_to_share(options, devices, cuda)
+    measured = [timed(record) for record in records] or measure_steps(fit, say)
+    sizes = ", ".join(f"{each.images:.0f}" for each in measured)
+    source = f"the steps of {', '.join(options.run)}" if records else f"steps measured here, with batches of {sizes}"
+    batch = max([record.global_batch_size or 1 for record in records], default=int(measured[0].images))
+    if records and any(flag == "--data.batch_size" for flag, _ in flags):
+        batch = config["data"]["init_args"]["batch_size"]
+    say("timing the gradients of a backward pass")
     backward, gradients = profile_gradients(fit, max(int(measured[0].images), 1))
     step = fit_step(measured, backward, make_buckets(gradients))
-    return Basis(step, batch, config, cuda, measured[0].threads, source, several, cautions)
+    return Basis(step, batch, config, cuda, threads, source, devices, cautions)
 
 
 def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
@@ -257,27 +226,26 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
     nodes = options.node_bandwidth is not None and options.node_latency is not None
     if network or 1 < per_node <= devices or (per_node == 1 and nodes):
         return
-    has = f"{devices} GPU(s)" if cuda else f"cores for {devices} process(es) of this training"
+    flag = f"--per_node {options.per_node}: " if options.per_node else ""
+    has = f"{devices} GPU(s)" if cuda else f"cores for {devices} process(es) of this training; see --run.threads"
     raise UserError(
-        f"{'' if options.per_node is None else f'--per_node {options.per_node}: '}this machine has {has}; more would "
-        "share them, none as fast as alone: give --per_node, --bandwidth and --latency of another machine, or "
+        f"{flag}this machine has {has}: give --per_node, --bandwidth and --latency of another machine, or "
         "--node_bandwidth and --node_latency between machines like this one"
-        f"{'' if cuda else ', or --run.threads 1, so that each process needs one core'}"
     )
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
-    """Describe the machines, and say where the figures of their network come from."""
-    asked = [name for name in ("bandwidth", "latency") if options[name] is None]
+    """Describe the machines, and the source of their network's figures."""
+    missing = [name for name in ("bandwidth", "latency") if options[name] is None]
     per_node = options.per_node or basis.devices
-    if asked and basis.cuda and not torch.cuda.is_available():
-        given = " and ".join(f"--{name}" for name in asked)
+    if missing and basis.cuda and not torch.cuda.is_available():
+        given = " and ".join(f"--{name}" for name in missing)
         raise UserError(f"the steps are of a GPU, and this machine has none to measure its network: give {given}")
     within = {name: options[name] for name in ("bandwidth", "latency") if options[name] is not None}
     between = {name: options[f"node_{name}"] for name in ("bandwidth", "latency")}
     between = {name: value for name, value in between.items() if value is not None}
     link, spread, source = Link(math.inf, 0.0), (1.0, 1.0), "given"
-    if asked and per_node > 1:
+    if missing and per_node > 1:
         say("measuring an all-reduce of two processes")
         try:
             measured = measure_all_reduce(timeout=300 if busy() else 60)
@@ -285,16 +253,10 @@ def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> t
             raise UserError(f"the network could not be measured ({error}): give --bandwidth and --latency") from error
         link = fit_link(measured, 2)
         spread = spread_of_link(measured, link, 2)
-        source = f"{' and '.join(asked)} measured between two processes of this machine"
-    elif not asked and not between:
+        source = f"{' and '.join(missing)} measured between two processes of this machine"
+    elif not missing and not between:
         source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
     link = replace(link, **within)
-    machines = Machines(
-        per_node=per_node,
-        link=link,
-        node_link=replace(link, **between) if between or not asked else None,
-        shared=not basis.cuda,
-        link_spread=spread,
-        price_per_hour=options.price_per_hour,
-    )
+    node_link, price = replace(link, **between) if between or not missing else None, options.price_per_hour
+    machines = Machines(per_node, link, node_link, not basis.cuda, link_spread=spread, price_per_hour=price)
     return machines, source

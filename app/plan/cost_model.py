@@ -1,7 +1,7 @@
 """Predicts how training scales: step time on 1…N devices × nodes, from a step and a network.
 
-A step of a batch of b images on one device takes data(b) + forward(b) + backward(b) + update + rest, of which the
-first three are lines in b, fitted to measured steps; their offset is what it costs to launch them at all.
+A step of a batch of b images on one device takes data(b) + forward(b) + backward(b) + update + rest. The first three
+are lines in b, fitted to measured steps; their offset is the cost of launching them.
 
 ddp: each of N devices takes b = B/N images of a global batch B. The gradients lie in buckets, as DDP makes them; a
 bucket is added up over a ring once the backward pass has made its last gradient, one bucket after the other:
@@ -30,8 +30,8 @@ Processes that share cores are not predicted, because the formulas ignore how th
 Each prediction has a range: the same formulas with all steps as much faster or slower than their lines as any window of
 the measured ones was, and with the link as much faster or slower than its line as any measured all-reduce was.
 
-It says nothing of stragglers, of other traffic, or of algorithms other than the ring (NCCL takes trees for small
-buffers among many ranks, whose latency grows with log N).
+Not modelled: stragglers, other traffic, and algorithms other than the ring. For small buffers among many ranks, NCCL
+uses trees, whose latency grows with log N.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,10 +56,6 @@ class Line:
     def __call__(self, images: float) -> float:
         """Predict the seconds for a batch."""
         return self.launch + self.per_image * images
-
-    def stretched(self, factor: float) -> "Line":
-        """Return the line with its seconds multiplied by a factor."""
-        return Line(factor * self.launch, factor * self.per_image)
 
 
 @dataclass(frozen=True)
@@ -138,27 +134,16 @@ class Step:
         copies = 0.0 if shared else 2 * (devices - 1) * (self.parameter_bytes / link.bandwidth + link.latency)
         return self.data(batch) + devices * launch + forward + backward + copies + self.update + self.rest
 
-    def stretched(self, factor: float) -> "Step":
-        """Return the step for devices that compute slower by a factor."""
-        return replace(
-            self,
-            data=self.data.stretched(factor),
-            forward=self.forward.stretched(factor),
-            backward=self.backward.stretched(factor),
-            update=factor * self.update,
-            rest=factor * self.rest,
-        )
-
 
 @dataclass(frozen=True)
 class Timed:
     """Steps of one batch size that were measured on one device.
 
     Attributes:
-        images: Of a batch on that device.
-        phases: Its `time_per_step` as in run.json, in milliseconds.
-        windows: The fastest and the slowest logging window, as parts of the median one.
-        threads: Of the process.
+        images: Images of a batch on that device.
+        phases: Milliseconds of each phase, as `time_per_step` in run.json.
+        windows: Rates of the median window over those of the fastest and the slowest one.
+        threads: Threads of the process.
     """
 
     images: float
@@ -196,15 +181,10 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
         buckets=tuple(buckets),
         launch_known=len(set(images)) > 1,
     )
-    alone = ("data", "forward_backward", "optimizer", "rest")
-    off = [sum(timed.phases[phase] for phase in alone) / 1000 / step.single(timed.images) for timed in measured]
-    return replace(
-        step,
-        spread=(
-            min(1.0, *(part * timed.windows[0] for part, timed in zip(off, measured, strict=True))),
-            max(1.0, *(part * timed.windows[1] for part, timed in zip(off, measured, strict=True))),
-        ),
-    )
+    phases = ("data", "forward_backward", "optimizer", "rest")
+    fits = [(sum(t.phases[p] for p in phases) / 1000 / step.single(t.images), *t.windows) for t in measured]
+    lows, highs = [fit * low for fit, low, _ in fits], [fit * high for fit, _, high in fits]
+    return replace(step, spread=(min(1.0, *lows), max(1.0, *highs)))
 
 
 def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int) -> tuple[float, float]:
@@ -289,7 +269,7 @@ def predict(
         both = 1 < count <= machines.per_node and step.launch_known
         for strategy in ("ddp", "dp") if both else ("ddp",):
             time, *ends = (
-                _seconds(strategy, step.stretched(compute), images, count, machines, sending)
+                _seconds(strategy, step, images, count, machines, compute, sending)
                 for compute, sending in ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
             )
             rates = {"": images / time, "_low": images / ends[1], "_high": images / ends[0]}
@@ -313,10 +293,15 @@ def predict(
     return pd.DataFrame(rows)
 
 
-def _seconds(strategy: str, step: Step, images: int, count: int, machines: Machines, sending: float) -> float:
-    """Predict the seconds of a step on several devices, with a link that is slower by a factor."""
+def _seconds(
+    strategy: str, step: Step, images: int, count: int, machines: Machines, compute: float, sending: float
+) -> float:
+    """Predict the seconds of a step on devices that compute, and a link that sends, slower by a factor each.
+
+    Devices slower by a factor are the same as a link faster by it, with all of the step slower by it.
+    """
     link = machines.slowest(count)
-    link = Link(link.bandwidth / sending, link.latency * sending)
-    if strategy == "ddp":
-        return step.ddp(images, count, link)
-    return step.dp(images, count, link, machines.shared)
+    link = Link(link.bandwidth * compute / sending, link.latency * sending / compute)
+    return compute * (
+        step.ddp(images, count, link) if strategy == "ddp" else step.dp(images, count, link, machines.shared)
+    )

@@ -15,24 +15,16 @@ from app.plan.cost_model import Timed
 from app.record import Record
 from app.runs import run_fit
 
-ONE_DEVICE = {  # flags of a short, quiet run of 30 steps
-    "trainer.devices": "1",
-    "trainer.num_nodes": "1",
-    "trainer.strategy": "auto",
-    "trainer.max_epochs": "-1",
-    "trainer.max_steps": "30",
-    "trainer.log_every_n_steps": "5",
-    "trainer.limit_val_batches": "0",
-    "trainer.enable_checkpointing": "false",
-    "trainer.fast_dev_run": "false",
-    "trainer.barebones": "false",
-    "run.warmup_epochs": "0",
-    "run.wandb": "false",
-}
+ONE_DEVICE = (  # flags of a short, quiet run of 30 steps
+    *("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto", "--trainer.max_epochs=-1"),
+    *("--trainer.max_steps=30", "--trainer.log_every_n_steps=5", "--trainer.limit_val_batches=0"),
+    *("--trainer.enable_checkpointing=false", "--trainer.fast_dev_run=false", "--trainer.barebones=false"),
+    *("--run.warmup_epochs=0", "--run.wandb=false"),
+)
 LIMIT = 300.0  # seconds
 
 
-def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda what: None) -> list[Timed]:
+def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda activity: None) -> list[Timed]:
     """Train for 30 steps on one device with the global batch, a quarter and a sixteenth of it.
 
     Args:
@@ -45,19 +37,15 @@ def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda what
     Raises:
         UserError: When such a run fails.
     """
-    measured: list[Timed] = []
-    left: list[int | None] = [None]  # the batch of the arguments
-    while left:
-        size = left.pop(0)
-        of = "" if size is None else f" with batches of {size}"
-        say(f"measuring steps on one device{of}")
-        record = timed_run(arguments if size is None else [*arguments, "--data.batch_size", str(size)])
-        batch = record.global_batch_size
-        if batch is None:
-            raise UserError("the data module is not one of this application: its batch is not known: give --data")
-        if size is None:
-            left += sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True)
-        measured.append(timed(record))
+    say("measuring steps on one device")
+    record = timed_run(arguments)
+    batch = record.global_batch_size
+    if batch is None:
+        raise UserError("plan needs data of this application, to know the batch: give --data")
+    measured = [timed(record)]
+    for size in sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True):
+        say(f"measuring steps on one device with batches of {size}")
+        measured.append(timed(timed_run([*arguments, "--data.batch_size", str(size)])))
     return measured
 
 
@@ -70,7 +58,7 @@ def timed_run(arguments: list[str]) -> Record:
     Raises:
         UserError: When the run fails, or its steps could not be timed.
     """
-    record = run_fit([*arguments[1:], *(f"--{flag}={value}" for flag, value in ONE_DEVICE.items())], LIMIT)
+    record = run_fit([*arguments[1:], *ONE_DEVICE], LIMIT)
     if record.time_limit is not None:
         raise UserError(f"30 steps on one device took more than {LIMIT:g} s: use a smaller model")
     if record.status != "completed":
