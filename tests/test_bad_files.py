@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, ROOT, App, error_of, largest_difference, start_app, weights
+from harness import QUIET, ROOT, App, error_of, largest_difference, output_of, start_app, weights
 from PIL import Image
 
 from app.record import Record
@@ -74,8 +74,7 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
 
 
 def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.name", "x")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.name", "x"))
     good = tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt"
     other = ["--model.network", "resnet18", "--ckpt_path", good]
     for command in ("fit", "validate", "test", "predict"):
@@ -93,8 +92,7 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
 def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     """A record with a value of the wrong form is rejected by name, and nothing crashes."""
     flags = [*SMALL, "--run.name", "x", "--run.test", "false"]
-    code, out = app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1")
-    assert code == 0, out
+    output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1"))
     path = tmp_path / "runs" / "x" / "version_0" / "run.json"
     good = json.loads(path.read_text())
     odd = {
@@ -112,10 +110,9 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     path.write_text(json.dumps(good | {"throughput": {"median": 0}}))
     refused = "run.json cannot be read (throughput.median: Input should be greater than 0)"
     assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", path.parent))
-    code, out = app(
-        "fit", *flags, "--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt"
+    out = output_of(
+        *app("fit", *flags, "--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt")
     )
-    assert code == 0, out
     assert f"{refused}: continuing without it" in out
 
 
@@ -182,8 +179,7 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     assert "leave --data.cache off out" in error_of(*app(*images_at(image_root, on_bad_image="skip", cache="off")))
     runs = []
     for version, way in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
-        code, out = app(*images_at(image_root, **flags), *way)
-        assert code == 0, out
+        out = output_of(*app(*images_at(image_root, **flags), *way))
         first = f"3 of 38 images are left out; the first one: {cats / '00.jpg'} cannot be read (not an image)\n"
         assert (first in out) == (version == 0), "said when they are decoded"
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
@@ -207,12 +203,10 @@ def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None
     for split in ("train", "test"):
         (image_root / split / "dog").rename(image_root / split / "d\udcffg")
     (image_root / "test" / "cat" / "00.jpg").rename(image_root / "test" / "cat" / "\udcfe.jpg")
-    code, out = app(*images_at(image_root))
-    assert code == 0, out
+    output_of(*app(*images_at(image_root)))
     run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
     assert "d\ufffdg" in (run / "confusion_matrix.csv").read_text(encoding="utf-8")
-    code, out = app("predict", *images_at(image_root)[1:], "--ckpt_path", "last")
-    assert code == 0, out
+    output_of(*app("predict", *images_at(image_root)[1:], "--ckpt_path", "last"))
     assert b"/\xfe.jpg" in (run / "predict_1" / "predictions.csv").read_bytes()
 
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, error_of
+from harness import QUIET, App, error_of, output_of
 
 from app.cli import main
 
@@ -168,8 +168,7 @@ def test_variables(name: str, value: str, said: str, app: App, monkeypatch: pyte
 def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the current folder is, unasked; one that is installed elsewhere, by name."""
     Path("mine.py").write_text("from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n")
-    code, out = app("fit", *TINY, "--model", "mine.Mine")
-    assert code == 0, out
+    output_of(*app("fit", *TINY, "--model", "mine.Mine"))
     elsewhere = Path("../elsewhere")
     elsewhere.mkdir()
     (elsewhere / "theirs.py").write_text(Path("mine.py").read_text().replace("Mine", "Theirs"))
@@ -177,7 +176,6 @@ def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> 
     assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in error_of(
         *app("fit", *TINY, "--model", "theirs.Theirs")
     )
-    code, out = app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs")
-    assert code == 0, out
+    out = output_of(*app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs"))
     assert "python -m app test --trust theirs --config " in out, "the commands that are printed can be followed"
     assert main(["--trust", "theirs"]) == 0, "of no command there is the help"

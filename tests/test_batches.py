@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import QUIET, App, error_of, fork_app
+from harness import QUIET, App, error_of, fork_app, output_of
 from torch import Tensor, nn
 
 from app.data.batches import GlobalBatches
@@ -137,8 +137,7 @@ def test_augmentation_that_cannot_be(app: App) -> None:
 def test_spawned_processes_have_workers(tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", "--data.size", "80", "--data.placement", "disk", "--data.num_workers", "1"]
     flags += ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--trainer.devices", "2"]
-    code, out = fork_app("fit", *flags, *TWO_STEPS, "--run.root", tmp_path, "--run.test", "false")
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, *TWO_STEPS, "--run.root", tmp_path, "--run.test", "false"))
 
 
 def test_drop_last() -> None:

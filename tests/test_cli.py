@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, error_of, start_app
+from harness import QUIET, ROOT, App, error_of, output_of, start_app
 
 from app import __version__
 
@@ -67,8 +67,7 @@ def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
 def test_pages_of_settings(page: list[str], flag: str, app: App) -> None:
     """Each is named on the first page."""
     assert " ".join(page) in app("fit", "--help")[1]
-    code, out = app("fit", *page)
-    assert code == 0, out
+    out = output_of(*app("fit", *page))
     assert flag in out
 
 
@@ -79,8 +78,7 @@ def test_print_config_is_a_config(app: App, tmp_path: Path) -> None:
     assert config["model"]["init_args"]["loss"] == "smooth_l1"
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adam"
     (tmp_path / "c.yaml").write_text(out)
-    code, out = app("fit", "--config", tmp_path / "c.yaml", "--trainer.max_epochs", "1")
-    assert code == 0, out
+    output_of(*app("fit", "--config", tmp_path / "c.yaml", "--trainer.max_epochs", "1"))
 
 
 def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
@@ -89,8 +87,7 @@ def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     late = ["--data.like", "FashionMNIST", "--data.size=64", "--model.optimizer.lr", "0.5", "--model.repeats=1"]
     late += ["--trainer.strategy.bucket_cap_mb", "5", "--trainer.strategy", "ddp"]
     late += ["--model.optimizer", "SGD", "--config", str(tmp_path / "c.yaml"), "--data", "Synthetic"]
-    code, out = app("fit", *late, "--print_config")
-    assert code == 0, out
+    out = output_of(*app("fit", *late, "--print_config"))
     config = yaml.safe_load(out)
     assert config["model"]["init_args"]["repeats"] == 1
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.SGD"
@@ -119,11 +116,9 @@ def test_every_config_runs_two_steps(
     flags = ["--data.root", str(root)] if root else [] if data else SMALL
     if "resnet18" in config.stem:
         flags += ["--data.batch_size", "8"]
-    code, out = app("fit", "--config", config, *flags, "--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET)
-    assert code == 0, out
+    output_of(*app("fit", "--config", config, *flags, "--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET))
     saved = next((tmp_path / "runs").rglob("config.yaml"))
-    code, out = app("fit", "--config", saved, "--trainer.max_epochs", "1", *QUIET)
-    assert code == 0, out
+    output_of(*app("fit", "--config", saved, "--trainer.max_epochs", "1", *QUIET))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +230,7 @@ def test_an_accelerator_that_is_not_there(app: App) -> None:
 
 
 def test_a_network_that_tells_no_image_shape(app: App) -> None:
-    code, out = app("fit", *SMALL, "--model", "user_code.OfTorchvision", "--trainer.max_steps", "1")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, "--model", "user_code.OfTorchvision", "--trainer.max_steps", "1"))
 
 
 def test_an_unknown_command(app: App) -> None:
@@ -321,6 +315,5 @@ def test_where_no_folder_can_be_made(root: str, app: App, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["app.parallel.PowerSGD", "PowerSGD"])
 def test_a_strategy_by_its_class(name: str, app: App) -> None:
-    code, out = app("fit", *SMALL, "--trainer.strategy", name, "--print_config")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, "--trainer.strategy", name, "--print_config"))
     assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.parallel.PowerSGD"

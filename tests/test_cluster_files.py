@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import QUIET, ROOT, ForkServer, free_port
+from harness import QUIET, ROOT, ForkServer, free_port, output_of
 
 CLUSTER = ROOT / "configs" / "cluster"
 SMALL = ["--trainer.accelerator", "cpu", "--data", "Synthetic", "--data.size", "60", "--data.batch_size", "12"]
@@ -153,8 +153,7 @@ def test_sweep(tmp_path: Path) -> None:
             assert command[:5] == ["/usr/bin/env", "python", "-m", "app", "fit"]
             env = {"WANDB_MODE": "offline", "WANDB_RUN_ID": f"trial{number}", "WANDB_SWEEP_ID": "sweep"}
             env["WANDB_SWEEP_PARAM_PATH"] = str(given)
-            code, out = server.run(*command[4:], *small, *QUIET, env=env)
-            assert code == 0, out
+            output_of(*server.run(*command[4:], *small, *QUIET, env=env))
     for number, trial in enumerate(trials):
         run = tmp_path / "runs" / "sweep" / f"version_{number}"
         record = json.loads((run / "run.json").read_text())

@@ -18,7 +18,7 @@ import pandas as pd
 import psutil
 import pytest
 import yaml
-from harness import ROOT, App, error_of, start_app
+from harness import ROOT, App, error_of, output_of, start_app
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -128,8 +128,7 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
         variants={"one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
         published={"hardware": "a V100", "rows": [{"what": "x", "variant": "one", "figures": {"train_s": 576.94}}]},
     )
-    code, out = app("compare", "--root", path.parent, "--experiment", path)
-    assert code == 0, out
+    out = output_of(*app("compare", "--root", path.parent, "--experiment", path))
     folder = path.parent / "compare" / "tiny" / "version_0"
     drawn = {"throughput", "loss_epoch", "memory", "step"}
     drawn |= {"loss_difference"} & {file.stem for file in folder.iterdir()}  # bfloat16's may be larger than a line
@@ -183,8 +182,7 @@ def test_no_verdict_on_a_busy_machine(
     cores = os.cpu_count() or 1
     monkeypatch.setattr("app.runs.starter.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
-    code, out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
-    assert code == 0, out
+    out = output_of(*app("compare", "--root", path.parent / "my runs", "--experiment", path))
     said = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
     folder = path.parent / "my runs" / "compare" / "tiny" / "version_0"
     found = json.loads((folder / "results.json").read_text())
@@ -258,8 +256,7 @@ def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> Non
     assert not psutil.wait_procs(children, timeout=30)[1], "a run does not outlive the comparison"
     first = (runs / "one" / "version_0" / "run.json").stat().st_mtime
 
-    code, out = compare(path)
-    assert code == 0, out
+    out = output_of(*compare(path))
     assert "1 runs are done already" in out
     assert (runs / "one" / "version_0" / "run.json").stat().st_mtime == first
     assert {name: row["n"] for name, row in by_name(path).items()} == {"one": 1, "dp": 1}
@@ -361,8 +358,7 @@ def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:
 def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "two": {"trainer.precision": "bf16-mixed"}})
     words = ["compare", "--experiment", path, "--root", path.parent, "--wandb"]
-    code, out = start_app(*words, timeout=200, env={"WANDB_MODE": "offline"})
-    assert code == 0, out
+    output_of(*start_app(*words, timeout=200, env={"WANDB_MODE": "offline"}))
     folder = path.parent / "compare" / "tiny" / "version_0"
     assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
     assert len(list(folder.glob("wandb/offline-run-*"))) == 1
@@ -376,8 +372,7 @@ def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path
 def test_every_way_of_running_on_this_machine(tmp_path: Path) -> None:
     """In the small form of the shipped experiment; all of them are read in test_experiment."""
     path = ROOT / "configs" / "compare" / "this_machine.yaml"
-    code, out = start_app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path, timeout=280)
-    assert code == 0, out
+    output_of(*start_app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path, timeout=280))
     folder = tmp_path / "compare" / path.stem / "version_0"
     rows = json.loads((folder / "results.json").read_text())["variants"]
     measured = [row for row in rows if row["status"] == "measured"]

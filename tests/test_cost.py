@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import QUIET, ROOT, App, start_app
+from harness import QUIET, ROOT, App, output_of, start_app
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
@@ -210,8 +210,7 @@ class CountsReads(CIFARCNN):
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
     """Where they agree on whether to stop, too."""
     ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]
-    code, out = start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path))
     for rank in range(2):
         reads = json.loads((tmp_path / "CountsReads-Synthetic" / "version_0" / f"reads{rank}.json").read_text())
         assert len(reads) == 72

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, losses
+from harness import QUIET, App, error_of, fork_app, losses, output_of
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
@@ -77,8 +77,7 @@ def test_cifar10(cifar_root: Path, app: App) -> None:
     assert images.dtype == torch.uint8
     assert len(data.train_dataloader().rows) == 40
     assert labels.max() < 10
-    code, out = app("fit", "--data", "CIFAR10", "--data.root", cifar_root, *TWO_STEPS)
-    assert code == 0, out
+    output_of(*app("fit", "--data", "CIFAR10", "--data.root", cifar_root, *TWO_STEPS))
 
 
 def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
@@ -86,8 +85,7 @@ def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
     data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
     assert len(data.train_dataloader()) == 4
-    code, out = app("fit", "--config", "configs/fashion_mlp.yaml", "--data.root", fashion_root, *TWO_STEPS)
-    assert code == 0, out
+    output_of(*app("fit", "--config", "configs/fashion_mlp.yaml", "--data.root", fashion_root, *TWO_STEPS))
     assert (tmp_path / "runs" / "fashion_mlp" / "version_0" / "most_wrong.png").stat().st_size > 1000
 
 
@@ -95,12 +93,10 @@ def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
 def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path) -> None:
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.placement", placement]
     flags += ["--data.num_workers", "2"]
-    code, out = app("fit", *flags, *TWO_STEPS)
-    assert code == 0, out
+    output_of(*app("fit", *flags, *TWO_STEPS))
     assert multiprocessing.active_children() == []
     checkpoint = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "checkpoints" / "last.ckpt"
-    code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET)
-    assert code == 0, out
+    output_of(*app("predict", *flags, "--ckpt_path", checkpoint, *QUIET))
     lines = (
         (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "predict_1" / "predictions.csv")
         .read_text()
@@ -109,10 +105,9 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     assert lines[0] == "file,predicted,name,probability,label"
     assert lines[1].startswith(str(image_root / "test" / "cat" / "00.jpg"))
     assert len(lines) == 13
-    code, out = app(
-        "predict", *flags, "--ckpt_path", checkpoint, *QUIET, "--data.predict_dir", image_root / "test" / "eel"
+    output_of(
+        *app("predict", *flags, "--ckpt_path", checkpoint, *QUIET, "--data.predict_dir", image_root / "test" / "eel")
     )
-    assert code == 0, out
     lines = (
         (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "predict_2" / "predictions.csv")
         .read_text()
@@ -144,15 +139,13 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
 def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
     """Validation is split off, no images are left to test on, and one file can be predicted."""
     flat = ["--data", "ImageFolder", "--data.root", (image_root / "train").rename(image_root / "flat"), *QUIET]
-    code, out = app("fit", *flat, "--trainer.max_epochs", "1")
-    assert code == 0, out
+    out = output_of(*app("fit", *flat, "--trainer.max_epochs", "1"))
     assert out.count("no test images") == 1
     record = json.loads((tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "run.json").read_text())
     assert record["data"]["images"] == {"train": 33, "val": 3}
     photo = image_root / "one photo"
     photo.write_bytes((image_root / "test" / "cat" / "00.jpg").read_bytes())
-    code, out = app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo)
-    assert code == 0, out
+    out = output_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo))
     assert "1 prediction: " in out
     (_, line) = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
     assert line.startswith(f"{photo},")
@@ -214,11 +207,12 @@ def test_placements_train_alike(app: App, tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", "--data.size", "300", "--trainer.max_epochs", "2", "--run.test", "false", *QUIET]
     found = []
     for placement in ("memory", "disk", "device"):
-        code, out = app(
-            *("fit", *flags, "--run.name", placement, "--data.placement", placement),
-            *("--data.num_workers", "1", "--trainer.log_every_n_steps", "1"),
+        output_of(
+            *app(
+                *("fit", *flags, "--run.name", placement, "--data.placement", placement),
+                *("--data.num_workers", "1", "--trainer.log_every_n_steps", "1"),
+            )
         )
-        assert code == 0, out
         found.append(losses(tmp_path / "runs" / placement / "version_0").tolist())
     assert len(found[0]) == 10
     assert found[0] == found[1] == found[2]
@@ -244,8 +238,7 @@ def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_fork", "--trainer.devices", "2"]
     steps = ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1", "--run.root", str(tmp_path)]
     for name, strategy in (("ddp", way), ("single", [])):
-        code, out = fork_app("fit", *flags, *steps, *strategy, "--run.name", name)
-        assert code == 0, out
+        output_of(*fork_app("fit", *flags, *steps, *strategy, "--run.name", name))
     ours, single = (losses(tmp_path / name / "version_0") for name in ("ddp", "single"))
     assert len(single) == 6
     assert ours == pytest.approx(single, abs=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import error_of, start_app, started
+from harness import error_of, output_of, start_app, started
 
 from app.fit.checkpoint_file import read
 
@@ -54,8 +54,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
     for kept in (run / "checkpoints").glob("last-1.ckpt"):
         kept.unlink()
     flags = ["--run.root", tmp_path / "runs", "--run.test", "false"]
-    code, out = start_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt")
-    assert code == 0, out
+    output_of(*start_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt"))
 
 
 @pytest.mark.cluster
@@ -85,8 +84,7 @@ def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_p
     """A full $TMPDIR is no reason to lose a run whose folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
     flags = [*FIT, *BIG, "--trainer.accelerator", "cpu", "--trainer.devices", devices, "--run.root", tmp_path / "runs"]
-    code, out = start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)})
-    assert code == 0, out
+    output_of(*start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)}))
     last = tmp_path / "runs/FashionMLP-Synthetic/version_0/checkpoints/last.ckpt"
     assert torch.load(last, weights_only=True)["epoch"] == 1
     assert [path.name for path in disk.iterdir()] == ["filler"]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, ForkServer, losses
+from harness import QUIET, ROOT, App, ForkServer, losses, output_of
 from jsonargparse import capture_parser
 from PIL import Image
 
@@ -344,8 +344,7 @@ def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Pa
         own = words[: words.index("--trainer.strategy")]
         root = tmp_path / f"runs{len(runs)}"
         flags = ["--data.batch_size", "8", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
-        code, out = app(*own, *more, *flags, "--run.root", root, *QUIET)
-        assert code == 0, out
+        output_of(*app(*own, *more, *flags, "--run.root", root, *QUIET))
         runs.append(losses(next(root.glob("*/version_0"))))
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
     (reader / "data").unlink()

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, error_of, fork_app
+from harness import QUIET, App, error_of, fork_app, output_of
 from PIL import Image
 
 from app.data.synthetic import SHAPES
@@ -34,8 +34,7 @@ def confusion(run: Path) -> list[list[str]]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trained")
     learn = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.002", "--trainer.max_epochs", "1"]
-    code, out = fork_app("fit", *DATA, *learn, "--run.root", root, "--run.name", "x")
-    assert code == 0, out
+    output_of(*fork_app("fit", *DATA, *learn, "--run.root", root, "--run.name", "x"))
     return root / "x" / "version_0"
 
 
@@ -43,11 +42,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     run_app = app if strategy == "dp" else fork_app
     checkpoint = trained / "checkpoints" / "best.ckpt"
-    code, out = run_app(
-        *("test", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
-        *("--run.root", tmp_path, "--run.name", "t"),
+    output_of(
+        *run_app(
+            *("test", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
+            *("--run.root", tmp_path, "--run.name", "t"),
+        )
     )
-    assert code == 0, out
     ours, single = result(tmp_path / "t" / "version_0"), result(trained)
     assert ours["acc"] == single["acc"]
     assert ours["acc"] > 0.2, "a comparison of models that have learnt nothing says little"
@@ -60,11 +60,12 @@ def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Pa
 def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     run_app = fork_app if "ddp" in strategy else app
     checkpoint = trained / "checkpoints" / "best.ckpt"
-    code, out = run_app(
-        *("predict", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
-        *("--run.root", tmp_path, "--run.name", "p"),
+    output_of(
+        *run_app(
+            *("predict", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
+            *("--run.root", tmp_path, "--run.name", "p"),
+        )
     )
-    assert code == 0, out
     rows = list(csv.DictReader((tmp_path / "p" / "version_0" / "predictions.csv").open()))
     assert list(rows[0]) == ["index", "predicted", "name", "probability", "label"]
     assert [int(row["index"]) for row in rows] == list(range(1003))
@@ -79,11 +80,12 @@ def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path:
 
 
 def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path: Path) -> None:
-    code, out = app(
-        *("validate", "--config", trained / "config.yaml", *flags("dp", 3)),
-        *("--ckpt_path", trained / "checkpoints" / "best.ckpt", "--run.root", tmp_path, "--run.name", "v"),
+    output_of(
+        *app(
+            *("validate", "--config", trained / "config.yaml", *flags("dp", 3)),
+            *("--ckpt_path", trained / "checkpoints" / "best.ckpt", "--run.root", tmp_path, "--run.name", "v"),
+        )
     )
-    assert code == 0, out
     metrics = list(csv.DictReader((tmp_path / "v" / "version_0" / "metrics.csv").open()))[-1]
     epoch = json.loads((trained / "run.json").read_text())["epochs"][-1]
     assert float(metrics["val_acc"]) == epoch["val_acc"]
@@ -95,8 +97,7 @@ def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> Non
     """Without flags for model and data, the run's own are used, and CIFAR-10 is not downloaded."""
     path = ["--ckpt_path", trained / "checkpoints" / "best.ckpt"]
     name = ["--ckpt_path=best", "--run.name", trained.parent.name]
-    code, out = app("test", *(path if by == "path" else name), "--run.root", trained.parents[1])
-    assert code == 0, out
+    output_of(*app("test", *(path if by == "path" else name), "--run.root", trained.parents[1]))
     tests = sorted(trained.glob("test_*"), key=lambda run: run.stat().st_mtime)
     assert result(tests[-1]) == result(trained)
     assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()

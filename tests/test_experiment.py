@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import SHIPPED, App, error_of
+from harness import SHIPPED, App, error_of, output_of
 
 from app.compare.results import COLUMNS
 
@@ -23,8 +23,7 @@ def test_a_grid_is_every_combination_but_the_excluded(
         grid={"trainer.strategy": ["dp", "ddp"], "trainer.devices": [1, 2], "data.num_workers": [0]},
         exclude=[{"trainer.strategy": "dp", "trainer.devices": 1}],
     )
-    code, out = app("compare", "--experiment", path, "--dry_run")
-    assert code == 0, out
+    out = output_of(*app("compare", "--experiment", path, "--dry_run"))
     found = [re.findall(r"--trainer.strategy (\w+) .*--trainer.devices (\d)", line)[0] for line in commands(out)]
     assert found == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
     assert "strategy=ddp devices=2 num_workers=0" in out
@@ -120,8 +119,7 @@ def test_a_setting_that_is_given_twice(app: App, experiment: Callable[..., Path]
 def test_the_small_form_and_what_is_typed(app: App, experiment: Callable[..., Path]) -> None:
     form = {"repeats": 3, "max_epochs": 4, "flags": {"data.size": 120}}
     path = experiment(variants={"a": {}}, quick_form=form)
-    code, out = app("compare", "--repeats", "5", "--dry_run", "--experiment", path, "--quick", "true")
-    assert code == 0, out
+    out = output_of(*app("compare", "--repeats", "5", "--dry_run", "--experiment", path, "--quick", "true"))
     (command,) = commands(out)
     assert "5 runs to do" in out, "what is typed wins, wherever it stands"
     for flag in ("--data.size 120", "--data.batch_size 24", "--trainer.max_epochs 4"):
@@ -132,10 +130,8 @@ def test_the_small_form_and_what_is_typed(app: App, experiment: Callable[..., Pa
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_experiments_can_be_read(app: App, path: Path) -> None:
-    code, out = app("compare", "--experiment", path, "--dry_run")
-    assert code == 0, out
-    code, out = app("compare", "--experiment", path, "--dry_run", "--quick", "true")
-    assert code == 0, out
+    output_of(*app("compare", "--experiment", path, "--dry_run"))
+    output_of(*app("compare", "--experiment", path, "--dry_run", "--quick", "true"))
     content = yaml.safe_load(path.read_text())
     for row in content.get("published", {}).get("rows", []):
         assert row.get("variant", "") in {*content["variants"], ""}

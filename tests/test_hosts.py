@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from cluster.hosts import Host, Network, awaited
-from harness import App, largest_difference, losses, tiny, weights
+from harness import App, largest_difference, losses, output_of, tiny, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
@@ -112,8 +112,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
         processes.append(fit(host, "--run.root", root, *epochs, *flags, launcher=launcher, env=env))
     out = ended(processes, 300)
     assert [process.returncode for process in processes] == [0, 0], out
-    code, said = app("fit", *STEPS, *epochs)
-    assert code == 0, said
+    output_of(*app("fit", *STEPS, *epochs))
     ours, single = root / "LeNet-Synthetic" / "version_0", tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert record(root)["world_size"] == (2 if way == "ddp_dp" else 4)
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
@@ -287,8 +286,7 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
     final = record(root, newest())
     assert (final["status"], final["world_size"]) == ("interrupted", 2), out
     rows = {row["epoch"]: row["train_loss"] for row in final["epochs"] if row["whole"]}
-    code, said = app("fit", *STEPS, *exact, "--trainer.max_epochs", str(max(rows) + 1))
-    assert code == 0, said
+    output_of(*app("fit", *STEPS, *exact, "--trainer.max_epochs", str(max(rows) + 1)))
     single = {row["epoch"]: row["train_loss"] for row in record(tmp_path / "runs")["epochs"]}
     assert list(rows) == list(range(len(rows)))
     np.testing.assert_allclose(list(rows.values()), [single[epoch] for epoch in rows], rtol=0, atol=1e-6)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, fork_app, largest_difference, losses, weights
+from harness import QUIET, App, fork_app, largest_difference, losses, output_of, weights
 
 from app.data.batches import stream
 from app.data.synthetic import SyntheticSource
@@ -60,8 +60,7 @@ def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
 def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run on one device: the name of its model, and its directory."""
     root = tmp_path_factory.mktemp(request.param)
-    code, out = fork_app("fit", *MODELS[request.param], *STEPS, *RECORDING, "--run.root", root, "--run.name", "single")
-    assert code == 0, out
+    output_of(*fork_app("fit", *MODELS[request.param], *STEPS, *RECORDING, "--run.root", root, "--run.name", "single"))
     return request.param, root / "single" / "version_0"
 
 
@@ -80,8 +79,7 @@ def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App,
     model, expected = single
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
     run_app = app if strategy == "dp" else fork_app
-    code, out = run_app("fit", *MODELS[model], *STEPS, *RECORDING, *way, "--run.root", tmp_path, "--run.name", "x")
-    assert code == 0, out
+    output_of(*run_app("fit", *MODELS[model], *STEPS, *RECORDING, *way, "--run.root", tmp_path, "--run.name", "x"))
     run = tmp_path / "x" / "version_0"
     check_same(run, expected, EXACT if model == "mlp" else TOLERANCE)
 
@@ -115,8 +113,7 @@ def test_accumulated_gradients(
     flags += ["--data.micro_batch", str(micro_batch)] if micro_batch else []
     flags += ["--trainer.strategy", strategy, "--trainer.devices", "1" if strategy == "auto" else "2"]
     flags += ["--trainer.accumulate_grad_batches", str(batches), "--run.root", str(tmp_path), "--run.name", "x"]
-    code, out = (fork_app if "ddp" in strategy else app)("fit", *flags)
-    assert code == 0, out
+    output_of(*(fork_app if "ddp" in strategy else app)("fit", *flags))
     run = tmp_path / "x" / "version_0"
     check_same(run, expected)
     if micro_batch:
@@ -129,8 +126,7 @@ def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
     """The app on one device against plain torch over the same batches."""
     flags = ["--data.flip", "false", "--data.crop_padding", "0", "--seed_everything", "7"]
     flags += ["--trainer.precision", "32-true"]
-    code, out = app("fit", *MODELS[model], *STEPS, *flags)
-    assert code == 0, out
+    output_of(*app("fit", *MODELS[model], *STEPS, *flags))
     (run,) = tmp_path.glob("runs/*/version_0")
 
     torch.manual_seed(7)
@@ -168,10 +164,8 @@ def test_another_optimizer_and_scheduler(strategy: str, app: App, tmp_path: Path
     choice = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.0002"]
     choice += ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "1", "--model.scheduler.gamma", "0.5"]
     flags = [*MODELS["cnn"], *STEPS, "--trainer.max_epochs", "2", *choice]
-    code, out = fork_app("fit", *flags, *way, "--run.root", tmp_path, "--run.name", strategy)
-    assert code == 0, out
-    code, out = app("fit", *flags)
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, *way, "--run.root", tmp_path, "--run.name", strategy))
+    output_of(*app("fit", *flags))
     ours, single = tmp_path / strategy / "version_0", tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-4)
     state = torch.load(ours / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]

@@ -158,8 +158,7 @@ def test_a_range_from_what_was_measured() -> None:
 def run_dir(app: App, tmp_path: Path) -> Path:
     """A short run of which a plan can be made."""
     flags = ["--data", "Synthetic", "--data.size", "640", "--run.name", "x", "--run.test", "false", *QUIET]
-    code, out = app("fit", *flags, "--trainer.max_steps", "12")
-    assert code == 0, out
+    output_of(*app("fit", *flags, "--trainer.max_steps", "12"))
     return tmp_path / "runs" / "x" / "version_0"
 
 
@@ -171,8 +170,7 @@ TINY_DATA = ["--data", "Synthetic", "--data.size", "240", "--data.batch_size", "
 def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     more = ["--node_bandwidth=100Mbit/s", "--per_node", "8", "--max_devices", "16384", "--price_per_hour", "2.5"]
     more += ["--scale_batch", "true"]
-    code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, *more)
-    assert code == 0, out
+    out = output_of(*app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, *more))
     folder = run_dir / "plan" / "version_0"
     assert {file.name for file in folder.iterdir()} == {"report.html", "plan.csv", "plan.json"}
     html = (folder / "report.html").read_text()
@@ -204,8 +202,7 @@ def test_a_fixed_batch_has_an_end(app: App, run_dir: Path) -> None:
     assert list(table["devices"]) == [1, 2, 4, 6, 12, 24, 48]
     assert list(table["shared_equally"]) == [True, True, True, False, False, False, False]
     assert "on paper only" in out
-    code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--data.batch_size", "8")
-    assert code == 0, out
+    out = output_of(*app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--data.batch_size", "8"))
     assert "More than 8 devices have no images of a batch of 8" in " ".join(out.split())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stuck_code
-from harness import QUIET, App, fork_app, free_port, start_app
+from harness import QUIET, App, fork_app, free_port, output_of, start_app
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
@@ -77,8 +77,7 @@ def test_who_is_called_slow(places: str, noise: float, longer: float, delay: flo
 
 
 def test_one_process_has_times_too(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", "--data", "Synthetic", *DATA, *CPU, "--trainer.max_epochs", "1")
-    assert code == 0, out
+    out = output_of(*app("fit", "--data", "Synthetic", *DATA, *CPU, "--trainer.max_epochs", "1"))
     (row,) = record(tmp_path / "runs")["ranks"]
     assert row["compute"] > row["data"] > row["wait"] == 0
     assert "slow" not in out
@@ -100,8 +99,7 @@ def check_slow(root: Path, out: str, ranks: int, part: str) -> None:
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slow_data(devices: int, tmp_path: Path) -> None:
     flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *way("ddp_fork", devices), "--trainer.max_epochs", "3"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
     check_slow(tmp_path, out, devices, "data")
     assert record(tmp_path)["ranks"][-1]["data"] > 20
 
@@ -112,8 +110,7 @@ def test_a_busy_core(tmp_path: Path) -> None:
     flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *way("ddp_fork", 2)]
     flags += ["--trainer.max_epochs", "7"]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
-    code, out = fork_app("fit", *flags, busy, "--run.root", tmp_path)
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path))
     check_slow(tmp_path, out, 2, "compute")
 
 
@@ -212,8 +209,7 @@ def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
     """A rank that is slow, and not for too long, is let go."""
     flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "1"]
     slow = ["--model", "user_code.SlowOnRank1", "--cluster.timeout", "4"]
-    code, out = fork_app("fit", *slow, *flags, "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*fork_app("fit", *slow, *flags, "--run.root", tmp_path))
     assert not list((tmp_path / "x" / "version_0").glob("stacks/*"))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, error_of, fork_app, start_app
+from harness import QUIET, ROOT, App, error_of, fork_app, output_of, start_app
 from PIL import Image
 from stuck_code import never_ends
 
@@ -33,8 +33,7 @@ def record(run: Path) -> dict[str, Any]:
 
 def test_a_run_directory(app: App, tmp_path: Path) -> None:
     flags = ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "2", "--run.name", "x"]
-    code, out = app("fit", *SMALL, *flags)
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, *flags))
     run = tmp_path / "runs" / "x" / "version_0"
     files = {path.name for path in run.iterdir()}
     assert files >= {"config.yaml", "metrics.csv", "run.json", "checkpoints", "confusion_matrix.png", "most_wrong.png"}
@@ -95,8 +94,7 @@ def test_fewer_threads_where_cores_are_busy(tmp_path: Path) -> None:
         flags = [*SMALL, "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2", "--run.test", "false"]
         for name, more, threads in (("auto", [], 1), ("two", ["--run.threads", "2"], 2)):
             where = ["--run.root", tmp_path, "--run.name", name]
-            code, out = start_app("fit", *flags, *more, *where, env={"OMP_NUM_THREADS": None})
-            assert code == 0, out
+            out = output_of(*start_app("fit", *flags, *more, *where, env={"OMP_NUM_THREADS": None}))
             assert record(tmp_path / name / "version_0")["threads"] == threads
             assert re.search(rf"^time .*; other programs took [\d.]+ of {os.cpu_count()} cores$", out, re.MULTILINE), (
                 out
@@ -133,8 +131,7 @@ def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
         "--run.name",
         "x",
     ]
-    code, out = start_app("fit", *SMALL, *way, *flags)
-    assert code == 0, out
+    output_of(*start_app("fit", *SMALL, *way, *flags))
     found = record(tmp_path / "x" / "version_0")
     times = found["time_per_step"]
     assert times["n"] == 20
@@ -152,8 +149,7 @@ def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
 def test_where_the_time_of_a_step_goes_on_cuda(strategy: str, tmp_path: Path) -> None:
     flags = ["--trainer.accelerator", "cuda", "--trainer.strategy", strategy, "--trainer.max_steps", "90"]
     flags += ["--trainer.log_every_n_steps", "5", "--run.test", "false", "--run.root", tmp_path, "--run.name", "x"]
-    code, out = start_app("fit", *SMALL, *flags)
-    assert code == 0, out
+    output_of(*start_app("fit", *SMALL, *flags))
     found = record(tmp_path / "x" / "version_0")
     times = found["time_per_step"]
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
@@ -162,8 +158,7 @@ def test_where_the_time_of_a_step_goes_on_cuda(strategy: str, tmp_path: Path) ->
 
 
 def test_a_profiler_of_the_users_own_is_left_alone(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *SMALL, "--trainer.max_steps", "9", "--trainer.profiler", "simple", "--run.name", "x")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, "--trainer.max_steps", "9", "--trainer.profiler", "simple", "--run.name", "x"))
     assert record(tmp_path / "runs" / "x" / "version_0")["time_per_step"] is None
 
 
@@ -175,8 +170,7 @@ def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
 
     matplotlib.use("pdf")
     before = dict(matplotlib.rcParams)
-    code, out = app("fit", *SMALL, "--trainer.max_epochs", "1")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1"))
     assert dict(matplotlib.rcParams) == before
     assert not matplotlib.pyplot.get_fignums()
     model = CIFARCNN.load_from_checkpoint(
@@ -197,8 +191,7 @@ def test_a_single_class(app: App, image_root: Path, tmp_path: Path) -> None:
         for other in ("dog", "eel"):
             shutil.rmtree(image_root / split / other)
     data = ["--data", "ImageFolder", "--data.root", image_root, "--data.size", "32", "--data.batch_size", "4"]
-    code, out = app("fit", *data, "--trainer.max_epochs", "1", "--run.name", "x", *QUIET)
-    assert code == 0, out
+    output_of(*app("fit", *data, "--trainer.max_epochs", "1", "--run.name", "x", *QUIET))
     written = (tmp_path / "runs" / "x" / "version_0" / "confusion_matrix.csv").read_text()
     assert written.splitlines() == ["label \\ predicted,cat", "cat,4"]
 
@@ -208,11 +201,12 @@ def test_every_rank_and_every_replica_has_its_memory(app: App, tmp_path: Path) -
     for strategy, rows in (("dp", [0, 0, 0]), ("ddp_fork", [0, 1, 2])):
         flags = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "3"]
         run_app = app if strategy == "dp" else start_app
-        code, out = run_app(
-            *("fit", *SMALL, *flags, "--data.batch_size", "18", "--trainer.max_epochs", "1"),
-            *("--run.root", tmp_path, "--run.name", strategy),
+        output_of(
+            *run_app(
+                *("fit", *SMALL, *flags, "--data.batch_size", "18", "--trainer.max_epochs", "1"),
+                *("--run.root", tmp_path, "--run.name", strategy),
+            )
         )
-        assert code == 0, out
         found = record(tmp_path / strategy / "version_0")
         assert [row["rank"] for row in found["peak_memory"]] == rows
         assert (found["strategy"], found["devices"], found["replicas"]) == (strategy, 3, 3)
@@ -273,7 +267,6 @@ def test_a_run_beside_one_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_threads(tmp_path: Path) -> None:
     flags = [*SMALL, "--trainer.max_steps", "1", "--run.test", "false", "--run.root", tmp_path]
-    code, out = fork_app("fit", *flags, "--run.threads", "2", env={"OMP_NUM_THREADS": "1"})
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, "--run.threads", "2", env={"OMP_NUM_THREADS": "1"}))
     assert record(tmp_path / "LeNet-Synthetic" / "version_0")["threads"] == 2
     assert "--run.threads 0: give more than 0" in error_of(*fork_app("fit", *flags, "--run.threads", "0"))

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, fork_app, start_app, started
+from harness import QUIET, App, fork_app, output_of, start_app, started
 from PIL import Image
 
 from app.monitor.course import MOST, Course
@@ -71,8 +71,7 @@ def read(run: Path) -> Reader:
 
 
 def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert "report.html" in out
     found, record = read(run), json.loads((run / "run.json").read_text())
@@ -102,8 +101,7 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
 
 def test_memory_of_each_rank(tmp_path: Path) -> None:
     flags = [*SMALL, *WINDOWS, *DDP[:2], "--trainer.strategy", "ddp_fork", *DDP[-2:], "--trainer.max_epochs", "1"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
     found, record = read(tmp_path / "x" / "version_0"), json.loads((tmp_path / "x/version_0/run.json").read_text())
     assert found.title.endswith("on 80 test images after 1 epoch (ddp_fork, 2 × CPU)")
     assert "20 = 2 × 10" in found.text
@@ -128,8 +126,7 @@ def test_a_module_and_data_of_ones_own(
 ) -> None:
     """The report is written for any logged names, fit ends with a test if defined, and the printed command works."""
     flags = ["--model", f"user_code.{model}", "--data", f"user_code.{data}", *QUIET, "--run.name", "x"]
-    code, out = app("fit", *flags, "--trainer.accelerator", "cpu", "--trainer.max_epochs", "1")
-    assert code == 0, out
+    out = output_of(*app("fit", *flags, "--trainer.accelerator", "cpu", "--trainer.max_epochs", "1"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert re.match(title, read(run).title)
     assert "Learning" in read(run).text
@@ -137,8 +134,7 @@ def test_a_module_and_data_of_ones_own(
     command = re.findall(r"^use it +python -m app (.*)", out, re.MULTILINE)
     assert [words.split()[0] for words in command] == [use] * bool(use)
     for words in command:
-        code, out = app(*shlex.split(words))
-        assert code == 0, out
+        output_of(*app(*shlex.split(words)))
 
 
 @pytest.mark.parametrize(
@@ -181,8 +177,7 @@ def test_what_cannot_be_written_or_read_is_a_line(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("app.monitor.report.write_text", full)
-    code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert f"{run / 'report.html'} cannot be written (No space left on device)\n" in out
     assert not (run / "report.html").exists()
@@ -210,8 +205,7 @@ def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
     for split in ("train", "test"):
         shutil.move(image_root / split / "eel", image_root / split / name)
     data = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "4", *QUIET, "--run.name", "<i>x"]
-    code, out = fork_app("fit", *data, "--trainer.max_epochs", "1", "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*fork_app("fit", *data, "--trainer.max_epochs", "1", "--run.root", tmp_path))
     assert name in read(tmp_path / "<i>x" / "version_0").text
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, largest_difference, weights
+from harness import QUIET, App, error_of, fork_app, largest_difference, output_of, weights
 
 from app.networks import LeNet
 from app.verify.differences import Recorded, differences
@@ -57,12 +57,10 @@ def epochs(run: Path) -> list[tuple[int, float, float, float]]:
 @pytest.mark.parametrize("model", MODELS)
 def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None:
     whole, resumed = (tmp_path / "runs" / name / "version_0" for name in ("whole", "resumed"))
-    code, out = app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "whole")
-    assert code == 0, out
+    output_of(*app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "whole"))
     saved = checkpoints(whole)
     assert sorted(saved) == [7, 14, 21, 28, 35, 42]
-    code, out = app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "resumed", "--ckpt_path", saved[21])
-    assert code == 0, out
+    output_of(*app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "resumed", "--ckpt_path", saved[21]))
     assert sorted(checkpoints(resumed)) == [28, 35, 42]
     before = Recorded(whole)
     del before.ranks[0]["steps"][21:]
@@ -77,8 +75,7 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     flags = [*CNN[:-2], "--run.test", "false", *QUIET, "--run.name", "x"]
     runs = tmp_path / "runs" / "x"
     for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # of version_1
-        code, out = app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume)
-        assert code == 0, out
+        output_of(*app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume))
     whole, resumed = (weights(runs / version / "checkpoints" / "last.ckpt") for version in ("version_0", "version_1"))
     assert largest_difference(whole, resumed) == 0
     assert epochs(runs / "version_1") == epochs(runs / "version_0")
@@ -94,10 +91,8 @@ def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -
     flags = [*CNN[:-2], "--run.test", "false", "--run.on_nonfinite", "warn", *QUIET, "--run.name", "x"]
     flags += ["--trainer.max_epochs"]
     plan = ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "6", "--model.scheduler.gamma", "1000"]
-    code, out = app("fit", *flags, "6", *plan)
-    assert code == 0, out
-    code, out = app("fit", *flags, "8", *plan, "--ckpt_path", "last")
-    assert code == 0, out
+    output_of(*app("fit", *flags, "6", *plan))
+    output_of(*app("fit", *flags, "8", *plan, "--ckpt_path", "last"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert max(epochs(run), key=lambda row: row[3])[0] < 6
     record = json.loads((run / "run.json").read_text())
@@ -109,18 +104,15 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     flags = [*CNN[:-2], "--run.test", "false", *QUIET, "--run.name", "x"]
     runs = tmp_path / "runs" / "x"
     for seed in ("1", "2"):
-        code, out = app("fit", *flags, "--trainer.max_epochs", "1", "--seed_everything", seed)
-        assert code == 0, out
+        output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--seed_everything", seed))
     first = ["--config", runs / "version_0" / "config.yaml", "--ckpt_path", "last"]
     said = error_of(*app("fit", *first))
     assert f"{runs / 'version_0'}" in said
     assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in said
-    code, out = app("fit", *first, "--trainer.max_epochs", "2")
-    assert code == 0, out
+    output_of(*app("fit", *first, "--trainer.max_epochs", "2"))
     resumed = json.loads((runs / "version_0" / "run.json").read_text())
     assert resumed["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
-    code, out = app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best")
-    assert code == 0, out
+    output_of(*app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best"))
     tested = json.loads((runs / "version_0" / "test_1" / "run.json").read_text())
     assert tested["resumed_from"].startswith(str(runs / "version_0"))
 
@@ -136,8 +128,7 @@ def test_stopped_by_max_steps(steps: tuple[int, ...], app: App, tmp_path: Path) 
         ("x", ends[0]),
         *(("x", [*end, "--ckpt_path", "last"]) for end in [*ends[1:], []]),
     ):
-        code, out = app("fit", *flags, "--run.name", name, *more)
-        assert code == 0, out
+        output_of(*app("fit", *flags, "--run.name", name, *more))
     whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_0"
     assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed))) == 0
     assert epochs(resumed) == epochs(whole)
@@ -157,8 +148,7 @@ def test_a_checkpoint_that_is_due_after_the_last_step_of_an_epoch(app: App, tmp_
     flags += QUIET
     runs = tmp_path / "runs"
     for name, more in (("whole", []), ("x", ["--trainer.max_steps", "15"]), ("x", ["--ckpt_path", "last"])):
-        code, out = app("fit", *flags, "--run.name", name, *more)
-        assert code == 0, out
+        output_of(*app("fit", *flags, "--run.name", name, *more))
     whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_0"
     assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed))) == 0
     assert epochs(resumed) == epochs(whole)
@@ -171,13 +161,11 @@ def test_stopped_early(app: App, tmp_path: Path) -> None:
     flags = [*CNN[:-2], "--run.test", "false", *QUIET, *early]
     runs = tmp_path / "runs"
     middle = ["--trainer.val_check_interval", "5", "--trainer.max_epochs", "2"]
-    code, out = app("fit", *flags, *middle, "--run.name", "middle")
-    assert code == 0, out
+    output_of(*app("fit", *flags, *middle, "--run.name", "middle"))
     last = torch.load(runs / "middle" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
     assert last["global_step"] == 10
     later = ["--trainer.min_epochs", "3", "--trainer.max_epochs", "4", *EVERY]
-    code, out = app("fit", *flags, *later, "--run.name", "later")
-    assert code == 0, out
+    output_of(*app("fit", *flags, *later, "--run.name", "later"))
     assert sorted(checkpoints(runs / "later" / "version_0")) == [15, 30, 45]
 
 
@@ -187,15 +175,13 @@ def test_across_strategies(app: App, tmp_path: Path) -> None:
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_fork", "--trainer.devices", "2"]
     for name in ("whole", "resumed"):
         resume = ["--ckpt_path", str(checkpoints(tmp_path / "whole" / "version_0")[21])] if name == "resumed" else []
-        code, out = fork_app("fit", *CNN, *STEPS, *way, "--run.root", tmp_path, "--run.name", name, *resume)
-        assert code == 0, out
+        output_of(*fork_app("fit", *CNN, *STEPS, *way, "--run.root", tmp_path, "--run.name", name, *resume))
     saved = checkpoints(tmp_path / "whole" / "version_0")
     final = weights(saved[42])
     assert largest_difference(final, weights(checkpoints(tmp_path / "resumed" / "version_0")[42])) == 0
     for strategy, devices in (("auto", "1"), ("dp", "2")):
         flags = ["--trainer.strategy", strategy, "--trainer.devices", devices, "--trainer.accelerator", "cpu"]
-        code, out = app("fit", *CNN, *STEPS, *flags, "--run.name", strategy, "--ckpt_path", saved[21])
-        assert code == 0, out
+        output_of(*app("fit", *CNN, *STEPS, *flags, "--run.name", strategy, "--ckpt_path", saved[21]))
         run = tmp_path / "runs" / strategy / "version_0"
         assert largest_difference(final, weights(checkpoints(run)[42])) < 1e-5
     plain = {key.removeprefix("network."): value for key, value in final.items()}
@@ -203,8 +189,7 @@ def test_across_strategies(app: App, tmp_path: Path) -> None:
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *CNN, *STEPS, "--run.name", "x", "--trainer.max_steps", "10")
-    assert code == 0, out
+    output_of(*app("fit", *CNN, *STEPS, "--run.name", "x", "--trainer.max_steps", "10"))
     saved = checkpoints(tmp_path / "runs" / "x" / "version_0")[7]
     code, out = app("fit", *CNN, *STEPS, "--data.batch_size", "16", "--ckpt_path", saved)
     assert code == 2
@@ -216,18 +201,15 @@ def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
     """A setting of the training, an earlier checkpoint, or that the run still goes on; said in one line."""
     runs, newest = tmp_path / "runs" / "x", ["--ckpt_path", "auto"]
     flags = [*CNN, "--run.test", "false", *EVERY, *QUIET, "--run.name", "x", "--trainer.max_epochs"]
-    code, out = app("fit", *flags, "1")
-    assert code == 0, out
+    output_of(*app("fit", *flags, "1"))
     first = runs / "version_0"
     with held(first):
         code, out = app("fit", *flags, "2", *newest)
     assert code == 0, out
     assert f"this is another run than {first}: it is still running" in out
-    code, out = app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7])
-    assert code == 0, out
+    out = output_of(*app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7]))
     assert f"this is another run than {first}: it has newer checkpoints" in out
-    code, out = app("fit", *flags, "3", "--data.flip", "false", *newest)
-    assert code == 0, out
+    out = output_of(*app("fit", *flags, "3", "--data.flip", "false", *newest))
     assert f"this is another run than {runs}/version_2: --data.flip is another" in out
     found = [json.loads((runs / f"version_{n}" / "run.json").read_text()) for n in range(4)]
     assert [len(each["epochs"]) for each in found] == [1, 2, 2, 3]
@@ -249,8 +231,7 @@ def test_auto(app: App, tmp_path: Path) -> None:
     runs = tmp_path / "runs" / "x"
     last, first = runs / "version_0" / "checkpoints" / "last.ckpt", {}
     for earlier, epochs_wanted in enumerate(("1", "2", "2")):
-        code, out = app("fit", *flags, epochs_wanted)
-        assert code == 0, out
+        out = output_of(*app("fit", *flags, epochs_wanted))
         record = json.loads((runs / "version_0" / "run.json").read_text())
         assert (record["status"], len(record["epochs"])) == ("completed", int(epochs_wanted))
         assert record["resumed_from"] == (str(last) if earlier else None)
@@ -264,8 +245,7 @@ def test_auto(app: App, tmp_path: Path) -> None:
     assert f"resuming from {last}" in out
     assert set(first) == set(record)
     (runs / "version_0" / "run.json").write_text("")  # after a loss of power
-    code, out = app("fit", *flags, "2")
-    assert code == 0, out
+    out = output_of(*app("fit", *flags, "2"))
     assert f"resuming from {last}" in out
 
 
@@ -281,8 +261,7 @@ def bit_flipped(path: Path) -> None:
 def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     """By name or path it is refused; `auto` puts it aside and takes the one before, and never begins anew unasked."""
     folder = tmp_path / "runs" / "x" / "version_0" / "checkpoints"
-    code, out = app("fit", *FLAGS, "2")
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "2"))
     assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last-1.ckpt", "last.ckpt"]
     last, config = folder / "last.ckpt", folder.with_name("config.yaml")
     bit_flipped(last)
@@ -292,8 +271,7 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     said = error_of(*app("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "3"))
     assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", said), said
     (folder / "best.ckpt").unlink()
-    code, out = app("fit", *FLAGS, "3", "--ckpt_path", "auto")
-    assert code == 0, out
+    out = output_of(*app("fit", *FLAGS, "3", "--ckpt_path", "auto"))
     assert f"{last} is damaged: it is kept as last.ckpt.damaged, and the run continues from {folder}/last-1.ckpt" in out
     second = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
     assert (second["resumed_from"], len(second["epochs"])) == (str(folder / "last-1.ckpt"), 3)
@@ -307,13 +285,11 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     """Whole, but not to go on from: said in one line, with what is missing."""
-    code, out = app("fit", *FLAGS, "1")
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "1"))
     good = torch.load(tmp_path / "runs/x/version_0/checkpoints/last.ckpt", weights_only=True)
     bad = tmp_path / "bad.ckpt"
     torch.save(good, bad)
-    code, out = app("fit", *FLAGS, "2", "--ckpt_path", bad)
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
     for key in ("global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
         torch.save({name: value for name, value in good.items() if name != key}, bad)
         said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
@@ -332,18 +308,15 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     code, out = app("test", *FLAGS, "2", "--ckpt_path", bad)
     assert code == 0, f"weights are enough to test: {out}"
     flags = ["--last_checkpoint.save_weights_only", "true", "--run.name", "y"]
-    code, out = app("fit", *FLAGS, "1", *flags)
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "1", *flags))
     assert "it holds no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path", "last"))
-    code, out = app("fit", *FLAGS, "2", "--run.name", "y", "--ckpt_path", "auto")
-    assert code == 0, out
+    out = output_of(*app("fit", *FLAGS, "2", "--run.name", "y", "--ckpt_path", "auto"))
     assert "resuming from" in out, "from best.ckpt, though weights alone are newer"
 
 
 def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> None:
     """Its record knows of no checkpoint yet; the file is there."""
-    code, out = app("fit", *FLAGS, "1")
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "1"))
     run = tmp_path / "runs" / "x" / "version_0"
     record = json.loads((run / "run.json").read_text())
     for content in (
@@ -356,6 +329,5 @@ def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> N
         '{"checkpoint": 7}',
     ):
         (run / "run.json").write_text(content)
-        code, out = app("validate", "--config", run / "config.yaml", "--ckpt_path", "last")
-        assert code == 0, out
+        out = output_of(*app("validate", "--config", run / "config.yaml", "--ckpt_path", "last"))
         assert f"{run}/run.json cannot be read" in out or '"checkpoint": null' in content

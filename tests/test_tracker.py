@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import QUIET, App, free_port, start_app
+from harness import QUIET, App, free_port, output_of, start_app
 
 from app.fit.configuration import resolve
 from app.monitor.loggers import tracking_mode
@@ -57,8 +57,7 @@ def test_what_is_private_stays(image_root: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
-        code, out = start_app("fit", *flags, "--run.root", tmp_path / "runs", env=env)
-        assert code == 0, out
+        output_of(*start_app("fit", *flags, "--run.root", tmp_path / "runs", env=env))
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -77,8 +76,7 @@ def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None
     way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
     env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": "/proc/home", "XDG_CACHE_HOME": None}
     flags = ["--trainer.max_epochs", "2", "--run.root", tmp_path, "--run.track_images", "true"]
-    code, out = start_app("fit", *SMALL, *way, *flags, env=env)
-    assert code == 0, out
+    out = output_of(*start_app("fit", *SMALL, *way, *flags, env=env))
     assert not re.search("INFO|ERROR|/proc/home|fail", out), out
     run = tmp_path / "LeNet-Synthetic" / "version_0"
     file, summary = inspect(run)
@@ -98,12 +96,10 @@ def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None
 def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": "online"}
     flags = [*SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path]
-    code, out = start_app("fit", *flags, env=home)
-    assert code == 0, out
+    out = output_of(*start_app("fit", *flags, env=home))
     assert "has no key (wandb login, or WANDB_API_KEY): offline from here on" in out
     assert "wandb sync" in out
-    code, out = start_app("fit", *flags, env={"WANDB_MODE": "disabled"})
-    assert code == 0, out
+    output_of(*start_app("fit", *flags, env={"WANDB_MODE": "disabled"}))
     assert not (tmp_path / "LeNet-Synthetic" / "version_1" / "wandb").exists()
     assert (tmp_path / "LeNet-Synthetic" / "version_1" / "metrics.csv").exists()
 
