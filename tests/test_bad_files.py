@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, ROOT, App, error_of, largest_difference, output_of, start_app, weights
+from harness import QUIET, ROOT, App, error_of, largest_difference, options, output_of, record_of, tiny, weights
 from PIL import Image
 
 from app.record import Record
 
 REPLACE = "replace it, or --data.on_bad_image skip"
-SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
+SMALL = tiny()
 
 
 def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,19 +116,8 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     assert f"{refused}: continuing without it" in out
 
 
-@pytest.mark.slow
-def test_spawned_and_forked_errors_are_one_line_too(image_root: Path, tmp_path: Path) -> None:
-    image = image_root / "train" / "dog" / "02.jpg"
-    image.write_bytes(b"not an image")
-    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--trainer.devices", "2"]
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--run.root", tmp_path, *QUIET]
-    code, out = start_app("fit", *flags, *way)
-    assert str(image) in error_of(code, out)
-
-
 def images_at(root: Path, **flags: object) -> list[str | Path]:
-    given = [part for flag, value in flags.items() for part in (f"--data.{flag}", str(value))]
-    return ["fit", "--data", "ImageFolder", "--data.root", root, "--trainer.max_epochs", "1", *given, *QUIET]
+    return ["fit", "--data", "ImageFolder", "--data.root", root, *options(max_epochs=1, **flags), *QUIET]
 
 
 def test_what_a_folder_of_images_must_not_hold(
@@ -183,8 +172,8 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
         first = f"3 of 38 images are left out; the first one: {cats / '00.jpg'} cannot be read (not an image)\n"
         assert (first in out) == (version == 0), "said when they are decoded"
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
-        assert json.loads((run / "run.json").read_text())["images_left_out"] == {"train": 3}
-        runs.append(weights(run / "checkpoints" / "last.ckpt"))
+        assert record_of(run)["images_left_out"] == {"train": 3}
+        runs.append(weights(run))
     assert largest_difference(*runs) == 0
     for image in (image_root / "train").rglob("*.*"):
         image.write_bytes(b"")

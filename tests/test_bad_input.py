@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, error_of, output_of
+from harness import App, error_of, output_of, tiny
 
 from app.cli import main
 
-TINY = ["--data", "Synthetic", "--data.size", "64", "--trainer.max_epochs", "1", "--run.test", "false", *QUIET]
+TINY = tiny(max_epochs=1, test=False)
 RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
 REFUSED = "its code is not trusted"
 
@@ -50,10 +50,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
         (["--data.size", "1000000000000"], "GiB of images, and"),
         (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
-        (["--cluster.timeout", "1e400"], "--cluster.timeout inf: give a finite number"),
         (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
         (["--trainer.precision", "transformer-engine"], "the package transformer_engine is not installed"),
-        (["--trainer.accelerator", "tpu"], "--trainer.accelerator tpu: there is none on this machine"),
         (
             ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "0"],
             "--model.scheduler StepLR: integer modulo by zero",
@@ -89,7 +87,6 @@ def test_flags(flags: list[str], said: str, app: App) -> None:
         ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
         (bytes(range(256)), "can't decode byte"),
         ("trainer: {a: 1, a: 2}", "a is given twice"),
-        ("trainer: null", "trainer: null in --config"),
         ("run: 7", "run: 7 in --config"),
         ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
         (

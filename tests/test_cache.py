@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, losses, output_of
+from harness import QUIET, App, error_of, fork_app, losses, on_cpu, options, output_of, record_of
 from test_data import attach
 
 from app.data import CIFAR10, ImageFolder
@@ -25,7 +25,7 @@ from app.errors import UserError
 from app.system.files import PART, whole
 
 SLOW = pytest.mark.slow
-STEPS = ["--trainer.max_epochs", "1", "--trainer.max_steps", "2", *QUIET]
+STEPS = [*options(max_epochs=1, max_steps=2), *QUIET]
 UNTESTED = ["--run.test", "false"]
 
 
@@ -85,13 +85,12 @@ def test_a_command_decodes_what_it_reads(image_root: Path, cache: Path, decoded:
 
 
 def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, app: App, tmp_path: Path) -> None:
-    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--trainer.max_epochs", "2"]
-    flags += ["--data.num_workers", "1", "--trainer.log_every_n_steps", "1", *UNTESTED, *QUIET]
+    flags = ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
+    flags += options(batch_size=8, max_epochs=2, num_workers=1, log_every_n_steps=1, test=False)
     found = []
     for place, placement in ((cache, "memory"), (cache, "disk"), (cache, "device"), ("off", "memory"), ("off", "disk")):
         name = f"{placement}-{place == cache}"
-        cached = ["--data.cache", place, "--data.placement", placement]
-        output_of(*app("fit", *flags, *cached, "--run.name", name))
+        output_of(*app("fit", *flags, *options(placement=placement, name=name), "--data.cache", place))
         found.append(losses(tmp_path / "runs" / name / "version_0").tolist())
     assert len(found[0]) == 10
     assert all(others == found[0] for others in found)
@@ -286,10 +285,6 @@ def test_the_cache_holds_what_the_pickles_hold(cifar_root: Path, cache: Path) ->
 # -- several ranks ------------------------------------------------------------------------------------------------
 
 
-def way(strategy: str = "ddp_fork", devices: int = 2) -> list[str]:
-    return ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
-
-
 def says_where(directory: Path) -> list[str]:
     callback = "--trainer.callbacks+=user_code.SaysWhereImagesLie"
     return [callback, "--trainer.callbacks.directory", str(directory)]
@@ -305,7 +300,9 @@ def test_ranks_map_what_one_process_has_read(cifar_root: Path, cache: Path, tmp_
     data += ["--data.cache", str(cache), *UNTESTED]
     read = []
     for _ in range(2):
-        out = output_of(*fork_app("fit", *data, *way(), *STEPS, *says_where(tmp_path), "--run.root", tmp_path))
+        out = output_of(
+            *fork_app("fit", *data, *on_cpu("ddp_fork"), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
+        )
         first, second = notes(tmp_path)
         assert first["process"] != second["process"]
         assert first["path"] == second["path"]
@@ -325,7 +322,7 @@ def test_however_ranks_start(
         "ImageFolder": ["--data.root", image_root],
     }
     data = ["--data", name, *flags[name], "--data.batch_size", "8", "--data.cache", cache, *UNTESTED]
-    out = output_of(*fork_app("fit", *data, *way(strategy), *STEPS, *says_where(tmp_path), "--run.root", tmp_path))
+    out = output_of(*fork_app("fit", *data, *on_cpu(strategy), *STEPS, *says_where(tmp_path), "--run.root", tmp_path))
     assert out.count("Decoding 36 images") == (name == "ImageFolder")
     first, second = notes(tmp_path)
     assert first["path"] == second["path"]
@@ -341,7 +338,7 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
     image = image_root / "train" / "dog" / "02.jpg"
     image.write_bytes(b"not an image")
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--run.root", tmp_path]
-    said = error_of(*fork_app("fit", *flags, *way(strategy), *QUIET))
+    said = error_of(*fork_app("fit", *flags, *on_cpu(strategy), *QUIET))
     assert said.startswith(f"error: {image} cannot be read (not an image): replace it")
 
 
@@ -349,8 +346,8 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
     flags = ["--data", "user_code.FillsUpOnRank1", "--data.size", "200", "--data.batch_size", "8"]
     flags += ["--run.root", str(tmp_path), *UNTESTED]
-    output_of(*fork_app("fit", *flags, *way(), *STEPS, "--data.num_workers", "0"))
-    assert json.loads(next(tmp_path.glob("*/*/run.json")).read_text())["placement"] == "disk"
+    output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork"), *STEPS, "--data.num_workers", "0"))
+    assert record_of(next(tmp_path.glob("*/version_0")))["placement"] == "disk"
 
 
 @SLOW
@@ -358,7 +355,7 @@ def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path
     """Of the training images, in `test`: rank zero's record asks for it where the others do not."""
     flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
     output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
-    output_of(*fork_app("test", *flags, *way(), "--data.val_size", "20", "--ckpt_path", "last"))
+    output_of(*fork_app("test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"))
 
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import QUIET, ROOT, ForkServer, free_port, output_of
+from harness import QUIET, ROOT, ForkServer, free_port, output_of, record_of
 
 CLUSTER = ROOT / "configs" / "cluster"
 SMALL = ["--trainer.accelerator", "cpu", "--data", "Synthetic", "--data.size", "60", "--data.batch_size", "12"]
@@ -156,7 +156,7 @@ def test_sweep(tmp_path: Path) -> None:
             output_of(*server.run(*command[4:], *small, *QUIET, env=env))
     for number, trial in enumerate(trials):
         run = tmp_path / "runs" / "sweep" / f"version_{number}"
-        record = json.loads((run / "run.json").read_text())
+        record = record_of(run)
         assert (record["tracker"], record["world_size"]) == (f"trial{number}", 2)
         (folder,) = (run / "wandb").glob("offline-run-*")
         assert folder.name.endswith(f"-trial{number}")

@@ -12,7 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import App, error_of, fork_app, free_port, largest_difference, losses, output_of, start_app, tiny, weights
+from harness import (
+    App,
+    error_of,
+    fork_app,
+    free_port,
+    largest_difference,
+    losses,
+    output_of,
+    record_of,
+    start_app,
+    tiny,
+    weights,
+)
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
@@ -84,11 +96,11 @@ def test_parity_of_the_ring(single: Path, tmp_path: Path) -> None:
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, "--run.name", "x"))
     run = tmp_path / "x" / "version_0"
     np.testing.assert_allclose(losses(run), losses(single), rtol=0, atol=TOLERANCE)
-    trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, single))
+    trained, wanted = (weights(d) for d in (run, single))
     assert largest_difference(trained, wanted) < TOLERANCE
     # LeNet has 62,006 parameters of 4 bytes
     assert "ddp_ring: rank 0 sent 0.372 MB a step, 2(N−1)/N of 0.248 MB of gradients, N = 4" in out
-    assert json.loads((run / "run.json").read_text())["strategy"] == "ddp_ring"
+    assert record_of(run)["strategy"] == "ddp_ring"
 
 
 EXACT = [*SMALL, "--trainer.precision", "64-true", "--trainer.max_epochs", "4", "--run.test", "false"]  # 16 steps
@@ -154,12 +166,12 @@ def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> Non
     assert (code, code_1) == (0, 0), out + out_1
     run = tmp_path / "x" / "version_0"
     np.testing.assert_allclose(losses(run), losses(single), rtol=0, atol=TOLERANCE)
-    trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, single))
+    trained, wanted = (weights(d) for d in (run, single))
     assert largest_difference(trained, wanted) < TOLERANCE
     for rank, replica in itertools.product((0, 1), (0, 1)):
         assert f"rank {rank}, replica {replica}: input [16, 3, 32, 32] -> output [16, 10]" in out
     assert "gathered: [32, 10]" in out
-    record = json.loads((run / "run.json").read_text())
+    record = record_of(run)
     way = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2, "replicas": 4}
     assert way.items() <= record.items()
     assert [row["rank"] for row in record["peak_memory"]] == [0, 0, 1, 1]

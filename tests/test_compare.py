@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import yaml
 from cluster.hosts import awaited
-from harness import ROOT, App, Running, seen_colours, error_of, output_of, record_of, running, start_app
+from harness import ROOT, App, Running, error_of, output_of, record_of, running, seen_colours, start_app
 from jsonargparse import Namespace
 from PIL import Image
 

@@ -111,12 +111,6 @@ def test_quick_stands_alone(command: str, app: App) -> None:
     assert "--nope: there is no such flag" in error_of(*app(command, "--quick", "--data.flip", "--nope"))
 
 
-def test_an_unknown_command_is_told_all_of_them(app: App) -> None:
-    said = error_of(*app("nope"))
-    assert said.startswith("error: nope: there is no such command")
-    assert said.endswith("(fit, validate, test, predict, compare, verify, plan, doctor)")
-
-
 def test_a_switch_takes_a_value_too() -> None:
     parser = PlainParser(prog="x")
     parser.add_argument("--dry_run", type=bool, default=False)

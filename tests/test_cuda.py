@@ -1,6 +1,5 @@
 """What CUDA lines do, as far as it shows without a GPU: on a torch that says it has one, on devices that are not."""
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, error_of, largest_difference, losses, output_of, start_app, tiny, weights
+from harness import QUIET, App, error_of, largest_difference, losses, output_of, record_of, start_app, tiny, weights
 from torch import nn
 
 from app.cli import main
@@ -49,7 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.name", "x"))
-    record = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "runs" / "x" / "version_0")
     assert record["hardware"]["gpus"] == ["NVIDIA of somebody"]
     assert record["peak_memory"][0]["device"] == "cpu"
 
@@ -164,7 +163,7 @@ def test_dp_copies_the_network_alone() -> None:
 def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     way = [*CPU, "--trainer.strategy", "dp", "--trainer.devices", "1"]
     output_of(*app("fit", *SMALL, *way, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false"))
-    record = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "runs" / "x" / "version_0")
     assert record["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
     model = CIFARCNN()
@@ -186,7 +185,7 @@ EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path) -> None:
     used = machine._nvidia_smi("memory.used")
     output_of(*start_app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.root", tmp_path))
-    record = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "LeNet-Synthetic" / "version_0")
     assert len(record["hardware"]["gpus"]) == len(used)
 
 
@@ -223,7 +222,7 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy", "fsdp", "--run.root", tmp_path]
     for epochs, resume in (("1", []), ("2", ["--ckpt_path", "last"])):
         output_of(*start_app(*flags, "--trainer.max_epochs", epochs, *resume))
-    record = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "LeNet-Synthetic" / "version_0")
     assert record["test"] is not None
 
 
@@ -252,7 +251,7 @@ def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch
     assert error.startswith("error: out of memory on the CUDA: 20.00 MiB were asked for, and 5.56 MiB are free: give ")
     assert "give --data.micro_batch 32, for the same training in parts" in error, "half of what was taken at once"
     assert "--data.batch_size" in error
-    record = json.loads((tmp_path / "runs" / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "runs" / "LeNet-Synthetic" / "version_0")
     assert (record["status"], record["error"]) == ("failed", error.removeprefix("error: "))
     with pytest.raises(UserError, match=r"out of memory on the host: 4611686018427387904 bytes"), explaining_errors():
         torch.empty(2**62, dtype=torch.uint8)

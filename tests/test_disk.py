@@ -1,6 +1,5 @@
 """A disk that fills up, or a folder that goes away, while a model is trained."""
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import error_of, output_of, start_app, started
+from harness import error_of, output_of, record_of, start_app, started
 
 from app.fit.checkpoint_file import read
 
@@ -30,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def record(root: Path) -> dict[str, object]:
-    return json.loads((root / "FashionMLP-Synthetic" / "version_0" / "run.json").read_text())
+    return record_of(root / "FashionMLP-Synthetic" / "version_0")
 
 
 def leftovers(root: Path) -> list[Path]:

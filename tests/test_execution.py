@@ -1,6 +1,5 @@
 """Flags that change how a model is executed, and nothing of what it learns beyond rounding."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import App, error_of, largest_difference, losses, output_of, tiny, weights
+from harness import App, error_of, largest_difference, losses, output_of, record_of, tiny, weights
 from torch import nn
 
 from app import step_graph
@@ -34,7 +33,7 @@ RESNET += ["--data.drop_last", "true"]
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    record = json.loads((run / "run.json").read_text())
+    record = record_of(run)
     return {
         name: record[name]
         for name in ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
@@ -67,7 +66,7 @@ def test_the_same_training(
         output_of(*app("fit", *SMALL, *flags, *STEPS, *more, "--run.name", name))
     plain, changed = (tmp_path / "runs" / name / "version_0" for name in ("plain", "other"))
     np.testing.assert_allclose(losses(changed), losses(plain), rtol=0, atol=1e-5)
-    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (plain, changed))) < 1e-5
+    assert largest_difference(*(weights(run) for run in (plain, changed))) < 1e-5
     name, before, after = says
     assert (recorded(plain)[name], recorded(changed)[name]) == (before, after)
     assert recorded(plain)["matmul_precision"] is None, "it does not act on a CPU"
@@ -288,7 +287,7 @@ def test_a_step_as_one_graph(
     assert [path.name for path in files[0]] == [path.name for path in files[1]]
     for pair in zip(*files, strict=True):
         assert largest_difference(*map(weights, pair)) == 0
-    rows = [json.loads((run / "run.json").read_text())["epochs"] for run in (plain, graph)]
+    rows = [record_of(run)["epochs"] for run in (plain, graph)]
     for row in (*rows[0], *rows[1]):
         del row["seconds"], row["samples_per_s"]
     assert rows[0] == rows[1]

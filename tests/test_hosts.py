@@ -116,7 +116,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
     ours, single = root / "LeNet-Synthetic" / "version_0", tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert record(root)["world_size"] == (2 if way == "ddp_dp" else 4)
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
-    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (ours, single))) < 1e-5
+    assert largest_difference(*(weights(run) for run in (ours, single))) < 1e-5
 
 
 @pytest.mark.usefixtures("clean")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, output_of, start_app, tiny, weights
+from harness import QUIET, App, error_of, fork_app, on_cpu, output_of, start_app, tiny, weights
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
@@ -19,7 +19,7 @@ SMALL = tiny(72, 12, val_size=8)
 
 
 def way(strategy: str, devices: int) -> list[str]:
-    return ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+    return on_cpu(strategy, devices)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_every_precision_trains_both_models(
     flags += ["--run.on_nonfinite", "warn"]  # Adam's 1e-8 is 0 in 16 bits
     output_of(*app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1"))
     (run,) = tmp_path.glob("runs/*/version_0")
-    saved = {value.dtype for value in weights(run / "checkpoints" / "last.ckpt").values()}
+    saved = {value.dtype for value in weights(run).values()}
     true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     assert saved == {true.get(precision, torch.float32)}
 

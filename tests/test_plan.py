@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from cluster.hosts import Network
-from harness import QUIET, App, error_of, output_of
+from harness import QUIET, App, error_of, output_of, record_of
 
 from app.plan.cost_model import (
     AGREEMENT,
@@ -190,7 +190,7 @@ def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     assert found["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
     assert sum(bucket["size"] for bucket in found["step"]["buckets"]) == 62006 * 4
     assert list(ddp["global_batch"])[-1] == 64 * 16384
-    measured = json.loads((run_dir / "run.json").read_text())["time_per_step"]
+    measured = record_of(run_dir)["time_per_step"]
     step_ms = sum(measured[phase] for phase in ("data", "forward_backward", "optimizer", "rest"))
     assert ddp["step_ms"].iloc[0] == pytest.approx(step_ms, rel=0.01)
 
@@ -278,7 +278,7 @@ def compared(what: str, predicted: float, measured: float) -> float:
 
 
 def seconds_of_a_step(root: Path) -> float:
-    record = json.loads((root / "measured" / "version_0" / "run.json").read_text())
+    record = record_of(root / "measured" / "version_0")
     assert record["status"] == "completed", record["error"]
     return record["global_batch_size"] / record["throughput"]["median"]
 

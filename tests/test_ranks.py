@@ -1,7 +1,6 @@
 """Which rank is slow, and which one hangs: what is measured, and what is said."""
 
 import inspect
-import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stuck_code
-from harness import QUIET, App, fork_app, free_port, output_of, start_app
+from harness import QUIET, App, fork_app, free_port, output_of, record_of, start_app
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
@@ -25,7 +24,7 @@ def way(strategy: str, devices: int) -> list[str]:
 
 
 def record(root: Path) -> dict[str, Any]:
-    return json.loads((root / "x" / "version_0" / "run.json").read_text())
+    return record_of(root / "x" / "version_0")
 
 
 # -- slow ---------------------------------------------------------------------------------------------------------

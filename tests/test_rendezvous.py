@@ -1,6 +1,5 @@
 """Several nodes without a launcher, by the command: what they train, and what is refused."""
 
-import json
 import re
 import socket
 from collections.abc import Callable
@@ -10,7 +9,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from harness import App, error_of, fork_app, free_port, largest_difference, losses, output_of, start_app, tiny, weights
+from harness import (
+    App,
+    error_of,
+    fork_app,
+    free_port,
+    largest_difference,
+    losses,
+    output_of,
+    record_of,
+    start_app,
+    tiny,
+    weights,
+)
 
 SLOW = pytest.mark.slow
 SMALL = tiny(203, 20)
@@ -115,16 +126,16 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *SMALL, *STEPS))
     ours, single = (tmp_path / folder / "LeNet-Synthetic" / "version_0" for folder in ("nodes", "runs"))
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
-    last = [weights(run / "checkpoints" / "last.ckpt") for run in (ours, single)]
+    last = [weights(run) for run in (ours, single)]
     assert largest_difference(*last) < 1e-5
-    records = [json.loads((run / "run.json").read_text()) for run in (ours, single)]
+    records = [record_of(run) for run in (ours, single)]
     assert records[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
     assert records[0]["world_size"] == 2
     assert not file.exists()
     for command in ("test", "predict"):
         ways = run_nodes([command, *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best"], methods)
         assert [code for code, _ in ways] == [0, 0], ways
-    found = [json.loads((ours / below / "run.json").read_text()) for below in ("test_1", "predict_1")]
+    found = [record_of(ours / below) for below in ("test_1", "predict_1")]
     assert [each["status"] for each in found] == ["completed"] * 2
     assert found[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
     runs = (ours / "predict_1", tmp_path / "suggested" / "LeNet-Synthetic" / "version_0")
@@ -158,5 +169,5 @@ def test_a_launcher_of_the_users_own(tmp_path: Path) -> None:
     for code, out in ranks:
         assert code == 0, out
     (run,) = (tmp_path / "LeNet-Synthetic").iterdir()
-    record = json.loads((run / "run.json").read_text())
+    record = record_of(run)
     assert (record["world_size"], record["status"]) == (2, "completed")

@@ -1,6 +1,5 @@
 """The straight step and Lightning's own: the same calls in the same order, the same losses and checkpoints."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, fork_app, largest_difference, losses, output_of, tiny
+from harness import QUIET, ROOT, App, fork_app, largest_difference, losses, output_of, record_of, tiny
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -367,7 +366,7 @@ def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
         assert ours == theirs
     runs = [runs / name for name in ("version_0", "version_1")]
     same_checkpoint(*map(last_checkpoint, runs))
-    records = [json.loads((run / "run.json").read_text()) for run in runs]
+    records = [record_of(run) for run in runs]
     assert [(record["loop"], record["loop_reason"]) for record in records] == [
         ("straight", None),
         ("lightning", "--run.loop lightning"),
@@ -408,5 +407,5 @@ def test_two_processes_that_accumulate(tmp_path: Path) -> None:
         output_of(*fork_app("fit", *flags, "--trainer.profiler", profiler))
     runs = [tmp_path / "x" / name for name in ("version_0", "version_1")]
     same_checkpoint(*map(last_checkpoint, runs))
-    assert [json.loads((run / "run.json").read_text())["loop"] for run in runs] == ["straight", "lightning"]
+    assert [record_of(run)["loop"] for run in runs] == ["straight", "lightning"]
     assert losses(runs[0]).tolist() == losses(runs[1]).tolist()

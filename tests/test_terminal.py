@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import QUIET, App, output_of
+from harness import App, output_of, tiny
 from lightning.pytorch.callbacks import RichProgressBar
 
 from app.monitor.progress_bar import ProgressBar
 
-SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
+SMALL = tiny(200, 20)
 
 
 def test_the_summary_shows_the_layers(app: App) -> None:
