@@ -13,6 +13,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
@@ -32,6 +33,11 @@ from app.fit.run_options import Run
 ROOT = Path(__file__).parent.parent
 App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
 Environment = Mapping[str, str | None]  # None: without the variable
+
+
+def on_gpu(test: Any) -> Any:
+    """Mark a test that needs a GPU."""
+    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")(test))
 
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
@@ -56,6 +62,14 @@ def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **setti
 def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
     """Flags for a strategy on several devices of the CPU."""
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
+
+
+def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
+    """Run a command as two nodes of this machine."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor(2) as pool:
+        nodes = [pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)}) for node in (0, 1)]
+        return [node.result() for node in nodes]
 
 
 def output_of(code: int, out: str) -> str:

@@ -82,13 +82,8 @@ class Scramble(nn.Module):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
     def epochs(rank: int, world_size: int) -> list[Tensor]:
-        given: dict[str, Any] = {
-            "batch_size": 8,
-            "placement": "disk",
-            "num_workers": num_workers,
-            "augment": Scramble(),
-        }
-        loader = GlobalBatches(split(20), torch.arange(20), rank=rank, world_size=world_size, **given)
+        share: dict[str, Any] = {"batch_size": 8, "rank": rank, "world_size": world_size, "placement": "disk"}
+        loader = GlobalBatches(split(20), torch.arange(20), num_workers=num_workers, augment=Scramble(), **share)
         made = []
         for epoch in range(2):
             loader.set_epoch(epoch)

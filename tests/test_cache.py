@@ -300,9 +300,7 @@ def test_ranks_map_what_one_process_has_read(cifar_root: Path, cache: Path, tmp_
     data += ["--data.cache", str(cache), *UNTESTED]
     read = []
     for _ in range(2):
-        out = output_of(
-            *fork_app("fit", *data, *on_cpu("ddp_fork"), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
-        )
+        out = output_of(*fork_app("fit", *data, *on_cpu("ddp_fork", root=tmp_path), *STEPS, *says_where(tmp_path)))
         first, second = notes(tmp_path)
         assert first["process"] != second["process"]
         assert first["path"] == second["path"]

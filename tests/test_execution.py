@@ -9,7 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import App, error_of, largest_difference, losses, output_of, record_of, tiny, weights
+from harness import (
+    App,
+    assert_same,
+    error_of,
+    largest_difference,
+    last_of,
+    losses,
+    on_gpu,
+    options,
+    output_of,
+    record_of,
+    tiny,
+    weights,
+)
 from torch import nn
 
 from app import step_graph
@@ -22,22 +35,15 @@ from app.networks import MLP, LeNet
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = tiny(203, 20)
-STEPS = ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
-CNN, MLP_FLAGS = (
-    ["--model", "CIFARCNN"],
-    ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"],
-)
-
-RESNET = ["--model.network", "resnet18_cifar", "--data.size", "14", "--data.batch_size", "4"]
-RESNET += ["--data.drop_last", "true"]
+STEPS = options(max_epochs=3, log_every_n_steps=1, test=False)
+CNN = ["--model", "CIFARCNN"]
+MLP_FLAGS = ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"]
+RESNET = ["--model.network", "resnet18_cifar", *options(size=14, batch_size=4, drop_last=True)]
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    record = record_of(run)
-    return {
-        name: record[name]
-        for name in ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
-    }
+    names = ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
+    return {name: value for name, value in record_of(run).items() if name in names}
 
 
 @pytest.mark.parametrize(
@@ -65,8 +71,7 @@ def test_the_same_training(
     for name, more in (("plain", []), ("other", other)):
         output_of(*app("fit", *SMALL, *flags, *STEPS, *more, "--run.name", name))
     plain, changed = (tmp_path / "runs" / name / "version_0" for name in ("plain", "other"))
-    np.testing.assert_allclose(losses(changed), losses(plain), rtol=0, atol=1e-5)
-    assert largest_difference(*(weights(run) for run in (plain, changed))) < 1e-5
+    assert_same(changed, plain)
     name, before, after = says
     assert (recorded(plain)[name], recorded(changed)[name]) == (before, after)
     assert recorded(plain)["matmul_precision"] is None, "it does not act on a CPU"
@@ -79,7 +84,7 @@ def test_a_checkpoint_of_another_layout(before: str, app: App, tmp_path: Path) -
     output_of(*app(*flags, "--trainer.max_epochs", "1", "--model.channels_last", before))
     after = "false" if before == "true" else "true"
     output_of(*app(*flags, "--model.channels_last", after, "--ckpt_path", "last"))
-    last = torch.load(tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+    last = torch.load(last_of(tmp_path / "runs" / "x" / "version_0"), weights_only=True)
     momenta = [state["momentum_buffer"] for state in last["optimizer_states"][0]["state"].values()]
     convolution = next(momentum for momentum in momenta if momentum.shape == (16, 6, 5, 5))
     assert convolution.is_contiguous(memory_format=torch.channels_last) == (after == "true")
@@ -309,8 +314,7 @@ def test_an_optimizer_that_cannot_be_captured(graphs: list[int], app: App) -> No
     assert said == "error: --model.cuda_graph true: LBFGS cannot be captured: use SGD, Adam or AdamW"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("optimizer", [[], ["--model.optimizer", "AdamW"]], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("scheduler", [[], ["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"]])
@@ -322,8 +326,7 @@ def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[s
     np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "32-true" else 1e-2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("compiled", ["default", "reduce-overhead"])
 def test_compiled_on_cuda(compiled: str, app: App, tmp_path: Path) -> None:
     for name in ("off", compiled):

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import ForkServer, family, largest_difference, output_of, started, tiny, weights
+from harness import ForkServer, family, largest_difference, options, output_of, started, tiny, weights
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_fuzz import FLAGS, ODD
@@ -53,9 +53,8 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
         folder = tmp_path / "runs" / f"chain{chain}"
         for _ in range(12):
             moment = seed.uniform(0.4, 2.0)
-            code, out = server.run(
-                "fit", *flags, *name, signal_after=(signal.SIGKILL, moment), env={"TMPDIR": str(elsewhere)}
-            )
+            kill = (signal.SIGKILL, moment)
+            code, out = server.run("fit", *flags, *name, signal_after=kill, env={"TMPDIR": str(elsewhere)})
             if code != -signal.SIGKILL:
                 break
             kills += 1
@@ -75,7 +74,7 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
 
 def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) -> None:
     seed, kills = random.Random(3), TIMES
-    flags = [*FIT, *SAVES, "--trainer.max_epochs", "3", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    flags = [*FIT, *SAVES, *options(max_epochs=3, strategy="ddp", devices=2)]
     results = []
     for kill in (0, kills):
         root = tmp_path / str(kill)
@@ -180,9 +179,9 @@ def test_damaged_data(
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 0)
     seed, cache, count = random.Random(13), tmp_path / "cache", 0
     sets = {
-        cifar_root / "cifar-10-batches-py": lambda: CIFAR10(str(cifar_root), cache=str(cache)),
-        fashion_root / "FashionMNIST" / "raw": lambda: FashionMNIST(str(fashion_root), cache=str(cache)),
-        image_root / "train": lambda: ImageFolder(str(image_root), cache=str(cache)),
+        cifar_root / "cifar-10-batches-py": lambda: CIFAR10(str(cifar_root), cache=str(cache), num_workers=0),
+        fashion_root / "FashionMNIST" / "raw": lambda: FashionMNIST(str(fashion_root), cache=str(cache), num_workers=0),
+        image_root / "train": lambda: ImageFolder(str(image_root), cache=str(cache), num_workers=0),
     }
     for folder, make in sets.items():
         make().prepare_data("fit")
@@ -209,7 +208,7 @@ def test_damaged_data(
 def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
     """None hangs; no process, port or file is left, whether it ends by itself or is told to at any moment."""
     seed, count = random.Random(11), 2 * TIMES
-    flags = [*FIT, "--trainer.max_epochs", "1", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    flags = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {"WANDB_MODE": "disabled", "TMPDIR": str(temporary)}

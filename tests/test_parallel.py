@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, on_cpu, output_of, start_app, tiny, weights
+from harness import QUIET, App, error_of, fork_app, on_cpu, on_gpu, output_of, start_app, tiny, weights
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
@@ -218,8 +218,7 @@ def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:
     output_of(*app("fit", *SMALL, *flags, "--data.drop_last", "true"))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize(("strategy", "precision"), [("auto", "16-mixed"), ("dp", "bf16-mixed"), ("ddp", "32-true")])
 def test_on_cuda(strategy: str, precision: str, tmp_path: Path) -> None:
     flags = ["--trainer.accelerator", "cuda", "--trainer.strategy", strategy, "--trainer.precision", precision]

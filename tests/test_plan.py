@@ -12,20 +12,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from cluster.hosts import Network
-from harness import QUIET, App, error_of, output_of, record_of
+from harness import QUIET, App, error_of, options, output_of, record_of, tiny
 
-from app.plan.cost_model import (
-    AGREEMENT,
-    Bucket,
-    Line,
-    Machines,
-    Step,
-    Timed,
-    fit_step,
-    make_buckets,
-    predict,
-    spread_of_link,
-)
+from app.plan import cost_model
+from app.plan.cost_model import AGREEMENT, Bucket, Line, Machines, Step, Timed, fit_step, make_buckets, predict
 from app.plan.measure import measure_steps, profile_gradients
 from app.plan.report import advice, heading
 from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
@@ -69,9 +59,8 @@ def test_communication_overlaps_with_the_backward_pass() -> None:
 
 
 def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
-    one = step(
-        data=Line(1, 0.1), forward=Line(2, 0.2), backward=Line(3, 0.3), update=4.0, rest=5.0, buckets=(Bucket(100, 1),)
-    )
+    lines = {"data": Line(1, 0.1), "forward": Line(2, 0.2), "backward": Line(3, 0.3)}
+    one = step(**lines, update=4.0, rest=5.0, buckets=(Bucket(100, 1),))
     assert one.single(10) == pytest.approx(1 + 1 + 2 + 2 + 3 + 3 + 4 + 5)
     assert one.ddp(10, 2, FREE) == pytest.approx(1 + 0.5 + 2 + 1 + 3 + 1.5 + 4 + 5)
     assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5), "the largest part: 3 of 10"
@@ -140,7 +129,9 @@ def test_a_range_from_what_was_measured() -> None:
     low, high = one.spread
     off = [ms / 1000 / one.single(batch) for batch, ms in measured]
     assert (low, high) == pytest.approx((0.8 * min(off), 1.2 * max(off)), rel=1e-3)
-    link_spread = spread_of_link([(100, 0.5 * SLOW.all_reduce(100, 2)), (400, 2 * SLOW.all_reduce(400, 2))], SLOW, 2)
+    link_spread = cost_model.spread_of_link(
+        [(100, 0.5 * SLOW.all_reduce(100, 2)), (400, 2 * SLOW.all_reduce(400, 2))], SLOW, 2
+    )
     assert link_spread == (0.5, 2.0)
     table = predict(one, 100, [1, 2], Machines(2, SLOW, SLOW, link_spread=link_spread))
     assert (table["samples_per_s_low"] < table["samples_per_s"]).all()
@@ -157,8 +148,7 @@ def test_a_range_from_what_was_measured() -> None:
 @pytest.fixture
 def run_dir(app: App, tmp_path: Path) -> Path:
     """A short run of which a plan can be made."""
-    flags = ["--data", "Synthetic", "--data.size", "640", "--run.name", "x", "--run.test", "false", *QUIET]
-    output_of(*app("fit", *flags, "--trainer.max_steps", "12"))
+    output_of(*app("fit", *tiny(640, 64, name="x", test=False, max_steps=12)))
     return tmp_path / "runs" / "x" / "version_0"
 
 
@@ -266,8 +256,8 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     assert why.startswith("No other way is sure to use half of each device. Try a larger `--data.batch_size`, or")
 
 
-MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--trainer.accelerator", "cpu"]
-MLP += ["--data", "Synthetic", "--data.like", "FashionMNIST", "--data.size", "4000", "--data.batch_size", "128"]
+MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--data", "Synthetic"]
+MLP += options(accelerator="cpu", like="FashionMNIST", size=4000, batch_size=128)
 
 
 def compared(what: str, predicted: float, measured: float) -> float:
@@ -283,17 +273,8 @@ def seconds_of_a_step(root: Path) -> float:
     return record["global_batch_size"] / record["throughput"]["median"]
 
 
-LONG = [
-    "--trainer.max_epochs",
-    "-1",
-    "--run.test",
-    "false",
-    "--trainer.limit_val_batches",
-    "0",
-    "--run.name",
-    "measured",
-]
-LONG += [*QUIET, "--trainer.enable_checkpointing", "false"]
+LONG = options(max_epochs=-1, test=False, limit_val_batches=0, name="measured", enable_checkpointing=False)
+LONG += QUIET
 
 
 @functools.cache
@@ -314,14 +295,9 @@ def test_two_hosts_as_predicted_from_the_rate_of_their_link(
     found = fit_link(measure_all_reduce(2), 2)
     bits = {"g": 1e9, "m": 1e6}[rate.lstrip("0123456789")[0]] * int(rate.rstrip("gmbit"))
     link = Link(min(found.bandwidth, bits / 8), found.latency)
-    flags = ["--trainer.strategy", "ddp", "--trainer.num_nodes", "2", "--trainer.devices", "1", "--run.root", tmp_path]
-    flags += ["--trainer.max_steps", steps, "--trainer.log_every_n_steps", max(steps // 20, 1)]
-    processes = [
-        host.start(
-            sys.executable, "-m", "app", "fit", *map(str, [*MLP, *LONG, *flags]), env={**AT_H1, "NODE_RANK": str(node)}
-        )
-        for node, host in enumerate(both)
-    ]
+    flags = [*MLP, *LONG, *options(strategy="ddp", num_nodes=2, devices=1, root=tmp_path, max_steps=steps)]
+    command = [sys.executable, "-m", "app", "fit", *flags, "--trainer.log_every_n_steps", str(max(steps // 20, 1))]
+    processes = [host.start(*command, env={**AT_H1, "NODE_RANK": str(node)}) for node, host in enumerate(both)]
     out = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], out
     ratio = compared(f"2 hosts at {rate}", predicted_step().ddp(128, 2, link), seconds_of_a_step(tmp_path))

@@ -3,24 +3,20 @@
 import inspect
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import stuck_code
-from harness import QUIET, App, fork_app, free_port, output_of, record_of, start_app
+from harness import QUIET, App, fork_app, on_two_nodes, options, output_of, record_of
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
 
-DATA = ["--data.size", "600", "--data.batch_size", "20", *QUIET, "--run.test", "false", "--run.name", "x"]
-CPU = ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "4"]
-
-
-def way(strategy: str, devices: int) -> list[str]:
-    return ["--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+DATA = [*options(size=600, batch_size=20, test=False, name="x"), *QUIET]
+CPU = options(accelerator="cpu", log_every_n_steps=4)
+DDP = options(strategy="ddp_fork", devices=2)
 
 
 def record(root: Path) -> dict[str, Any]:
@@ -97,7 +93,17 @@ def check_slow(root: Path, out: str, ranks: int, part: str) -> None:
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slow_data(devices: int, tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *way("ddp_fork", devices), "--trainer.max_epochs", "3"]
+    flags = [
+        "--data",
+        "stuck_code.SleepsInData",
+        *DATA,
+        *CPU,
+        *DDP,
+        "--trainer.devices",
+        devices,
+        "--trainer.max_epochs",
+        "3",
+    ]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
     check_slow(tmp_path, out, devices, "data")
     assert record(tmp_path)["ranks"][-1]["data"] > 20
@@ -106,7 +112,7 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_busy_core(tmp_path: Path) -> None:
     # of steps that take longer than a slice of the scheduler's time, which a rank that has waited gets at once
-    flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *way("ddp_fork", 2)]
+    flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *DDP]
     flags += ["--trainer.max_epochs", "7"]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
     out = output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path))
@@ -115,14 +121,9 @@ def test_a_busy_core(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_slow_data_on_another_node(tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, "--trainer.num_nodes", "2", "--trainer.devices", "1"]
-    flags += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--trainer.max_epochs", "3"]
-    with ThreadPoolExecutor(2) as pool:
-        nodes = [
-            pool.submit(start_app, "fit", *flags, "--cluster.node_rank", node, "--run.root", tmp_path) for node in "01"
-        ]
-        (code, out), _ = (node.result() for node in nodes)
-    assert code == 0, out
+    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *options(num_nodes=2, devices=1, max_epochs=3)]
+    (ended, _) = on_two_nodes("fit", *flags, "--run.root", tmp_path)
+    out = output_of(*ended)
     check_slow(tmp_path, out, 2, "data")
     assert "rank 1 (node 1)" in out
 
@@ -147,15 +148,10 @@ HANGING = {
     ("name", "strategy"),
     [
         ("ReducesAlone", "ddp_fork"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("LoopsInData", "ddp"),
-                ("LoopsInData", "ddp_fork"),
-                ("WaitsForALock", "ddp_fork"),
-                ("LeavesTheEpochEarly", "ddp_fork"),
-            )
-        ),
+        pytest.param("LoopsInData", "ddp", marks=pytest.mark.slow),
+        pytest.param("LoopsInData", "ddp_fork", marks=pytest.mark.slow),
+        pytest.param("WaitsForALock", "ddp_fork", marks=pytest.mark.slow),
+        pytest.param("LeavesTheEpochEarly", "ddp_fork", marks=pytest.mark.slow),
     ],
 )
 def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
@@ -163,7 +159,7 @@ def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
     thing = getattr(stuck_code, name)
     which = "--data" if name.endswith("Data") else "--model"
     flags = [which, f"stuck_code.{name}", *(["--data", "Synthetic"] if which == "--model" else [])]
-    flags += [*DATA, *CPU, *way(strategy, 2), "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
+    flags += [*DATA, *CPU, *DDP, "--trainer.strategy", strategy, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
     code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
     assert code == 1, out
     text, hook = HANGING[name]
@@ -182,31 +178,31 @@ def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
     assert "most recent call first" in (folder / "rank_1.txt").read_text()
 
 
-@pytest.mark.slow
-def test_who_hangs_in_the_set_up(tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.LoopsInSetup", *DATA, *CPU, *way("ddp_fork", 2), "--cluster.timeout", "8"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
-    assert code == 1, out
-    at = line_of(stuck_code.LoopsInSetup, "while")
-    where = rf"rank 1 is in stuck_code.py:({at}|{at + 1}) setup; rank 0 waits for its answer"
-    assert re.search(f"^error: no answer from another rank within --cluster.timeout: {where}", out, re.MULTILINE), out
+AT = line_of(stuck_code.LoopsInSetup, "while")
+WORKER = ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorker"]
 
 
 @pytest.mark.slow
-def test_a_worker_of_a_loader_hangs(tmp_path: Path) -> None:
-    """Its rank only waits for it; it is its code that is named."""
-    flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "2"]
-    flags += ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorker", "--cluster.timeout", "8"]
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        (["--data", "stuck_code.LoopsInSetup"], f"in stuck_code.py:({AT}|{AT + 1}) setup; rank 0 waits for its answer"),
+        # its rank only waits for it; it is its code that is named
+        (["--data", "Synthetic", *WORKER], r"in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"),
+    ],
+)
+def test_who_hangs_elsewhere(flags: list[str], where: str, tmp_path: Path) -> None:
+    flags = [*flags, *DATA, *CPU, *DDP, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
     code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
     assert code == 1, out
-    where = r"rank 1 is in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"
-    assert re.search(f"^error: no answer from another rank within --cluster.timeout: {where}", out, re.MULTILINE), out
+    said = f"^error: no answer from another rank within --cluster.timeout: rank 1 is {where}"
+    assert re.search(said, out, re.MULTILINE), out
 
 
 @pytest.mark.slow
 def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
     """A rank that is slow, and not for too long, is let go."""
-    flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "1"]
+    flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, "--trainer.max_epochs", "1"]
     slow = ["--model", "user_code.SlowOnRank1", "--cluster.timeout", "4"]
     output_of(*fork_app("fit", *slow, *flags, "--run.root", tmp_path))
     assert not list((tmp_path / "x" / "version_0").glob("stacks/*"))
@@ -222,7 +218,7 @@ Current thread 0x2 (most recent call first):
 {frames}  File "/x/site-packages/lightning/pytorch/loops/fit_loop.py", line 9 in run
   File "/home/me/main.py", line 1 in <module>
 """
-WORKER = """
+OF_A_WORKER = """
 process 8
 Current thread 0x3 (most recent call first):
   File "/home/me/my_data.py", line 88 in __getitem__
@@ -236,7 +232,7 @@ def test_what_stacks_say(tmp_path: Path) -> None:
     assert where(tmp_path) is None
     texts = [
         WAITS.format(step=1204, phase="its gradients", frames=TORCH),
-        WAITS.format(step=1204, phase="its data", frames=TORCH) + WORKER,
+        WAITS.format(step=1204, phase="its data", frames=TORCH) + OF_A_WORKER,
         WAITS.format(step=1204, phase="its gradients", frames=TORCH),
     ]
     for rank, text in enumerate(texts):

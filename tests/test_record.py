@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, error_of, fork_app, on_cpu, options, output_of, record_of, start_app, tiny
+from harness import QUIET, ROOT, App, error_of, fork_app, on_cpu, on_gpu, options, output_of, record_of, start_app, tiny
 from PIL import Image
 from stuck_code import never_ends
 
@@ -107,8 +107,7 @@ def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
     assert sum(times[phase] for phase in PHASES) == pytest.approx(whole, rel=1e-3), "one clock, and the same windows"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("strategy", ["auto", "dp", "ddp"])
 def test_where_the_time_of_a_step_goes_on_cuda(strategy: str, tmp_path: Path) -> None:
     flags = options(accelerator="cuda", strategy=strategy, max_steps=90, log_every_n_steps=5, test=False)

@@ -1,6 +1,5 @@
 """The shipped batch script on a real SLURM of four nodes."""
 
-import json
 import os
 import shlex
 import sys
@@ -12,14 +11,13 @@ import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from harness import ROOT, App, largest_difference, listening, losses, output_of, tiny, weights
+from harness import ROOT, App, largest_difference, last_of, listening, losses, output_of, record_of, tiny, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"
 SHAPE = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
 TWO = [*SHAPE, "--ntasks-per-node=1"]
-STEPS = tiny(203, 20, flip=True)
-STEPS += ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
+STEPS = tiny(203, 20, flip=True, accelerator="cpu", log_every_n_steps=1, test=False)
 EXACT = ["--trainer.precision", "64-true"]
 PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
@@ -33,12 +31,12 @@ def clean(slurm: Slurm) -> Iterator[None]:
 
 
 def record(root: Path, version: int = 0) -> dict[str, Any]:
-    path = root / "LeNet-Synthetic" / f"version_{version}" / "run.json"
-    return json.loads(path.read_text()) if path.exists() else {"epochs": []}
+    run = root / "LeNet-Synthetic" / f"version_{version}"
+    return record_of(run) if (run / "run.json").exists() else {"epochs": []}
 
 
 def last(root: Path) -> Path:
-    return root / "LeNet-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
+    return last_of(root / "LeNet-Synthetic" / "version_0")
 
 
 def submit(slurm: Slurm, root: Path, *flags: str, shape: Sequence[str] = TWO, epochs: int = 24, **env: str) -> str:
@@ -48,12 +46,11 @@ def submit(slurm: Slurm, root: Path, *flags: str, shape: Sequence[str] = TWO, ep
 
 
 def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
-    ended = ("COMPLETED", "FAILED", "CANCELLED")
-    awaited(
-        lambda: len(record(root)["epochs"]) >= epochs or slurm.job(job)["JobState"] in ended,
-        280,
-        lambda: slurm.output(job),
-    )
+    def ready() -> bool:
+        ended = slurm.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
+        return ended or len(record(root)["epochs"]) >= epochs
+
+    awaited(ready, 280, lambda: slurm.output(job))
 
 
 @pytest.mark.usefixtures("clean")

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, fork_app, largest_difference, losses, output_of, record_of, tiny
+from harness import ROOT, App, fork_app, largest_difference, losses, on_cpu, options, output_of, record_of, tiny
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -169,30 +169,19 @@ CALLS = Calls()
 
 
 def trained(
-    straight: bool,
-    folder: Path,
-    model: type = Plain,
-    data: type = TheirData,
-    hooks: list[str] | None = None,
-    **flags: Any,
+    straight: bool, folder: Path, model: type = Plain, data: type = TheirData, hooks: Any = CALLBACK_HOOKS, **flags: Any
 ) -> tuple[Calls, dict[str, Any], str | None]:
     """Train two epochs of five batches: what was called, the checkpoint, and why the step was not straight."""
     CALLS.clear()
     shutil.rmtree(folder, ignore_errors=True)
-    hooks = CALLBACK_HOOKS if hooks is None else hooks
-    callbacks = flags.pop("callbacks", [])
-    plugins = flags.pop("plugins", [])
+    callbacks, plugins = flags.pop("callbacks", []), flags.pop("plugins", [])
     flags = {"max_epochs": 2, "log_every_n_steps": 2, "accelerator": "cpu", "num_sanity_val_steps": 0} | flags
     torch.manual_seed(1)
     trainer = pl.Trainer(
-        **flags,
-        callbacks=[recorder(CALLS, hooks), *(make() for make in callbacks)],
-        plugins=[make() for make in plugins],
-        logger=pl.loggers.CSVLogger(folder),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+        **flags, callbacks=[recorder(CALLS, hooks), *(make() for make in callbacks)],
+        plugins=[make() for make in plugins], logger=pl.loggers.CSVLogger(folder),
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
     if straight:
         StraightLoop.put_into(trainer)
     trainer.fit(model(), data())
@@ -256,17 +245,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a stream": {"data": StreamedData},
     "a callback that comes later": {"callbacks": [ReplacesCallbacks]},
     "no window": {"log_every_n_steps": 0},
+    "an epoch without gradients": {"callbacks": [lambda: StochasticWeightAveraging(0.01, 1)], "max_epochs": 3},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str, tmp_path: Path) -> None:
     assert_alike(tmp_path, **SETTINGS[name])
-
-
-def test_weight_averaging_has_an_epoch_without_gradients(tmp_path: Path) -> None:
-    averaging = {"callbacks": [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)], "max_epochs": 3}
-    assert_alike(tmp_path, **averaging)
 
 
 @pytest.mark.parametrize("hook", MODULE_HOOKS)
@@ -350,27 +335,25 @@ def test_every_config(
     flags = ["--data.root", str(root)] if root else ["--data.size", "80"] if data else tiny(80)
     if "batch_size: 0.25" not in config.read_text():
         flags += ["--data.batch_size", "8"]
-    flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2", "--run.name", "x"]
-    flags += ["--trainer.limit_train_batches", "4", "--trainer.limit_val_batches", "1"]
+    flags += options(max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x")
     flags += ["--run.virtual_devices", "null"]  # of which Lightning's step knows nothing
     assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)
 
 
 def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
+    """The second run is by the config that the first has left."""
     CALLS.clear()
     output_of(*app("fit", *flags, *RECORDED))
     calls = Calls(CALLS)
     CALLS.clear()
-    output_of(*app("fit", *flags, *RECORDED, "--run.loop", "lightning"))
+    output_of(*app("fit", "--config", runs / "version_0" / "config.yaml", "--run.loop", "lightning"))
     for ours, theirs in zip(calls, CALLS, strict=True):
         assert ours == theirs
     runs = [runs / name for name in ("version_0", "version_1")]
     same_checkpoint(*map(last_checkpoint, runs))
     records = [record_of(run) for run in runs]
-    assert [(record["loop"], record["loop_reason"]) for record in records] == [
-        ("straight", None),
-        ("lightning", "--run.loop lightning"),
-    ]
+    reasons = [(record["loop"], record["loop_reason"]) for record in records]
+    assert reasons == [("straight", None), ("lightning", "--run.loop lightning")]
     assert records[0]["train_loss"] == records[1]["train_loss"]
     assert losses(runs[0]).tolist() == losses(runs[1]).tolist()
 
@@ -378,31 +361,21 @@ def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ["--trainer.strategy", "dp", "--trainer.devices", "2"],
-        [
-            "--trainer.accumulate_grad_batches",
-            "3",
-            "--trainer.gradient_clip_val",
-            "0.1",
-            "--trainer.precision",
-            "bf16-mixed",
-        ],
+        options(strategy="dp", devices=2),
+        options(accumulate_grad_batches=3, gradient_clip_val=0.1, precision="bf16-mixed"),
         ["--model", "user_code.OneCycle"],
     ],
     ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"],
 )
 def test_ways_of_running(more: list[str], app: App, tmp_path: Path) -> None:
-    flags = tiny(203, 16, accelerator="cpu")
-    flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "3", "--run.name", "x", *QUIET, *more]
-    assert_alike_by_command(app, tmp_path / "runs" / "x", *flags)
+    flags = tiny(203, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3, name="x")
+    assert_alike_by_command(app, tmp_path / "runs" / "x", *flags, *more)
 
 
 @pytest.mark.slow
 def test_two_processes_that_accumulate(tmp_path: Path) -> None:
-    flags = tiny(203, 16, log_every_n_steps=3)
-    flags += ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET]
-    flags += ["--trainer.accumulate_grad_batches", "2"]
-    flags += ["--trainer.max_epochs", "2", "--run.test", "false", "--run.root", str(tmp_path), "--run.name", "x"]
+    flags = tiny(203, 16, log_every_n_steps=3, accumulate_grad_batches=2, max_epochs=2, test=False)
+    flags += on_cpu("ddp_fork", root=tmp_path, name="x")
     for profiler in ("null", "simple"):
         output_of(*fork_app("fit", *flags, "--trainer.profiler", profiler))
     runs = [tmp_path / "x" / name for name in ("version_0", "version_1")]
