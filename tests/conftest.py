@@ -18,8 +18,7 @@ import torchvision
 import yaml
 from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
-from harness import ROOT, TINY
-from PIL import Image
+from harness import ROOT, TINY, draw_images
 
 from app.cli import main
 
@@ -113,15 +112,7 @@ def fashion_root(tmp_path: Path) -> Path:
 @pytest.fixture
 def image_root(tmp_path: Path) -> Path:
     """Class folders of JPEG and PNG files of different sizes, with a test split."""
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 12), ("test", 4)):
-        for label in ("cat", "dog", "eel"):
-            folder = tmp_path / "images" / split / label
-            folder.mkdir(parents=True)
-            for i in range(count):
-                pixels = rng.integers(256, size=(20 + i, 30, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i:02}.{'png' if i % 2 else 'jpg'}")
-    return tmp_path / "images"
+    return draw_images(tmp_path / "images", ("cat", "dog", "eel"), train=12, test=4)
 
 
 @pytest.fixture

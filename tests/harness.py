@@ -2,6 +2,7 @@
 
 import atexit
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -115,8 +116,12 @@ def weights(place: Path) -> dict[str, torch.Tensor]:
     return torch.load(last_of(place) if place.is_dir() else place, weights_only=True)["state_dict"]
 
 
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+Trained = Path | dict[str, torch.Tensor]  # a run or a checkpoint, or its weights
+
+
+def difference(first: Trained, second: Trained) -> float:
     """Largest difference between the weights of two models."""
+    a, b = (weights(each) if isinstance(each, Path) else each for each in (first, second))
     assert a.keys() == b.keys()
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
@@ -124,7 +129,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
     """Losses of every step and the last weights of two runs agree."""
     np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=tolerance)
-    assert largest_difference(weights(run), weights(expected)) < tolerance
+    assert difference(run, expected) < tolerance
 
 
 SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
@@ -142,6 +147,17 @@ TINY = {
     "repeats": 1,
     "time_limit": 60,
 }
+
+
+def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
+    """So many JPEG and PNG files of different sizes in the folder of each class, for each split."""
+    rng = np.random.default_rng(0)
+    for (split, count), label in itertools.product(splits.items(), labels):
+        (folder / split / label).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(256, size=(20 + i, 30, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / split / label / f"{i:02}.{'png' if i % 2 else 'jpg'}")
+    return folder
 
 
 def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:

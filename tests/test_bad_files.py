@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, ROOT, App, error_of, largest_difference, options, output_of, record_of, tiny, weights
+from harness import QUIET, ROOT, App, difference, error_of, options, output_of, record_of, tiny, weights
 from PIL import Image
 
 from app.record import Record
@@ -174,7 +174,7 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
         assert record_of(run)["images_left_out"] == {"train": 3}
         runs.append(weights(run))
-    assert largest_difference(*runs) == 0
+    assert difference(*runs) == 0
     for image in (image_root / "train").rglob("*.*"):
         image.write_bytes(b"")
     assert "none of 38 images can be read" in error_of(*app(*images_at(image_root, **flags)))

@@ -8,7 +8,7 @@ from harness import App, error_of, output_of, tiny
 
 from app.cli import main
 
-TINY = tiny(max_epochs=1, test=False)
+TINY = tiny(64, 64, max_epochs=1, test=False)
 RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
 REFUSED = "its code is not trusted"
 

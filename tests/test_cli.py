@@ -128,7 +128,6 @@ def test_a_command_that_there_is_not(typed: str, meant: str | None, app: App) ->
         ("--data ImageFolder --data.mean '[0.5, 0.5]'", "--data.mean [0.5, 0.5]: give one value for each"),
         ("--seed_everything=-1", "--seed_everything"),
         ("--trainer.accumulate_grad_batches 0", "--trainer.accumulate_grad_batches 0"),
-        ("--trainer.val_check_interval 100", "val_check_interval"),
         ("--trainer.sync_batchnorm true", "--trainer.sync_batchnorm has no effect in one process"),
         ("--model.num_classes 7", "--model.num_classes comes from the data"),
         ("--model.scheduler ReduceLROnPlateau", "lightning.pytorch.cli.ReduceLROnPlateau"),

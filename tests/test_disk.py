@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import error_of, output_of, record_of, start_app, started
+from harness import error_of, options, output_of, record_of, start_app, started
 
 from app.fit.checkpoint_file import read
 
-FIT = ["--model", "FashionMLP", "--model.repeats", "1", "--data", "Synthetic", "--data.like", "FashionMNIST"]
-FIT += ["--data.size", "600", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2"]
-FIT += ["--last_checkpoint.every_n_train_steps", "2", "--trainer.enable_model_summary", "false"]
+FIT = ["--model", "FashionMLP", "--model.repeats", "1", "--data", "Synthetic", "--trainer.enable_model_summary=false"]
+FIT += options(like="FashionMNIST", size=600, max_epochs=2, log_every_n_steps=2)
+FIT += ["--last_checkpoint.every_n_train_steps", "2"]
 BIG = ["--model.hidden", "[500]"]  # 4.6 MiB with Adam's state
 
 

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, ForkServer, losses, output_of
+from harness import QUIET, ROOT, App, ForkServer, draw_images, losses, output_of
 from jsonargparse import capture_parser
-from PIL import Image
 
 import app
 import app.data
@@ -41,15 +40,8 @@ DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
 PROGRAMS = "python|pip|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
 START = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) ")
 # what a reader puts in: a fixture's, or any that can be read
-PLACES = {
-    "MY_IMAGES": "images",
-    "NEW_IMAGES": "images/test",
-    "ROOT": "images",
-    "HOST": "127.0.0.1",
-    "PORT": "29400",
-    "HOST:PORT": "127.0.0.1:29400",
-    "tcp://HOST:PORT": "tcp://127.0.0.1:29400",
-}
+PLACES = {"MY_IMAGES": "images", "NEW_IMAGES": "images/test", "ROOT": "images", "HOST": "127.0.0.1", "PORT": "29400"}
+PLACES |= {"HOST:PORT": "127.0.0.1:29400", "tcp://HOST:PORT": "tcp://127.0.0.1:29400"}
 # SLURM's own, which are read where SLURM is: tests/test_slurm.py
 SLURM = {"--nodes", "--time", "--ntasks-per-node", "--gres", "--nodelist", "--signal", "--requeue", "--ntasks"}
 # of programs that are not here, or of our own beside the parsers
@@ -196,13 +188,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / "configs/quickstart.yaml", folder / "runs" / name / "version_0/config.yaml")
         (folder / "runs" / name / "version_0/checkpoints").mkdir()
         torch.save({"state_dict": {}}, folder / "runs" / name / "version_0/checkpoints/best.ckpt")
-    rng = np.random.default_rng(0)
-    for split in ("train", "test"):
-        for label in ("cat", "dog"):
-            (folder / "images" / split / label).mkdir(parents=True)
-            for i in range(12):
-                pixels = rng.integers(256, size=(20, 30, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / "images" / split / label / f"{i:02}.jpg")
+    draw_images(folder / "images", ("cat", "dog"), train=12, test=12)
     for document in MARKDOWN:
         for block in blocks(document, "python"):
             if name := re.match(r"# (\w+\.py)\n", block):

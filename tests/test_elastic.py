@@ -10,19 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import awaited
-from harness import (
-    ROOT,
-    family,
-    fork_app,
-    largest_difference,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    started,
-    tiny,
-    weights,
-)
+from harness import ROOT, difference, family, fork_app, on_cpu, options, output_of, record_of, started, tiny
 
 pytestmark = pytest.mark.slow
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
@@ -127,4 +115,4 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
         assert killed.record["resumed_from"].startswith(str(first))
         assert killed.record["status"] == "completed"
         assert [row["epoch"] for row in killed.record["epochs"]] == list(range(30))
-        assert largest_difference(weights(whole), weights(killed.directory)) == 0
+        assert difference(whole, killed.directory) == 0

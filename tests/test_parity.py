@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import App, fork_app, largest_difference, last_of, losses, on_cpu, options, output_of, tiny, weights
+from harness import App, difference, fork_app, last_of, losses, on_cpu, options, output_of, tiny
 
 from app.data.batches import stream
 from app.data.synthetic import SyntheticSource
@@ -116,7 +116,7 @@ def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
             optimizer.step()
             steps.append(loss.item())
     np.testing.assert_allclose(losses(run), steps, rtol=0, atol=TOLERANCE)
-    assert largest_difference(weights(run), module.state_dict()) < TOLERANCE
+    assert difference(run, module.state_dict()) < TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp_spawn", marks=SLOW)])

@@ -170,6 +170,7 @@ def test_every_rank_and_every_replica_has_its_memory(app: App, tmp_path: Path) -
 
 
 THEIRS = ["--data", "user_code.TheirData", *QUIET]
+RANK_1 = r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here"
 
 
 @pytest.mark.parametrize(
@@ -177,12 +178,7 @@ THEIRS = ["--data", "user_code.TheirData", *QUIET]
     [
         ("Fails", on_cpu("auto", 1), ".*the third step is broken.*"),
         pytest.param("Fails", on_cpu("ddp_spawn", 1), ".*the third step is broken.*", marks=SLOW),
-        pytest.param(
-            "FailsOnRank1",
-            on_cpu("ddp"),
-            r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here",
-            marks=SLOW,
-        ),
+        pytest.param("FailsOnRank1", on_cpu("ddp"), RANK_1, marks=SLOW),
     ],
 )
 def test_a_failed_run_says_why(model: str, way: list[str], said: str, tmp_path: Path) -> None:

@@ -14,19 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from harness import (
-    App,
-    error_of,
-    fork_app,
-    largest_difference,
-    last_of,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    tiny,
-    weights,
-)
+from harness import App, difference, error_of, fork_app, last_of, on_cpu, options, output_of, record_of, tiny, weights
 
 from app.networks import LeNet
 from app.verify.differences import Recorded, differences
@@ -71,7 +59,7 @@ def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None
     before = Recorded(whole)
     del before.ranks[0]["steps"][21:]
     assert differences(Recorded(whole), Recorded(resumed, before), tolerance=0.0) == {}
-    assert largest_difference(weights(saved[42]), weights(checkpoints(resumed)[42])) == 0
+    assert difference(saved[42], checkpoints(resumed)[42]) == 0
     assert epochs(resumed) == epochs(whole)
     assert len(epochs(whole)) == 3
 
@@ -83,7 +71,7 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # of version_1
         output_of(*app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume))
     whole, resumed = (runs / version for version in ("version_0", "version_1"))
-    assert largest_difference(weights(whole), weights(resumed)) == 0
+    assert difference(whole, resumed) == 0
     assert epochs(resumed) == epochs(whole)
     assert not (runs / "version_2").exists(), "one training is one run"
     pd.testing.assert_frame_equal(*(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6)
@@ -136,7 +124,7 @@ def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, app: App, tmp_
     for name, more in (("whole", []), ("x", ends[0]), *(("x", end) for end in again)):
         output_of(*app("fit", *flags, "--run.name", name, *more))
     whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_0"
-    assert largest_difference(weights(whole), weights(resumed)) == 0
+    assert difference(whole, resumed) == 0
     assert epochs(resumed) == epochs(whole)
 
 
@@ -159,11 +147,11 @@ def test_across_strategies(app: App, tmp_path: Path) -> None:
         output_of(*fork_app("fit", *CNN, *STEPS, *on_cpu("ddp_fork", root=tmp_path, name=name), *resume))
     saved = checkpoints(tmp_path / "whole" / "version_0")
     final = weights(saved[42])
-    assert largest_difference(final, weights(checkpoints(tmp_path / "resumed" / "version_0")[42])) == 0
+    assert difference(final, checkpoints(tmp_path / "resumed" / "version_0")[42]) == 0
     for strategy, devices in (("auto", 1), ("dp", 2)):
         output_of(*app("fit", *CNN, *STEPS, *on_cpu(strategy, devices, name=strategy), "--ckpt_path", saved[21]))
         run = tmp_path / "runs" / strategy / "version_0"
-        assert largest_difference(final, weights(checkpoints(run)[42])) < 1e-5
+        assert difference(final, checkpoints(run)[42]) < 1e-5
     plain = {key.removeprefix("network."): value for key, value in final.items()}
     LeNet().load_state_dict(plain)
 

@@ -11,19 +11,7 @@ import psutil
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import (
-    App,
-    family,
-    largest_difference,
-    last_of,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    started,
-    tiny,
-    weights,
-)
+from harness import App, difference, family, last_of, on_cpu, options, output_of, record_of, started, tiny
 
 SMALL = tiny(203, 20, flip=True)
 DDP = on_cpu("ddp")
@@ -34,11 +22,8 @@ SLOW = pytest.mark.slow
     ("strategy", "name", "whom"),
     [
         ("disk", "SIGTERM", "group"),  # with worker processes, which the signal reaches, too
-        ("auto", "SIGTERM", "main"),
-        ("dp", "SIGINT", "group"),
-        ("ddp", "SIGINT", "group"),
-        pytest.param("ddp", "SIGTERM", "all", marks=SLOW),
-        pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW),
+        *(("auto", "SIGTERM", "main"), ("dp", "SIGINT", "group"), ("ddp", "SIGINT", "group")),
+        *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
         pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
         pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
     ],
@@ -73,7 +58,7 @@ def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
         output_of(*app("fit", *SMALL, *flags, *more, "--run.root", tmp_path))
     whole, resumed = (tmp_path / name / "version_0" for name in ("whole", "resumed"))
     assert record_of(resumed)["resumed_from"] == last
-    assert largest_difference(weights(whole), weights(resumed)) == 0
+    assert difference(whole, resumed) == 0
 
 
 EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"]

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import ROOT, App, fork_app, largest_difference, losses, on_cpu, options, output_of, record_of, tiny
+from harness import ROOT, App, difference, fork_app, losses, on_cpu, options, output_of, record_of, tiny
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -197,7 +197,7 @@ def same_checkpoint(saved: dict[str, Any], found: dict[str, Any]) -> None:
     """Whether all that a training goes on from is the same."""
     for key in ("global_step", "epoch", "loops", "lr_schedulers"):
         assert found[key] == saved[key], key
-    assert largest_difference(found["state_dict"], saved["state_dict"]) == 0
+    assert difference(found["state_dict"], saved["state_dict"]) == 0
     assert repr(found["optimizer_states"]) == repr(saved["optimizer_states"])
 
 
