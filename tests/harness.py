@@ -135,18 +135,9 @@ def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
 SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 
 
-TINY = {
-    "flags": {
-        "trainer.accelerator": "cpu",
-        "data": "Synthetic",
-        "data.size": 240,
-        "data.batch_size": 24,
-        "trainer.log_every_n_steps": 2,
-    },
-    "max_epochs": 2,
-    "repeats": 1,
-    "time_limit": 60,
-}
+SIZES = {"data": "Synthetic", "data.size": 240, "data.batch_size": 24}
+TINY: dict[str, Any] = {"flags": {"trainer.accelerator": "cpu", **SIZES, "trainer.log_every_n_steps": 2}}
+TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
 
 
 def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:

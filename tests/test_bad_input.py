@@ -11,6 +11,7 @@ from app.cli import main
 TINY = tiny(64, 64, max_epochs=1, test=False)
 RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
 REFUSED = "its code is not trusted"
+STEP = ["--model.scheduler", "StepLR"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model.optimizer", "torch.nn.Linear"], "--model.optimizer torch.nn.Linear: expected a subclass of Optim"),
         (["--model.scheduler", "torch.optim.Adam"], "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"),
         (["--model", "broken_module.Model"], "--model broken_module.Model: invalid syntax (broken_module.py, line 1)"),
-        (
-            ["--model", "ending_module.Model"],
-            "a module that the arguments name ends the process when it is imported (3)",
-        ),
+        (["--model", "ending_module.Model"], "that the arguments name ends the process when it is imported (3)"),
         (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give more than 0"),
         (["--trainer.check_val_every_n_epoch", "0"], "--trainer.check_val_every_n_epoch 0: give 1 or more"),
         (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
@@ -52,14 +50,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
         (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
         (["--trainer.precision", "transformer-engine"], "the package transformer_engine is not installed"),
-        (
-            ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "0"],
-            "--model.scheduler StepLR: integer modulo by zero",
-        ),
-        (
-            ["--model.optimizer", "SparseAdam"],
-            "--model.optimizer SparseAdam: SparseAdam does not support dense gradients, please consider Adam instead",
-        ),
+        ([*STEP, "--model.scheduler.step_size", "0"], "--model.scheduler StepLR: integer modulo by zero"),
+        (["--model.optimizer", "SparseAdam"], "SparseAdam: SparseAdam does not support dense gradients, please con"),
         (["--trainer.max_epochs", "-5"], "--trainer.max_epochs -5: give -1 or more"),
         (["--trainer.max_time", "abc"], "--trainer.max_time abc: give DAYS:HOURS:MINUTES:SECONDS"),
         (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
@@ -89,10 +81,7 @@ def test_flags(flags: list[str], said: str, app: App) -> None:
         ("trainer: {a: 1, a: 2}", "a is given twice"),
         ("run: 7", "run: 7 in --config"),
         ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
-        (
-            f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}",
-            f"--model.optimizer os.system: {REFUSED}",
-        ),
+        (f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}", f"optimizer os.system: {REFUSED}"),
     ],
 )
 def test_configs(content: str | bytes, said: str, app: App) -> None:
@@ -170,9 +159,8 @@ def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> 
     elsewhere.mkdir()
     (elsewhere / "theirs.py").write_text(Path("mine.py").read_text().replace("Mine", "Theirs"))
     monkeypatch.syspath_prepend(elsewhere.resolve())
-    assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in error_of(
-        *app("fit", *TINY, "--model", "theirs.Theirs")
-    )
+    said = error_of(*app("fit", *TINY, "--model", "theirs.Theirs"))
+    assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in said
     out = output_of(*app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs"))
     assert "python -m app test --trust theirs --config " in out, "the commands that are printed can be followed"
     assert main(["--trust", "theirs"]) == 0, "of no command there is the help"

@@ -109,7 +109,6 @@ def test_a_command_that_there_is_not(typed: str, meant: str | None, app: App) ->
         ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
         ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp or ddp_dp or ddp?"),
         ("--trainer.devices abc", "devices"),
-        ("--trainer.devices 0", "--trainer.devices '0': the cpu accelerator cannot give that"),
         ("--model FashionMPL", "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
         ("--data CIFAR11", "--data CIFAR11: there is no such class: did you mean CIFAR10?"),
         ("--data cifar10", "--data cifar10: there is no such class: did you mean CIFAR10?"),
@@ -127,7 +126,6 @@ def test_a_command_that_there_is_not(typed: str, meant: str | None, app: App) ->
         ("--data.crop_padding -1", "--data.crop_padding -1"),
         ("--data ImageFolder --data.mean '[0.5, 0.5]'", "--data.mean [0.5, 0.5]: give one value for each"),
         ("--seed_everything=-1", "--seed_everything"),
-        ("--trainer.accumulate_grad_batches 0", "--trainer.accumulate_grad_batches 0"),
         ("--trainer.sync_batchnorm true", "--trainer.sync_batchnorm has no effect in one process"),
         ("--model.num_classes 7", "--model.num_classes comes from the data"),
         ("--model.scheduler ReduceLROnPlateau", "lightning.pytorch.cli.ReduceLROnPlateau"),
@@ -205,9 +203,7 @@ def test_bad_configs(content: bytes, said: str, app: App, tmp_path: Path) -> Non
 
 
 def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out = app("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")
-    assert code == 2
-    assert "Traceback" in out
+    assert "Traceback" in app("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")[1]
     monkeypatch.setenv("APP_DEBUG", "1")
     assert "Traceback" in app("fit", *SMALL, "--ckpt_path", "no.ckpt")[1]
 

@@ -214,7 +214,6 @@ def test_compare_varies_strategies_and_their_options() -> None:
         (f"ddp ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper", "has no effect without a hook"),
         ("ddp_fp16 ddp_comm_hook user_code.speaking_hook", "the chosen class has no such setting"),
         ("ddp_powersgd start_powersgd_iter 1", "--trainer.strategy.start_powersgd_iter 1: give 2 or more"),
-        ("ddp_localsgd", "averages weights between nodes, but there is only one: use --trainer.strategy ddp"),
         ("ddp_dp", "use --trainer.strategy dp, or give more --trainer.num_nodes"),
         ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
         ("ddp_ring --trainer.devices 1", "ring_hook changes how processes communicate, but this run is one process"),
@@ -238,6 +237,7 @@ def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyP
 
 def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
-    flags = ["--trainer.strategy", "ddp", "--trainer.strategy.process_group_backend", "mpi"]
-    said = error_of(*app("fit", *SMALL, *CPU, *flags))
-    assert "process_group_backend mpi: this torch was built without it: use gloo" in said
+    flags = forked("ddp", "process_group_backend", "mpi")
+    assert "process_group_backend mpi: this torch was built without it: use gloo" in error_of(
+        *app("fit", *SMALL, *flags)
+    )

@@ -118,8 +118,6 @@ def check(command: str) -> None:
             assert {word for word in options if word.startswith("-")} <= SLURM
         case ["kubectl", "apply" | "delete", "-f", file]:  # what a cluster says to it: tests/test_cluster_files.py
             assert (ROOT / file).is_file()
-        case ["kubectl", "logs", "-f", *_]:
-            pass
         case ["sky", "jobs", "launch", file, *rest]:
             assert (ROOT / file).is_file()
             assert not rest or rest[0] == "--env"
@@ -139,6 +137,8 @@ def check(command: str) -> None:
             assert all((ROOT / word).is_file() for word in arguments if word.startswith("tests"))
         case ["ruff" | "mypy" as program, *_]:  # .ci/run runs them
             assert shutil.which(program)
+        case ["kubectl", "logs", "-f", *_]:
+            pass
         case ["export", assignment]:
             assert re.fullmatch(r"\w+=\S+", assignment)
         case words:

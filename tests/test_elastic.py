@@ -87,15 +87,9 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     """By our agent and by torchrun."""
-    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, "--run.test", "false"]
-    flags += [
-        "--last_checkpoint.every_n_train_steps",
-        "11",
-        "--model.optimizer.lr",
-        "0.01",
-        "--trainer.max_epochs",
-        "30",
-    ]
+    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
+    flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
+    flags += options(max_epochs=30, test=False)
     output_of(*fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole"))
     whole = tmp_path / "whole" / "SaysItsProcess-Synthetic" / "version_0"
     for name, more, launcher in (

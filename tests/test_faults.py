@@ -109,15 +109,8 @@ def test_signals_at_random_moments(server: ForkServer, tmp_path: Path, tally: Ta
 
 
 NEVER_ENDS = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.min_epochs", "trainer.min_steps")
-ELSEWHERE = (
-    "run.root",
-    "config",
-    "cluster.log_dir",
-    "data.cache",
-    "trainer.default_root_dir",
-    "last_checkpoint.dirpath",
-)
-SAFE = [flag for flag in FLAGS if flag not in (*NEVER_ENDS, *ELSEWHERE, "verbose")]
+ELSEWHERE = ("run.root", "config", "cluster.log_dir", "data.cache", "trainer.default_root_dir")
+SAFE = [flag for flag in FLAGS if flag not in (*NEVER_ENDS, *ELSEWHERE, "last_checkpoint.dirpath", "verbose")]
 COMMANDS = st.sampled_from(["fit", "fit", "fit", "validate", "test", "predict", "compare", "plan", "doctor"])
 
 

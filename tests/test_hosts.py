@@ -36,6 +36,20 @@ def fit(host: Host, *flags: object, launcher: list[str] | None = None, env: dict
     return host.start(*start, "-m", "app", "fit", *STEPS, *map(str, flags), env=env)
 
 
+def torchrun(processes: int, nodes: str = "2") -> list[str]:
+    at = [
+        "--nnodes",
+        nodes,
+        "--nproc-per-node",
+        str(processes),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "h1:29400",
+    ]
+    return [str(BIN / "torchrun"), *at]
+
+
 def two_nodes(hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None) -> list[Process]:
     """A run of two nodes by plain addresses."""
     both = enumerate((hosts.hosts["h1"], hosts.hosts["h2"]))
@@ -105,8 +119,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
         host = hosts.hosts[f"h{node + 1}"]
         launcher, env, flags = None, {}, ["--trainer.num_nodes", "2", "--trainer.devices", "2"]
         if way == "torchrun":
-            at = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
-            launcher = [str(BIN / "torchrun"), *at]
+            launcher = torchrun(2)
         elif way == "env":
             if node == 0:  # as Debian's installer leaves it
                 host.run("sh", "-c", f"sed 's/10.77.0.1/127.0.1.1/' /etc/hosts > {tmp_path}/etc-hosts")
@@ -160,14 +173,12 @@ def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path
 @pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("torchrun", 1)])
 def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Network, tmp_path: Path) -> None:
     """Nobody but a process of its own can end it there."""
-    processes = []
-    for number, host in enumerate((hosts.hosts["h1"], hosts.hosts["h2"])):
-        at, launcher = ["--cluster.init_method", "tcp://h1:29500", "--cluster.node_rank", number], None
-        if way == "torchrun":
-            meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
-            at, launcher = [], [str(BIN / "torchrun"), *meet]
-        flags = ["--run.root", tmp_path, "--trainer.num_nodes", "2", "--trainer.devices", "1", *at, *FOR_EVER]
-        processes.append(fit(host, *flags, "--cluster.timeout", "20", launcher=launcher))
+    flags = [*FOR_EVER, "--cluster.timeout", "20"]
+    if way == "tcp":
+        processes = two_nodes(hosts, tmp_path, *flags)
+    else:
+        names = ("h1", "h2")
+        processes = [fit(hosts.hosts[name], "--run.root", tmp_path, *flags, launcher=torchrun(1)) for name in names]
     trained(tmp_path, processes, 2)
     stopped = a_rank(processes[node])
     stopped.suspend()
@@ -236,14 +247,11 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
     """
     root = tmp_path / "hosts"
     exact = ["--trainer.precision", "64-true", "--last_checkpoint.every_n_train_steps", "5"]
-    at = ["--nnodes", "1:2", "--max-restarts", "3", "--nproc-per-node", "2", "--rdzv-id", "elastic"]
-    at += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
-    at += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
+    at = ["--max-restarts", "3", "--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
 
     def join(name: str) -> Process:
-        launcher = [str(BIN / "torchrun"), *at]
-        flags = [*exact, *FOR_EVER, "--cluster.timeout", "20"]
-        return fit(hosts.hosts[name], "--run.root", root, *flags, launcher=launcher, env=ELASTIC)
+        flags = ["--run.root", root, *exact, *FOR_EVER, "--cluster.timeout", "20"]
+        return fit(hosts.hosts[name], *flags, launcher=[*torchrun(2, "1:2"), *at], env=ELASTIC)
 
     def newest() -> int:
         return len(list((root / "LeNet-Synthetic").glob("version_*"))) - 1

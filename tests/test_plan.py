@@ -154,7 +154,7 @@ def run_dir(app: App, tmp_path: Path) -> Path:
 
 NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]
 CPU = ["--trainer.accelerator", "cpu"]
-TINY_DATA = ["--data", "Synthetic", "--data.size", "240", "--data.batch_size", "24"]
+TINY_DATA = ["--data", "Synthetic", *options(size=240, batch_size=24)]
 
 
 def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:

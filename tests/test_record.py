@@ -61,6 +61,9 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     memory = found["peak_memory"][0]
     assert memory["rank"] == 0
     assert memory["total_gib"] > memory["host_rss_gib"] > 0.1
+    (row,) = found["ranks"]
+    assert row["compute"] > row["data"] > row["wait"] == 0
+    assert "slow" not in out
     assert set(found["versions"]) == {"python", "torch", "lightning", "cuda", "app", "commit"}
     assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
 

@@ -146,9 +146,7 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("clean")
 def test_a_job_that_may_not_be_requeued(slurm: Slurm, tmp_path: Path) -> None:
-    job = slurm.submit(
-        *TWO, "--no-requeue", SCRIPT, *STEPS, "--run.root", tmp_path, "--trainer.max_epochs", "100000", env=PATH
-    )
+    job = submit(slurm, tmp_path, shape=[*TWO, "--no-requeue"], epochs=100000)
     trained(slurm, job, tmp_path, 1)
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
     slurm.reaches(job, "FAILED")

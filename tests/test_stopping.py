@@ -205,13 +205,6 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_rank_that_is_slow(tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, "--model", "user_code.SlowOnRank1", *DDP, "--trainer.max_epochs", "1") as run:
-        out = run.end(seconds=120)
-    assert run.process.returncode == 0, out
-
-
-@SLOW
 def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
     """As in a collective call of NCCL, which does not notice; the reason is the other rank's."""
     with started(tmp_path, *SMALL, "--model", "user_code.FailsWhileRankZeroIsStuck", *DDP) as run:

@@ -27,14 +27,13 @@ def test_parity(app: App, tmp_path: Path) -> None:
     assert_same(run.directory, single)
 
 
+STARTED = "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.num_nodes 1 of 3"
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        # a rule, by each rank; the others stand in test_rules.py
-        (
-            ["--trainer.devices", "3"],
-            "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.num_nodes 1",
-        ),
+        (["--trainer.devices", "3"], STARTED),  # a rule, by each rank; the others stand in test_rules.py
         (["--ckpt_path", "nowhere.ckpt"], "--ckpt_path nowhere.ckpt: there is no such file"),  # by rank zero, for all
     ],
 )
