@@ -33,6 +33,7 @@ from app.fit.run_options import Run
 
 ROOT = Path(__file__).parent.parent
 App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
+Signal = tuple[int, float] | None  # its number, and when it is sent
 Environment = Mapping[str, str | None]  # None: without the variable
 
 
@@ -329,11 +330,7 @@ class ForkServer:
         self.server.communicate()
 
     def run(
-        self,
-        *args: str | Path,
-        seconds: float = 60,
-        signal_after: tuple[int, float] | None = None,
-        env: Environment | None = None,
+        self, *args: str | Path, seconds: float = 60, signal_after: Signal = None, env: Environment | None = None
     ) -> tuple[int, str]:
         """Exit code, below zero for a signal, and what it printed; it may be sent a signal after some seconds.
 
@@ -342,13 +339,9 @@ class ForkServer:
         """
         assert self.server.stdin
         assert self.server.stdout
-        job = {
-            "argv": [*map(str, args)],
-            "out": str(self.out),
-            "cwd": str(self.cwd),
-            "env": {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None},
-            "limit": self.limit,
-        }
+        variables = {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None}
+        place = {"out": str(self.out), "cwd": str(self.cwd), "limit": self.limit}
+        job = {"argv": [*map(str, args)], "env": variables, **place}
         print(json.dumps(job), file=self.server.stdin, flush=True)
         pid = int(self.server.stdout.readline())
         timers = [threading.Timer(seconds, os.kill, (pid, signal.SIGKILL))]

@@ -75,16 +75,16 @@ def test_a_busy_machine_is_one_whose_cores_do_not_suffice() -> None:
     assert busy(made_up(ONE | {"others_cores": 20.0}), 64, 8) is None, "there are cores enough for both"
 
 
-@pytest.mark.parametrize(
-    ("others", "one_thread", "explained"),
-    [
-        (0.0, 1, False),
-        (0.5, 1, False),  # without them it would be twice as fast at most
-        (0.75, 1, True),
-        (3.0, 1, True),
-        (0.75, 2, False),  # half of the cores are free for it
-    ],
-)
+LOADS = [
+    (0.0, 1, False),
+    (0.5, 1, False),  # without them it would be twice as fast at most
+    (0.75, 1, True),
+    (3.0, 1, True),
+    (0.75, 2, False),  # half of the cores are free for it
+]
+
+
+@pytest.mark.parametrize(("others", "one_thread", "explained"), LOADS)
 def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
     """Other programs that take a part of a core delay a step by that part; on a whole core, without limit."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
@@ -100,17 +100,17 @@ def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
     assert "four runs 8 threads on 4 cores, which take turns" in told(ONE | CPU, two | {"threads": 2})
 
 
-@pytest.mark.parametrize(
-    ("figures", "limit"),
-    [
-        ({"data_ms": 30.0}, "one is limited by data loading: "),
-        ({"communication_ms": 30.0}, "one is limited by communication: "),
-        ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
-        ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # a GPU that waits for the host
-        ({"memory_main_percent": 97.0}, "Memory limits one"),
-        ({}, "one is limited by the model's own computation: "),
-    ],
-)
+LIMITS = [
+    ({"data_ms": 30.0}, "one is limited by data loading: "),
+    ({"communication_ms": 30.0}, "one is limited by communication: "),
+    ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
+    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # a GPU that waits for the host
+    ({"memory_main_percent": 97.0}, "Memory limits one"),
+    ({}, "one is limited by the model's own computation: "),
+]
+
+
+@pytest.mark.parametrize(("figures", "limit"), LIMITS)
 def test_advice_names_what_limits(figures: dict[str, float], limit: str) -> None:
     assert limit in told(ONE | figures)
 

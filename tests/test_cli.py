@@ -42,19 +42,19 @@ def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
     assert "--data.like" in out
 
 
-@pytest.mark.parametrize(
-    ("page", "flag"),
-    [
-        (["--trainer.help"], "--trainer.deterministic"),
-        (["--best_checkpoint.help"], "--best_checkpoint.monitor"),
-        (["--last_checkpoint.help"], "--last_checkpoint.every_n_train_steps"),
-        (["--lr_monitor.help"], "--lr_monitor.logging_interval"),
-        (["--model.optimizer.help", "AdamW"], "weight_decay"),
-        (["--model.scheduler.help", "StepLR"], "step_size"),
-        (["--data.augment.help", "torchvision.transforms.v2.ElasticTransform"], ".alpha"),
-        (["--trainer.strategy.help", "app.parallel.PowerSGD"], "matrix_approximation_rank"),
-    ],
-)
+PAGES = [
+    (["--trainer.help"], "--trainer.deterministic"),
+    (["--best_checkpoint.help"], "--best_checkpoint.monitor"),
+    (["--last_checkpoint.help"], "--last_checkpoint.every_n_train_steps"),
+    (["--lr_monitor.help"], "--lr_monitor.logging_interval"),
+    (["--model.optimizer.help", "AdamW"], "weight_decay"),
+    (["--model.scheduler.help", "StepLR"], "step_size"),
+    (["--data.augment.help", "torchvision.transforms.v2.ElasticTransform"], ".alpha"),
+    (["--trainer.strategy.help", "app.parallel.PowerSGD"], "matrix_approximation_rank"),
+]
+
+
+@pytest.mark.parametrize(("page", "flag"), PAGES)
 def test_pages_of_settings(page: list[str], flag: str, app: App) -> None:
     """Each is named on the first page."""
     assert " ".join(page) in app("fit", "--help")[1]
@@ -95,64 +95,64 @@ def test_a_command_that_there_is_not(typed: str, meant: str | None, app: App) ->
     assert error_of(*app(typed)) == f"error: {typed}: there is no such command{hint} {commands}"
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--trainer.max_epoch 3", "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?"),
-        ("--model.netwrk x", "--model.netwrk: the chosen class has no such setting: did you mean --model.network?"),
-        ("--data.batchsize x", "did you mean --data.batch_size?"),
-        ("--epochs 3", "did you mean --trainer.max_epochs or --trainer.min_epochs?"),
-        ("--lr 0.1", "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
-        ("--model.lr 0.1", "did you mean --model.optimizer.lr?"),
-        ("--model.network lent", "lent: expected one of lenet, resnet18, resnet18_cifar: did you mean lenet?"),
-        ("--trainer.max_epochs foo", "--trainer.max_epochs foo: expected int"),
-        ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
-        ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp or ddp_dp or ddp?"),
-        ("--trainer.devices abc", "devices"),
-        ("--model FashionMPL", "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
-        ("--data CIFAR11", "--data CIFAR11: there is no such class: did you mean CIFAR10?"),
-        ("--data cifar10", "--data cifar10: there is no such class: did you mean CIFAR10?"),
-        ("--trainer.callbacks+=EarlyStoping", "there is no such class: did you mean EarlyStopping?"),
-        ("--model nowhere.Model", "No module named 'nowhere'"),
-        ("--model.optimizer AdmW", "--model.optimizer AdmW: there is no such class: did you mean AdamW?"),
-        ("--model.optimizer.lr -1", "Invalid learning rate"),
-        ("--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1", "total_steps"),
-        ("--model.scheduler OneCycleLR", "--model.scheduler: its max_lr is required"),
-        ("--model FashionMLP --model.repeats 0", "--model.repeats 0"),
-        ("--data.val_size 64", "--data.val_size 64 leaves nothing of 64 training images"),
-        ("--data.batch_size 0", "--data.batch_size 0"),
-        ("--data.size -5", "--data.size -5"),
-        ("--data.num_workers -1", "--data.num_workers -1"),
-        ("--data.crop_padding -1", "--data.crop_padding -1"),
-        ("--data ImageFolder --data.mean '[0.5, 0.5]'", "--data.mean [0.5, 0.5]: give one value for each"),
-        ("--seed_everything=-1", "--seed_everything"),
-        ("--trainer.sync_batchnorm true", "--trainer.sync_batchnorm has no effect in one process"),
-        ("--model.num_classes 7", "--model.num_classes comes from the data"),
-        ("--model.scheduler ReduceLROnPlateau", "lightning.pytorch.cli.ReduceLROnPlateau"),
-        ("--best_checkpoint.monitor val_los", "val_los"),
-        ("--data.batch_size 65 --data.drop_last true", "--data.drop_last leaves nothing of 58"),
-        ("--model FashionMLP", "FashionMLP with MLP takes images of 1×28×28"),
-        ("--data.like FashionMNIST", "CIFARCNN with LeNet takes images of 3×32×32"),
-        ("--ckpt_path no.ckpt", "--ckpt_path no.ckpt: there is no such file"),
-        ("--ckpt_path last", "--ckpt_path last: no last.ckpt under"),
-        ("--ckpt_path best --run.name other", "other"),
-        ("--config nope.yaml", "--config nope.yaml: there is no such file"),
-        ("--config", "expected one argument"),
-        ("--run.name", "--run.name needs a value"),
-        ("--data.cache --data.flip", "--data.cache needs a value"),
-        ("--model.optimizer.lr 1e-3x", "--model.optimizer.lr 1e-3x: expected a number"),
-        (f"--model '{NESTED}'", "--model.optimizer.lr 1e-3x: expected a number"),
-        ("--model.optimizer '{class_path: SGD, init_args: {lr: x}}'", "--model.optimizer.lr x: expected a number"),
-        ("--model Small", "--model Small: there is no such class: did you mean mine.Small?"),
-        ("--model Net", "--model Net: there is no such class: give its import path, package.module.Class"),
-        ("--gpus 2", "--gpus: there is no such flag: did you mean --trainer.devices?"),
-        ("--resume x", "--resume: there is no such flag: did you mean --ckpt_path?"),
-        ("--model.label_smoothing 0", "--model.label_smoothing: the chosen class has no such setting"),
-        ("c.yaml", "c.yaml: a value without a flag: did you mean --config c.yaml?"),
-        ("--data ImageFolder --data.size 9,9", "--data.size 9,9: expected list: give [9,9]"),
-        ("--run.tags a,b", "--run.tags a,b: expected list: give [a,b]"),
-    ],
-)
+WRONG = [
+    ("--trainer.max_epoch 3", "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?"),
+    ("--model.netwrk x", "--model.netwrk: the chosen class has no such setting: did you mean --model.network?"),
+    ("--data.batchsize x", "did you mean --data.batch_size?"),
+    ("--epochs 3", "did you mean --trainer.max_epochs or --trainer.min_epochs?"),
+    ("--lr 0.1", "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
+    ("--model.lr 0.1", "did you mean --model.optimizer.lr?"),
+    ("--model.network lent", "lent: expected one of lenet, resnet18, resnet18_cifar: did you mean lenet?"),
+    ("--trainer.max_epochs foo", "--trainer.max_epochs foo: expected int"),
+    ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
+    ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp or ddp_dp or ddp?"),
+    ("--trainer.devices abc", "devices"),
+    ("--model FashionMPL", "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
+    ("--data CIFAR11", "--data CIFAR11: there is no such class: did you mean CIFAR10?"),
+    ("--data cifar10", "--data cifar10: there is no such class: did you mean CIFAR10?"),
+    ("--trainer.callbacks+=EarlyStoping", "there is no such class: did you mean EarlyStopping?"),
+    ("--model nowhere.Model", "No module named 'nowhere'"),
+    ("--model.optimizer AdmW", "--model.optimizer AdmW: there is no such class: did you mean AdamW?"),
+    ("--model.optimizer.lr -1", "Invalid learning rate"),
+    ("--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1", "total_steps"),
+    ("--model.scheduler OneCycleLR", "--model.scheduler: its max_lr is required"),
+    ("--model FashionMLP --model.repeats 0", "--model.repeats 0"),
+    ("--data.val_size 64", "--data.val_size 64 leaves nothing of 64 training images"),
+    ("--data.batch_size 0", "--data.batch_size 0"),
+    ("--data.size -5", "--data.size -5"),
+    ("--data.num_workers -1", "--data.num_workers -1"),
+    ("--data.crop_padding -1", "--data.crop_padding -1"),
+    ("--data ImageFolder --data.mean '[0.5, 0.5]'", "--data.mean [0.5, 0.5]: give one value for each"),
+    ("--seed_everything=-1", "--seed_everything"),
+    ("--trainer.sync_batchnorm true", "--trainer.sync_batchnorm has no effect in one process"),
+    ("--model.num_classes 7", "--model.num_classes comes from the data"),
+    ("--model.scheduler ReduceLROnPlateau", "lightning.pytorch.cli.ReduceLROnPlateau"),
+    ("--best_checkpoint.monitor val_los", "val_los"),
+    ("--data.batch_size 65 --data.drop_last true", "--data.drop_last leaves nothing of 58"),
+    ("--model FashionMLP", "FashionMLP with MLP takes images of 1×28×28"),
+    ("--data.like FashionMNIST", "CIFARCNN with LeNet takes images of 3×32×32"),
+    ("--ckpt_path no.ckpt", "--ckpt_path no.ckpt: there is no such file"),
+    ("--ckpt_path last", "--ckpt_path last: no last.ckpt under"),
+    ("--ckpt_path best --run.name other", "other"),
+    ("--config nope.yaml", "--config nope.yaml: there is no such file"),
+    ("--config", "expected one argument"),
+    ("--run.name", "--run.name needs a value"),
+    ("--data.cache --data.flip", "--data.cache needs a value"),
+    ("--model.optimizer.lr 1e-3x", "--model.optimizer.lr 1e-3x: expected a number"),
+    (f"--model '{NESTED}'", "--model.optimizer.lr 1e-3x: expected a number"),
+    ("--model.optimizer '{class_path: SGD, init_args: {lr: x}}'", "--model.optimizer.lr x: expected a number"),
+    ("--model Small", "--model Small: there is no such class: did you mean mine.Small?"),
+    ("--model Net", "--model Net: there is no such class: give its import path, package.module.Class"),
+    ("--gpus 2", "--gpus: there is no such flag: did you mean --trainer.devices?"),
+    ("--resume x", "--resume: there is no such flag: did you mean --ckpt_path?"),
+    ("--model.label_smoothing 0", "--model.label_smoothing: the chosen class has no such setting"),
+    ("c.yaml", "c.yaml: a value without a flag: did you mean --config c.yaml?"),
+    ("--data ImageFolder --data.size 9,9", "--data.size 9,9: expected list: give [9,9]"),
+    ("--run.tags a,b", "--run.tags a,b: expected list: give [a,b]"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), WRONG)
 def test_errors(flags: str, said: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("class Small:\n    pass\n")
     monkeypatch.chdir(tmp_path)
@@ -180,22 +180,22 @@ def test_a_network_that_tells_no_image_shape(app: App) -> None:
     output_of(*app("fit", *SMALL, "--model", "user_code.OfTorchvision", "--trainer.max_steps", "1"))
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"a: [b", "cannot be read"),
-        (b"\xff\xfe\x00\x81", "cannot be read"),
-        (b"- 3", "not a config"),
-        (b"", "not a config"),
-        (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
-        (b"trainer: {max_epoch: 3}", "in the config: fit has no such setting: did you mean --trainer.max_epochs?"),
-        (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
-        (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected a number"),
-        (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
-        (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
-        (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
-    ],
-)
+BAD_CONFIGS = [
+    (b"a: [b", "cannot be read"),
+    (b"\xff\xfe\x00\x81", "cannot be read"),
+    (b"- 3", "not a config"),
+    (b"", "not a config"),
+    (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
+    (b"trainer: {max_epoch: 3}", "in the config: fit has no such setting: did you mean --trainer.max_epochs?"),
+    (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
+    (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected a number"),
+    (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
+    (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
+    (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), BAD_CONFIGS)
 def test_bad_configs(content: bytes, said: str, app: App, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)

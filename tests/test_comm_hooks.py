@@ -95,15 +95,15 @@ def check_effect(root: Path, exact: Path, effect: bool) -> None:
     assert 1e-9 < changed < 1e-2 if effect else changed < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "said"),
-    [
-        ("ddp_fp16", [], ""),
-        ("ddp_powersgd", ["start_powersgd_iter", "4"], "ddp_powersgd: from step 4 on"),
-        pytest.param("ddp_bf16", [], "", marks=pytest.mark.slow),
-        pytest.param("ddp", ["ddp_comm_hook", f"{HOOKS}.fp16_compress_hook"], "", marks=pytest.mark.slow),
-    ],
-)
+ACTING = [
+    ("ddp_fp16", [], ""),
+    ("ddp_powersgd", ["start_powersgd_iter", "4"], "ddp_powersgd: from step 4 on"),
+    pytest.param("ddp_bf16", [], "", marks=pytest.mark.slow),
+    pytest.param("ddp", ["ddp_comm_hook", f"{HOOKS}.fp16_compress_hook"], "", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "said"), ACTING)
 def test_hooks_act_on_cpu(strategy: str, options: list[str], said: str, exact: Path, tmp_path: Path) -> None:
     out = output_of(*fork_app("fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x"))
     assert said in out
@@ -237,7 +237,5 @@ def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyP
 
 def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
-    flags = forked("ddp", "process_group_backend", "mpi")
-    assert "process_group_backend mpi: this torch was built without it: use gloo" in error_of(
-        *app("fit", *SMALL, *flags)
-    )
+    said = error_of(*app("fit", *SMALL, *forked("ddp", "process_group_backend", "mpi")))
+    assert "process_group_backend mpi: this torch was built without it: use gloo" in said

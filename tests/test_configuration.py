@@ -120,14 +120,14 @@ def test_a_switch_takes_a_value_too() -> None:
         parser.parse_args(["--dry_run", "maybe"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ([], "LeNet-CIFAR10"),
-        (["--model.network", "resnet18_cifar", "--data", "Synthetic"], "resnet18_cifar-Synthetic"),
-        (["--model", "FashionMLP", "--data", "FashionMNIST"], "FashionMLP-FashionMNIST"),
-        (["--model", "user_code.TheirModel", "--data", "user_code.TheirData"], "TheirModel-TheirData"),
-    ],
-)
+NAMES = [
+    ([], "LeNet-CIFAR10"),
+    (["--model.network", "resnet18_cifar", "--data", "Synthetic"], "resnet18_cifar-Synthetic"),
+    (["--model", "FashionMLP", "--data", "FashionMNIST"], "FashionMLP-FashionMNIST"),
+    (["--model", "user_code.TheirModel", "--data", "user_code.TheirData"], "TheirModel-TheirData"),
+]
+
+
+@pytest.mark.parametrize(("flags", "name"), NAMES)
 def test_a_run_is_named_by_its_network_and_data(flags: list[str], name: str) -> None:
     assert default_name(resolve(["fit", *flags])) == name

@@ -226,21 +226,21 @@ def test_commands(document: Path, reader: Path) -> None:
     assert not wrong_commands(document)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "python -m app fit --trainer.devcies 2",
-        "python -m app fit --config configs/no_such.yaml",
-        "python -m app compare --repaets 5",
-        "python -m app plan --bandwith 1GB/s",
-        "python -m app verify --stpes 3",
-        "torchrun --nproc-per-node 4 -m app fit --trainer.startegy ddp",
-        "torchrun --nprocs 4 -m app fit",
-        "sbatch configs/cluster/slurm.sbatch --cnofig configs/cifar_cnn.yaml",
-        "wandb sweeep configs/sweep.yaml",
-        "pytest -m slwo",
-    ],
-)
+WRONG = [
+    "python -m app fit --trainer.devcies 2",
+    "python -m app fit --config configs/no_such.yaml",
+    "python -m app compare --repaets 5",
+    "python -m app plan --bandwith 1GB/s",
+    "python -m app verify --stpes 3",
+    "torchrun --nproc-per-node 4 -m app fit --trainer.startegy ddp",
+    "torchrun --nprocs 4 -m app fit",
+    "sbatch configs/cluster/slurm.sbatch --cnofig configs/cifar_cnn.yaml",
+    "wandb sweeep configs/sweep.yaml",
+    "pytest -m slwo",
+]
+
+
+@pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_command_is_found(command: str, reader: Path) -> None:
     with pytest.raises((UserError, AssertionError, SystemExit, KeyError)):
         check(command)

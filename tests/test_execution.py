@@ -40,16 +40,17 @@ def recorded(run: Path) -> dict[str, Any]:
     return {name: value for name, value in record_of(run).items() if name in names}
 
 
+ALIKE = [
+    (CNN, ["--model.channels_last", "false"], ("channels_last", True, False)),
+    pytest.param(RESNET, ["--model.channels_last", "false"], ("channels_last", True, False), marks=SLOW),
+    pytest.param(CNN, ["--model.compile", "default"], ("compile", "off", "default"), marks=SLOW),
+    (MLP_FLAGS, ["--model.optimizer", "Adam", "--model.optimizer.fused", "true"], ("fused", False, True)),
+]
+
+
 @pytest.mark.parametrize(
-    ("flags", "other", "says"),
-    [
-        (CNN, ["--model.channels_last", "false"], ("channels_last", True, False)),
-        pytest.param(RESNET, ["--model.channels_last", "false"], ("channels_last", True, False), marks=SLOW),
-        pytest.param(CNN, ["--model.compile", "default"], ("compile", "off", "default"), marks=SLOW),
-        (MLP_FLAGS, ["--model.optimizer", "Adam", "--model.optimizer.fused", "true"], ("fused", False, True)),
-    ],
-    ids=["channels-last", "channels-last-resnet", "compile", "fused"],
-)  # fmt: skip
+    ("flags", "other", "says"), ALIKE, ids=["channels-last", "channels-last-resnet", "compile", "fused"]
+)
 def test_the_same_training(
     flags: list[str], other: list[str], says: tuple[str, Any, Any], app: App, tmp_path: Path
 ) -> None:
@@ -257,17 +258,16 @@ EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{s
 EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "replayed"),
-    [
-        ([], [24]),
-        (["--model.optimizer", "Adam"], [24]),
-        (["--trainer.precision", "bf16-mixed"], [24]),
-        (["--data.drop_last", "true"], [24]),
-        (["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"], [6, 9, 9]),
-    ],
-    ids=["sgd", "adam", "bf16", "drop-last", "scheduler"],
-)
+REPLAYED = [
+    ([], [24]),
+    (["--model.optimizer", "Adam"], [24]),
+    (["--trainer.precision", "bf16-mixed"], [24]),
+    (["--data.drop_last", "true"], [24]),
+    (["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"], [6, 9, 9]),
+]
+
+
+@pytest.mark.parametrize(("flags", "replayed"), REPLAYED, ids=["sgd", "adam", "bf16", "drop-last", "scheduler"])
 def test_a_step_as_one_graph(
     flags: list[str], replayed: list[int], graphs: list[int], app: App, tmp_path: Path
 ) -> None:

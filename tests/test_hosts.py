@@ -37,17 +37,8 @@ def fit(host: Host, *flags: object, launcher: list[str] | None = None, env: dict
 
 
 def torchrun(processes: int, nodes: str = "2") -> list[str]:
-    at = [
-        "--nnodes",
-        nodes,
-        "--nproc-per-node",
-        str(processes),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "h1:29400",
-    ]
-    return [str(BIN / "torchrun"), *at]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
+    return [str(BIN / "torchrun"), "--nnodes", nodes, "--nproc-per-node", str(processes), *meet]
 
 
 def two_nodes(hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None) -> list[Process]:

@@ -46,19 +46,19 @@ def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        ("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:51", "gone"),
-        ("socketProgress: Connection closed by remote peer h2<42921>", "gone"),
-        ("ncclRemoteError: possibly due to a network error or a remote process exiting prematurely.", "gone"),
-        ("NCCL communicator was aborted on rank 0.", "gone"),
-        ("[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", "silent"),
-        ("Socket Timeout", "silent"),
-        ("DataLoader timed out after 5 seconds", None),
-        ("mat1 and mat2 shapes cannot be multiplied", None),
-    ],
-)
+COMMUNICATION = [
+    ("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:51", "gone"),
+    ("socketProgress: Connection closed by remote peer h2<42921>", "gone"),
+    ("ncclRemoteError: possibly due to a network error or a remote process exiting prematurely.", "gone"),
+    ("NCCL communicator was aborted on rank 0.", "gone"),
+    ("[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", "silent"),
+    ("Socket Timeout", "silent"),
+    ("DataLoader timed out after 5 seconds", None),
+    ("mat1 and mat2 shapes cannot be multiplied", None),
+]
+
+
+@pytest.mark.parametrize(("said", "meant"), COMMUNICATION)
 def test_what_an_error_of_a_communication_tells(said: str, meant: str | None) -> None:
     """NCCL's are those in its library's text: no test here meets them."""
     kinds = {"gone": RankLostError, "silent": RankSilentError}

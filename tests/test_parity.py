@@ -39,17 +39,16 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, root / "single" / "version_0"
 
 
-@pytest.mark.parametrize(
-    ("single", "strategy", "devices"),
-    [
-        ("cnn", "dp", 2),
-        ("mlp", "dp", 2),
-        ("cnn", "dp", 4),
-        ("cnn", "ddp", 2),
-        pytest.param("mlp", "ddp_fork", 2, marks=SLOW),
-    ],
-    indirect=["single"],
-)
+WAYS = [
+    ("cnn", "dp", 2),
+    ("mlp", "dp", 2),
+    ("cnn", "dp", 4),
+    ("cnn", "ddp", 2),
+    pytest.param("mlp", "ddp_fork", 2, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("single", "strategy", "devices"), WAYS, indirect=["single"])
 def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     model, expected = single
     flags = [*MODELS[model], *STEPS, *RECORDING, *on_cpu(strategy, devices, root=tmp_path, name="x")]
@@ -57,18 +56,18 @@ def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App,
     check_same(tmp_path / "x" / "version_0", expected, EXACT if model == "mlp" else TOLERANCE)
 
 
+ACCUMULATED = [
+    (4, None, "auto"),
+    (2, None, "dp"),
+    (1, 10, "auto"),
+    (2, 5, "auto"),
+    (1, 10, "dp"),
+    pytest.param(2, 5, "ddp_fork", marks=SLOW),
+]
+
+
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)
-@pytest.mark.parametrize(
-    ("batches", "micro_batch", "strategy"),
-    [
-        (4, None, "auto"),
-        (2, None, "dp"),
-        (1, 10, "auto"),
-        (2, 5, "auto"),
-        (1, 10, "dp"),
-        pytest.param(2, 5, "ddp_fork", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("batches", "micro_batch", "strategy"), ACCUMULATED)
 def test_accumulated_gradients(
     single: tuple[str, Path], batches: int, micro_batch: int | None, strategy: str, app: App, tmp_path: Path
 ) -> None:

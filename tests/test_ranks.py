@@ -26,16 +26,16 @@ def record(root: Path) -> dict[str, Any]:
 # -- slow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([(1, 9, 0)], []),
-        ([(1, 9, 2), (1, 9.9, 1)], []),
-        ([(1, 9, 2), (1, 10.2, 1)], ["rank 1 (node 1): 12 % slower than the median, in compute"]),
-        ([(1, 9, 5), (1, 9, 5), (5, 9, 0), (1, 9, 5)], ["rank 2 (node 1): 40 % slower than the median, in data"]),
-        ([(1, 9, 0), (1, 3, 6)], ["rank 0 (node 0): 150 % slower than the median, in compute"]),
-    ],
-)
+ROWS = [
+    ([(1, 9, 0)], []),
+    ([(1, 9, 2), (1, 9.9, 1)], []),
+    ([(1, 9, 2), (1, 10.2, 1)], ["rank 1 (node 1): 12 % slower than the median, in compute"]),
+    ([(1, 9, 5), (1, 9, 5), (5, 9, 0), (1, 9, 5)], ["rank 2 (node 1): 40 % slower than the median, in data"]),
+    ([(1, 9, 0), (1, 3, 6)], ["rank 0 (node 0): 150 % slower than the median, in compute"]),
+]
+
+
+@pytest.mark.parametrize(("rows", "said"), ROWS)
 def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
     assert list(slower(rows, [0, 1, 1, 1]).values()) == said
 
@@ -43,17 +43,17 @@ def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
 PLACES = {"shared": [(0, (0, 1)), (0, (0, 1))], "pinned": [(0, (0,)), (0, (1,))], "nodes": [(0, (0,)), (1, (0,))]}
 
 
-@pytest.mark.parametrize(
-    ("places", "noise", "longer", "delay", "named"),
-    [
-        ("shared", 0.3, 0.0, 0.0, 0),
-        ("shared", 0.05, 0.2, 0.0, 50),
-        ("shared", 0.05, 0.0, 0.5, 0),  # chance decides which rank waits for a core
-        ("shared", 0.05, 0.5, 0.5, 50),
-        ("pinned", 0.05, 0.0, 0.5, 50),
-        ("nodes", 0.05, 0.0, 0.5, 50),
-    ],
-)
+CHANCES = [
+    ("shared", 0.3, 0.0, 0.0, 0),
+    ("shared", 0.05, 0.2, 0.0, 50),
+    ("shared", 0.05, 0.0, 0.5, 0),  # chance decides which rank waits for a core
+    ("shared", 0.05, 0.5, 0.5, 50),
+    ("pinned", 0.05, 0.0, 0.5, 50),
+    ("nodes", 0.05, 0.0, 0.5, 50),
+]
+
+
+@pytest.mark.parametrize(("places", "noise", "longer", "delay", "named"), CHANCES)
 def test_who_is_called_slow(places: str, noise: float, longer: float, delay: float, named: int) -> None:
     """In 50 runs of 100 windows, rank 1 has more to do, or waits for a core; rank 0 is never called slow."""
     rng = np.random.default_rng(0)

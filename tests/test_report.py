@@ -106,18 +106,18 @@ def test_memory_of_each_rank(tmp_path: Path) -> None:
     assert "Milliseconds of a step on each rank" in found.pictures
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "title", "use"),
-    [
-        ("LogsNothing", "TheirTestedData", "Trained after 1 epoch", "validate"),
-        ("LogsAccuracy", "TheirData", r"\d+\.\d\d % on validation images after 1 epoch", "validate"),
-        ("LogsAccuracy", "TheirTestedData", r"\d+\.\d\d % on test images after 1 epoch", "test"),
-        ("LogsAccuracy", "TwoLoaders", "Trained after 1 epoch", "validate"),
-        ("LogsOtherNames", "TheirTestedData", "Trained after 1 epoch", "test"),
-        ("TwoOptimizers", "TheirData", "Trained after 1 epoch", "validate"),
-        ("TheirModel", "NoValidation", "Trained after 1 epoch", None),
-    ],
-)
+OWN = [
+    ("LogsNothing", "TheirTestedData", "Trained after 1 epoch", "validate"),
+    ("LogsAccuracy", "TheirData", r"\d+\.\d\d % on validation images after 1 epoch", "validate"),
+    ("LogsAccuracy", "TheirTestedData", r"\d+\.\d\d % on test images after 1 epoch", "test"),
+    ("LogsAccuracy", "TwoLoaders", "Trained after 1 epoch", "validate"),
+    ("LogsOtherNames", "TheirTestedData", "Trained after 1 epoch", "test"),
+    ("TwoOptimizers", "TheirData", "Trained after 1 epoch", "validate"),
+    ("TheirModel", "NoValidation", "Trained after 1 epoch", None),
+]
+
+
+@pytest.mark.parametrize(("model", "data", "title", "use"), OWN)
 def test_a_module_and_data_of_ones_own(
     model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path
 ) -> None:

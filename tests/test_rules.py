@@ -75,21 +75,21 @@ def test_what_cannot_work(
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "launcher"),
-    [
-        ({}, None),
-        (DP | {"trainer.devices": 2}, None),
-        (DDP | {"trainer.devices": 4}, None),
-        ({"trainer.devices": 2}, TWO),
-        ({}, TWO),
-        ({}, Launched("srun", 2, 2, 4)),
-        ({"trainer.strategy": "ddp_dp", "trainer.devices": 4}, Launched("srun", 2, 1, 2)),
-        ({"run.name": "a/b.c"}, None),
-        ({"trainer.num_nodes": 2, "cluster.init_method": "file:///x", "cluster.node_rank": 1}, None),
-        ({"seed_everything": True}, None),
-    ],
-)
+WORKS = [
+    ({}, None),
+    (DP | {"trainer.devices": 2}, None),
+    (DDP | {"trainer.devices": 4}, None),
+    ({"trainer.devices": 2}, TWO),
+    ({}, TWO),
+    ({}, Launched("srun", 2, 2, 4)),
+    ({"trainer.strategy": "ddp_dp", "trainer.devices": 4}, Launched("srun", 2, 1, 2)),
+    ({"run.name": "a/b.c"}, None),
+    ({"trainer.num_nodes": 2, "cluster.init_method": "file:///x", "cluster.node_rank": 1}, None),
+    ({"seed_everything": True}, None),
+]
+
+
+@pytest.mark.parametrize(("settings", "launcher"), WORKS)
 def test_what_works(
     settings: dict[str, Any], launcher: Launched | None, config: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

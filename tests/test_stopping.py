@@ -18,16 +18,16 @@ DDP = on_cpu("ddp")
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name", "whom"),
-    [
-        ("disk", "SIGTERM", "group"),  # with worker processes, which the signal reaches, too
-        *(("auto", "SIGTERM", "main"), ("dp", "SIGINT", "group"), ("ddp", "SIGINT", "group")),
-        *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
-        pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
-        pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
-    ],
-)
+SIGNALS = [
+    ("disk", "SIGTERM", "group"),  # with worker processes, which the signal reaches, too
+    *(("auto", "SIGTERM", "main"), ("dp", "SIGINT", "group"), ("ddp", "SIGINT", "group")),
+    *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
+    pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
+    pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("strategy", "name", "whom"), SIGNALS)
 def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> None:
     way = options(placement="disk", num_workers=2) if strategy == "disk" else on_cpu(strategy, 1 + (strategy != "auto"))
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:

@@ -67,18 +67,18 @@ def test_verbose_shows_what_the_library_did(app: App) -> None:
         assert out.splitlines()[-1] == TOO_LARGE
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--data.augment raising_code.Augment",
-        "--data.augment raising_code.Augment --data.num_workers 0",
-        "--model raising_code.Built",
-        "--trainer.callbacks+=raising_code.Calls",
-        "--model raising_code.Model",
-        "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
-        "--model raising_code.Model --trainer.strategy ddp --trainer.devices 2",
-    ],
-)
+CODE = [
+    "--data.augment raising_code.Augment",
+    "--data.augment raising_code.Augment --data.num_workers 0",
+    "--model raising_code.Built",
+    "--trainer.callbacks+=raising_code.Calls",
+    "--model raising_code.Model",
+    "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
+    "--model raising_code.Model --trainer.strategy ddp --trainer.devices 2",
+]
+
+
+@pytest.mark.parametrize("flags", CODE)
 def test_code_of_the_user(flags: str, tmp_path: Path) -> None:
     """The traceback has the user's frames and their caller, once."""
     run = start_app if "ddp " in flags else fork_app
