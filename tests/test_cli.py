@@ -58,8 +58,7 @@ PAGES = [
 def test_pages_of_settings(page: list[str], flag: str, app: App) -> None:
     """Each is named on the first page."""
     assert " ".join(page) in app("fit", "--help")[1]
-    out = output_of(*app("fit", *page))
-    assert flag in out
+    assert flag in output_of(*app("fit", *page))
 
 
 def test_print_config_is_a_config(app: App, tmp_path: Path) -> None:

@@ -231,8 +231,7 @@ def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
 
 def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    said = error_of(*app("fit", *SMALL, *CPU, "--trainer.strategy", "ddp_bf16"))
-    assert "use --trainer.strategy ddp_fp16" in said
+    assert "use --trainer.strategy ddp_fp16" in error_of(*app("fit", *SMALL, *CPU, "--trainer.strategy", "ddp_bf16"))
 
 
 def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,7 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     assert record["data"]["images"] == {"train": 33, "val": 3}
     photo = image_root / "one photo"
     photo.write_bytes((image_root / "test" / "cat" / "00.jpg").read_bytes())
-    out = output_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo))
-    assert "1 prediction: " in out
+    assert "1 prediction: " in output_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo))
     (_, line) = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
     assert line.startswith(f"{photo},")
     (image_root / "empty").mkdir()

@@ -99,8 +99,8 @@ def check(command: str) -> None:
     match words_of(command):
         case ["python", "-m", "app", *arguments]:
             check_app(arguments)
-        case ["python" | "bash", file]:
-            assert (ROOT / file).is_file()
+        case ["python" | "bash", file] | ["kubectl", "apply" | "delete", "-f", file]:
+            assert (ROOT / file).is_file()  # what a cluster says to it: tests/test_cluster_files.py
         case ["srun", *started]:
             check(shlex.join(started))
         case ["torchrun", *arguments]:
@@ -116,8 +116,6 @@ def check(command: str) -> None:
             check_app(["fit", *arguments[script + 1 :]])
         case ["salloc", *options]:
             assert {word for word in options if word.startswith("-")} <= SLURM
-        case ["kubectl", "apply" | "delete", "-f", file]:  # what a cluster says to it: tests/test_cluster_files.py
-            assert (ROOT / file).is_file()
         case ["sky", "jobs", "launch", file, *rest]:
             assert (ROOT / file).is_file()
             assert not rest or rest[0] == "--env"

@@ -39,8 +39,7 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
 def test_it_names_the_rank(strategy: str, tmp_path: Path) -> None:
     flags = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--trainer.log_every_n_steps", "7"]
     flags += ["--last_checkpoint.every_n_train_steps", "3", "--run.root", tmp_path]
-    said = error_of(*fork_app("fit", *POISONED, *flags))
-    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in said
+    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in error_of(*fork_app("fit", *POISONED, *flags))
     assert record(tmp_path)["status"] == "failed"
 
 
@@ -67,8 +66,7 @@ def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
     flags = ["--run.on_nonfinite", "skip", "--last_checkpoint.every_n_train_steps", "1"]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
     flags += ["--model.optimizer.momentum", "0.9"]
-    out = output_of(*app("fit", *POISONED, *flags))
-    assert "the gradients of step 7 are not finite: it is left out" in out
+    assert "the gradients of step 7 are not finite: it is left out" in output_of(*app("fit", *POISONED, *flags))
     written = record(tmp_path / "runs")
     assert (written["skipped_steps"], written["not_finite_since"]) == (1, None)
     saved = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints"

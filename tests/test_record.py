@@ -176,14 +176,14 @@ THEIRS = ["--data", "user_code.TheirData", *QUIET]
 RANK_1 = r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here"
 
 
-@pytest.mark.parametrize(
-    ("model", "way", "said"),
-    [
-        ("Fails", on_cpu("auto", 1), ".*the third step is broken.*"),
-        pytest.param("Fails", on_cpu("ddp_spawn", 1), ".*the third step is broken.*", marks=SLOW),
-        pytest.param("FailsOnRank1", on_cpu("ddp"), RANK_1, marks=SLOW),
-    ],
-)
+FAILING = [
+    ("Fails", on_cpu("auto", 1), ".*the third step is broken.*"),
+    pytest.param("Fails", on_cpu("ddp_spawn", 1), ".*the third step is broken.*", marks=SLOW),
+    pytest.param("FailsOnRank1", on_cpu("ddp"), RANK_1, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("model", "way", "said"), FAILING)
 def test_a_failed_run_says_why(model: str, way: list[str], said: str, tmp_path: Path) -> None:
     run = fork_app if "auto" in way else start_app
     code, out = run("fit", "--model", f"user_code.{model}", *THEIRS, *way, "--run.root", tmp_path)

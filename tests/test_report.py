@@ -134,14 +134,14 @@ def test_a_module_and_data_of_ones_own(
         output_of(*app(*shlex.split(words)))
 
 
-@pytest.mark.parametrize(
-    ("model", "way", "title"),
-    [
-        ("Fails", on_cpu("auto", 1), "Failed in epoch 1: .*the third step is broken"),
-        pytest.param("Fails", on_cpu("ddp"), "Failed in epoch 1: .*the third step is broken", marks=pytest.mark.slow),
-        pytest.param("FailsOnRank1", on_cpu("ddp"), r".*rank 1 \(process", marks=pytest.mark.slow),
-    ],
-)
+FAILING = [
+    ("Fails", on_cpu("auto", 1), "Failed in epoch 1: .*the third step is broken"),
+    pytest.param("Fails", on_cpu("ddp"), "Failed in epoch 1: .*the third step is broken", marks=pytest.mark.slow),
+    pytest.param("FailsOnRank1", on_cpu("ddp"), r".*rank 1 \(process", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("model", "way", "title"), FAILING)
 def test_a_training_that_failed(model: str, way: list[str], title: str, tmp_path: Path) -> None:
     """On one rank, too: also where rank zero cannot say anything any more."""
     flags = ["--model", f"user_code.{model}", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]

@@ -210,8 +210,7 @@ def test_auto(app: App, tmp_path: Path) -> None:
     assert f"resuming from {last}" in out
     assert set(first) == set(record)
     (runs / "version_0" / "run.json").write_text("")  # after a loss of power
-    out = output_of(*app("fit", *flags, "2"))
-    assert f"resuming from {last}" in out
+    assert f"resuming from {last}" in output_of(*app("fit", *flags, "2"))
 
 
 FLAGS = [*CNN[:-2], *options(name="x", test=False), "--trainer.max_epochs"]

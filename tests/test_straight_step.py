@@ -53,10 +53,7 @@ def recorder(calls: Calls, hooks: list[str]) -> Callback:
     """A callback that overrides these hooks, and notes their calls."""
 
     def overriding(name: str) -> Callable[..., None]:
-        def hook(self: Callback, trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
-            calls.note(f"callback.{name}", module, *args, kwargs)
-
-        return hook
+        return lambda self, trainer, module, *args, **kwargs: calls.note(f"callback.{name}", module, *args, kwargs)
 
     return type("Recorder", (Callback,), {name: overriding(name) for name in hooks})()
 
@@ -254,15 +251,11 @@ def test_settings(name: str, tmp_path: Path) -> None:
     assert_alike(tmp_path, **SETTINGS[name])
 
 
-@pytest.mark.parametrize("hook", MODULE_HOOKS)
-def test_a_hook_of_a_module(hook: str, tmp_path: Path) -> None:
-    model = recording(CALLS, ByStep, [hook], "module")
-    assert_alike(tmp_path, model=model, hooks=[], accumulate_grad_batches=2, gradient_clip_val=0.1)
-
-
-def test_all_hooks_of_a_module(tmp_path: Path) -> None:
-    model = recording(CALLS, ByStep, MODULE_HOOKS, "module")
-    assert_alike(tmp_path, model=model, accumulate_grad_batches=2, gradient_clip_val=0.1)
+@pytest.mark.parametrize("hooks", [*([hook] for hook in MODULE_HOOKS), MODULE_HOOKS], ids=lambda hooks: hooks[-1])
+def test_hooks_of_a_module(hooks: list[str], tmp_path: Path) -> None:
+    model = recording(CALLS, ByStep, hooks, "module")
+    others = CALLBACK_HOOKS if len(hooks) > 1 else []
+    assert_alike(tmp_path, model=model, hooks=others, accumulate_grad_batches=2, gradient_clip_val=0.1)
 
 
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
@@ -301,14 +294,14 @@ class TakesIterator(Plain):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize(
-    ("reason", "settings"),
-    [
-        ("a profiler", {"profiler": "simple"}),
-        ("manual optimization", {"model": Manual}),
-        ("training_step takes the iterator of the data", {"model": TakesIterator}),
-    ],
-)
+LEFT = [
+    ("a profiler", {"profiler": "simple"}),
+    ("manual optimization", {"model": Manual}),
+    ("training_step takes the iterator of the data", {"model": TakesIterator}),
+]
+
+
+@pytest.mark.parametrize(("reason", "settings"), LEFT)
 def test_what_is_left_to_lightning(reason: str, settings: dict[str, Any], tmp_path: Path) -> None:
     assert_alike(tmp_path, reason, **settings)
 
@@ -358,15 +351,14 @@ def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
     assert losses(runs[0]).tolist() == losses(runs[1]).tolist()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        options(strategy="dp", devices=2),
-        options(accumulate_grad_batches=3, gradient_clip_val=0.1, precision="bf16-mixed"),
-        ["--model", "user_code.OneCycle"],
-    ],
-    ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"],
-)
+WAYS = [
+    options(strategy="dp", devices=2),
+    options(accumulate_grad_batches=3, gradient_clip_val=0.1, precision="bf16-mixed"),
+    ["--model", "user_code.OneCycle"],
+]
+
+
+@pytest.mark.parametrize("more", WAYS, ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"])
 def test_ways_of_running(more: list[str], app: App, tmp_path: Path) -> None:
     flags = tiny(203, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3, name="x")
     assert_alike_by_command(app, tmp_path / "runs" / "x", *flags, *more)

@@ -22,8 +22,7 @@ def test_the_summary_shows_the_layers(app: App) -> None:
     assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
     assert "optimizer  SGD, lr 0.001, momentum 0.9\n" in out
     assert "features.0" not in out
-    out = output_of(*app(*flags, "--verbose"))
-    assert "features.0" in out
+    assert "features.0" in output_of(*app(*flags, "--verbose"))
 
 
 def test_a_line_for_each_epoch(app: App) -> None:

@@ -18,34 +18,31 @@ LAMBDA = "--model.scheduler MultiplicativeLR --model.scheduler.lr_lambda torch.n
 CALL, SET = "--trainer.callbacks+=", "--trainer.callbacks."
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (CROP, TOO_LARGE[7:]),
-        (f"{CROP} --data.num_workers 0", TOO_LARGE[7:]),
-        (f"{V2}RandomApply {INNER} --data.augment.p 1", "--data.augment.transforms RandomCrop: Required crop size"),
-        (f"{V2}ToPILImage", "--data.augment ToPILImage makes Image of an image of torch.uint8 (3, 32, 32): it must"),
-        (f"{V2}FiveCrop --data.augment.size 8", "--data.augment FiveCrop makes tuple of an image of"),
-        (f"{V2}MixUp {MIX}", "--data.augment MixUp: labels should be index based"),
-        (f"{V2}CutMix {MIX}", "--data.augment CutMix: labels should be index based"),
-        (LINEAR, "--data.augment Linear: mat1 and mat2 must have the same dtype"),
-        (f"{CALL}LearningRateFinder {SET}num_training_steps 0", "LearningRateFinder: When using the learning rate"),
-        (f"{CALL}ThroughputMonitor {SET}batch_size_fn torch.numel", "callbacks ThroughputMonitor: numel(): argument"),
-        (f"{CALL}ModelSummary {SET}max_depth=-5", "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0"),
-        (f"{CALL}ModelCheckpoint {SET}save_top_k=-5", "callbacks ModelCheckpoint: Invalid value for save_top_k"),
-        (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
-        (f"{CALL}BackboneFinetuning", "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"),
-        (
-            f"{CALL}BackboneFinetuning --model user_code.LogsLossOnly",
-            "Finetuning: 'LogsLossOnly' object has no attribute",
-        ),
-        ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
-        (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
-        (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
-        ("--trainer.profiler xla", "--trainer.profiler xla: the package torch_xla is not installed: install it"),
-        ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
-    ],
-)
+OBJECTS = [
+    (CROP, TOO_LARGE[7:]),
+    (f"{CROP} --data.num_workers 0", TOO_LARGE[7:]),
+    (f"{V2}RandomApply {INNER} --data.augment.p 1", "--data.augment.transforms RandomCrop: Required crop size"),
+    (f"{V2}ToPILImage", "--data.augment ToPILImage makes Image of an image of torch.uint8 (3, 32, 32): it must"),
+    (f"{V2}FiveCrop --data.augment.size 8", "--data.augment FiveCrop makes tuple of an image of"),
+    (f"{V2}MixUp {MIX}", "--data.augment MixUp: labels should be index based"),
+    (f"{V2}CutMix {MIX}", "--data.augment CutMix: labels should be index based"),
+    (LINEAR, "--data.augment Linear: mat1 and mat2 must have the same dtype"),
+    (f"{CALL}LearningRateFinder {SET}num_training_steps 0", "LearningRateFinder: When using the learning rate"),
+    (f"{CALL}ThroughputMonitor {SET}batch_size_fn torch.numel", "callbacks ThroughputMonitor: numel(): argument"),
+    (f"{CALL}ModelSummary {SET}max_depth=-5", "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0"),
+    (f"{CALL}ModelCheckpoint {SET}save_top_k=-5", "callbacks ModelCheckpoint: Invalid value for save_top_k"),
+    (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
+    (f"{CALL}BackboneFinetuning", "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"),
+    (f"{CALL}BackboneFinetuning --model user_code.LogsLossOnly", "Finetuning: 'LogsLossOnly' object has no attribute"),
+    ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
+    (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
+    (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
+    ("--trainer.profiler xla", "--trainer.profiler xla: the package torch_xla is not installed: install it"),
+    ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), OBJECTS)
 def test_an_object_that_a_flag_made(flags: str, said: str, app: App) -> None:
     assert said in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 

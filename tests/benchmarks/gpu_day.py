@@ -71,9 +71,9 @@ def main(folder: Path) -> None:
     ends, rows, reason = time.monotonic() + ALL, [], why_not()
     for item, limit in LIMITS.items():
         left = ends - time.monotonic()
-        skipped = reason or ("no time left" if left < 5 else None)
-        if skipped:
-            row = {"item": item, "status": f"skipped: {skipped}", "seconds": 0.0, "figures": {}, "said": []}
+        row = {"item": item, "seconds": 0.0, "figures": {}, "said": []}
+        if skipped := reason or ("no time left" if left < 5 else None):
+            row["status"] = f"skipped: {skipped}"
         else:
             row = run(item, min(limit, left), folder)
         rows.append(row)
