@@ -26,12 +26,7 @@ STEPS = options(max_epochs=3, log_every_n_steps=1, test=False)
 CNN = ["--model", "CIFARCNN"]
 MLP_FLAGS = ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"]
 # BatchNorm over few images makes much of rounding
-RESNET = [
-    *CNN,
-    "--model.network",
-    "resnet18_cifar",
-    *options(size=14, batch_size=4, drop_last=True, precision="64-true"),
-]
+RESNET = [*CNN, "--model.network=resnet18_cifar", *options(size=14, batch_size=4, drop_last=True, precision="64-true")]
 SLOW = pytest.mark.slow
 
 
@@ -214,20 +209,17 @@ def test_compare_varies_every_flag() -> None:
     assert {variant.settings.model.init_args.channels_last for variant in variants} == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("device", "free", "images", "placement"),
-    [
-        ("cuda", 10 * 3072 * 1000 + 1, 1000, "device"),
-        ("cuda", 10 * 3072 * 1000 - 1, 1000, "memory"),
-        ("cpu", 0, 1000, "memory"),
-    ],
-)
-def test_where_images_are_kept_by_default(
-    device: str, free: int, images: int, placement: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+ROOM = 10 * 3072 * 1000  # bytes free, for 1,000 images
+
+
+PLACES = [("cuda", ROOM + 1, "device"), ("cuda", ROOM - 1, "memory"), ("cpu", 0, "memory")]
+
+
+@pytest.mark.parametrize(("device", "free", "placement"), PLACES)
+def test_where_images_are_kept(device: str, free: int, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     strategy = SimpleNamespace(root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits)
-    data = Synthetic(size=images, val_size=0)
+    data = Synthetic(size=1000, val_size=0)
     data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)  # type: ignore[assignment]
     data._load_training()
     assert data._place() == placement

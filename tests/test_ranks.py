@@ -211,11 +211,8 @@ TORCH = '  File "/x/site-packages/torch/autograd/graph.py", line 5 in run\n'
 def test_what_stacks_say(tmp_path: Path) -> None:
     """Of a rank that waits for a worker of its loader, one that is stopped, and those that wait for both."""
     assert where(tmp_path) is None
-    texts = [
-        WAITS.format(step=1204, phase="its gradients", frames=TORCH),
-        WAITS.format(step=1204, phase="its data", frames=TORCH) + OF_A_WORKER,
-        WAITS.format(step=1204, phase="its gradients", frames=TORCH),
-    ]
+    waits, data = (WAITS.format(step=1204, phase=phase, frames=TORCH) for phase in ("its gradients", "its data"))
+    texts = [waits, data + OF_A_WORKER, waits]
     for rank, text in enumerate(texts):
         (tmp_path / f"rank_{rank}.txt").write_text(text)
     hangs = "rank 1 is in step 1,204, my_data.py:88 __getitem__"

@@ -312,14 +312,12 @@ RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "o
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "cifar_resnet18"))
-        for path in sorted((ROOT / "configs").glob("*.yaml"))
-        if path.stem != "sweep"
-    ],
-)
+LARGE = {"cifar_resnet18": [pytest.mark.slow]}
+CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "sweep"]
+CONFIGS = [pytest.param(path, id=path.stem, marks=LARGE.get(path.stem, [])) for path in CONFIGS]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_every_config(
     config: Path, app: App, tmp_path: Path, cifar_root: Path, fashion_root: Path, image_root: Path
 ) -> None:

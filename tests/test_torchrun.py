@@ -27,18 +27,14 @@ def test_parity(app: App, tmp_path: Path) -> None:
     assert_same(run.directory, single)
 
 
+# a rule, by each rank; the others stand in test_rules.py
 STARTED = "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.num_nodes 1 of 3"
+MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # by rank zero, for all
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--trainer.devices", "3"], STARTED),  # a rule, by each rank; the others stand in test_rules.py
-        (["--ckpt_path", "nowhere.ckpt"], "--ckpt_path nowhere.ckpt: there is no such file"),  # by rank zero, for all
-    ],
-)
-def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, *STEPS, *flags, launcher=TORCHRUN) as run:
+@pytest.mark.parametrize(("flags", "said"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)])
+def test_what_is_wrong_is_said_at_once(flags: str, said: str, tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL, *STEPS, flags, launcher=TORCHRUN) as run:
         out = run.end(120)
     assert run.process.returncode == 1, out  # torchrun's own
     assert f"error: {said}" in out
