@@ -18,8 +18,7 @@ import torchvision
 import yaml
 from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
-from harness import ROOT, TINY
-from PIL import Image
+from harness import ROOT, TINY, draw_images
 
 from app.cli import main
 
@@ -41,17 +40,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-    for name in (
-        "APP_DEBUG",
-        "APP_TRUST",
-        "PL_GLOBAL_SEED",
-        "LOCAL_RANK",
-        "RANK",
-        "WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
+    left = ("APP_DEBUG", "APP_TRUST", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
+    for name in (*left, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest in the background of a script: children inherit it
@@ -122,15 +112,7 @@ def fashion_root(tmp_path: Path) -> Path:
 @pytest.fixture
 def image_root(tmp_path: Path) -> Path:
     """Class folders of JPEG and PNG files of different sizes, with a test split."""
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 12), ("test", 4)):
-        for label in ("cat", "dog", "eel"):
-            folder = tmp_path / "images" / split / label
-            folder.mkdir(parents=True)
-            for i in range(count):
-                pixels = rng.integers(256, size=(20 + i, 30, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i:02}.{'png' if i % 2 else 'jpg'}")
-    return tmp_path / "images"
+    return draw_images(tmp_path / "images", ("cat", "dog", "eel"), train=12, test=4)
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 import atexit
 import inspect
+import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +13,8 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
@@ -20,56 +23,55 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
 from cluster.hosts import awaited
 from lightning.pytorch import Trainer
+from PIL import Image
 
 from app.fit.run_options import Run
 
 ROOT = Path(__file__).parent.parent
 App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
+Signal = tuple[int, float] | None  # its number, and when it is sent
+Environment = Mapping[str, str | None]  # None: without the variable
+
+
+def on_gpu(test: Any) -> Any:
+    """Mark a test that needs a GPU."""
+    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")(test))
 
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
 TRAINER, RUN = set(inspect.signature(Trainer).parameters), {field.name for field in fields(Run)}
 
 
-def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **flags: object) -> list[str]:
-    """Flags of `fit` for a few drawn images, without progress bar and summary.
-
-    Args:
-        flags: Settings of the Trainer, the run or the data, by their last name: `max_epochs=1, test=False, flip=True`.
-    """
-    words = ["--data", "Synthetic"]
-    for name, value in {"size": size, "batch_size": batch_size, **flags}.items():
+def options(**settings: object) -> list[str]:
+    """Flags of the Trainer, the run or the data, by their last names: `max_epochs=1, test=False, flip=True`."""
+    words = []
+    for name, value in settings.items():
         section = "trainer" if name in TRAINER else "run" if name in RUN else "data"
         words += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **settings: object) -> list[str]:
+    """Flags of `fit` for a few drawn images, without progress bar and summary, and other `options`."""
+    words = ["--data", "Synthetic", *options(size=size, batch_size=batch_size, **settings)]
     return [*words, *(["--model", model] if model else []), *QUIET]
 
 
-def start_app(*args: str | Path, timeout: int = 240, env: dict[str, str | None] | None = None) -> tuple[int, str]:
-    """Run `python -m app …` as a process of its own; its whole group is ended when time is up.
+def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
+    """Flags for a strategy on several devices of the CPU."""
+    return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
 
-    Returns:
-        Exit code, and what it printed.
-    """
-    variables: dict[str, str | None] = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app", *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={key: value for key, value in variables.items() if value is not None},
-        cwd=ROOT,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        raise
-    return process.returncode, out
+
+def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
+    """Run a command as two nodes of this machine."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor(2) as pool:
+        nodes = [pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)}) for node in (0, 1)]
+        return [node.result() for node in nodes]
 
 
 def output_of(code: int, out: str) -> str:
@@ -100,32 +102,68 @@ def losses(run_dir: Path) -> np.ndarray:
     return pd.read_csv(run_dir / "metrics.csv")["train_loss_step"].dropna().to_numpy()
 
 
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint."""
-    return torch.load(checkpoint, weights_only=True)["state_dict"]
+def record_of(run: Path) -> dict[str, Any]:
+    """A run's record."""
+    return json.loads((run / "run.json").read_text())
 
 
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def last_of(run: Path) -> Path:
+    """A run's last checkpoint."""
+    return run / "checkpoints" / "last.ckpt"
+
+
+def weights(place: Path) -> dict[str, torch.Tensor]:
+    """Weights of a checkpoint, or of a run's last one."""
+    return torch.load(last_of(place) if place.is_dir() else place, weights_only=True)["state_dict"]
+
+
+Trained = Path | dict[str, torch.Tensor]  # a run or a checkpoint, or its weights
+
+
+def difference(first: Trained, second: Trained) -> float:
     """Largest difference between the weights of two models."""
+    a, b = (weights(each) if isinstance(each, Path) else each for each in (first, second))
     assert a.keys() == b.keys()
     return max((a[key] - b[key]).abs().max().item() for key in a)
+
+
+def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
+    """Losses of every step and the last weights of two runs agree."""
+    np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=tolerance)
+    assert difference(run, expected) < tolerance
 
 
 SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 
 
-TINY = {
-    "flags": {
-        "trainer.accelerator": "cpu",
-        "data": "Synthetic",
-        "data.size": 240,
-        "data.batch_size": 24,
-        "trainer.log_every_n_steps": 2,
-    },
-    "max_epochs": 2,
-    "repeats": 1,
-    "time_limit": 60,
-}
+SIZES = {"data": "Synthetic", "data.size": 240, "data.batch_size": 24}
+TINY: dict[str, Any] = {"flags": {"trainer.accelerator": "cpu", **SIZES, "trainer.log_every_n_steps": 2}}
+TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
+
+
+def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
+    """So many JPEG and PNG files of different sizes in the folder of each class, for each split."""
+    rng = np.random.default_rng(0)
+    for (split, count), label in itertools.product(splits.items(), labels):
+        (folder / split / label).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(256, size=(20 + i, 30, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / split / label / f"{i:02}.{'png' if i % 2 else 'jpg'}")
+    return folder
+
+
+def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
+    """Pixels of each colour of a page that chromium shows, without a word on its console."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium")
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+        command = [browser, *fixed, *flags, f"--user-data-dir={folder}/profile", f"--screenshot={folder}/seen.png"]
+        done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=100, check=True)
+        assert "CONSOLE" not in done.stderr, done.stderr
+        with Image.open(f"{folder}/seen.png") as picture:
+            return {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 22) or []}
 
 
 def family(mark: str) -> set[int]:
@@ -158,27 +196,27 @@ def listening(processes: Iterable[int]) -> set[str]:
 
 
 class Running:
-    """A run that was started, in a session of its own."""
+    """A command that was started, in a session of its own: a run of `fit`, or another one."""
 
-    def __init__(self, root: Path, *flags: str | Path, launcher: Sequence[str], env: dict[str, str]) -> None:
+    def __init__(self, words: Sequence[str | Path], launcher: Sequence[str], env: Environment, cwd: Path) -> None:
         self.mark = uuid.uuid4().hex
-        self.root, self.launcher = root, launcher
-        command = [*(launcher or [sys.executable]), "-m", "app", "fit", "--run.root", *map(str, [root, *flags])]
+        self.words, self.launcher = words, launcher
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "APP_TEST_MARK": self.mark, **env}
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, **env, "APP_TEST_MARK": self.mark},
+            [*(launcher or [sys.executable]), "-m", "app", *map(str, words)], cwd=cwd, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={name: value for name, value in variables.items() if value is not None},
         )  # fmt: skip
 
     @property
     def directory(self) -> Path:
         """The newest of this name."""
-        found = sorted(self.root.glob("*/version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-        return found[-1] if found else self.root
+        root = Path(self.words[self.words.index("--run.root") + 1])
+        return max(root.glob("*/version_*"), key=lambda path: int(path.name.rpartition("_")[2]), default=root)
 
     @property
     def record(self) -> dict[str, Any]:
-        path = self.directory / "run.json"
-        return json.loads(path.read_text()) if path.exists() else {"epochs": []}
+        return record_of(self.directory) if (self.directory / "run.json").exists() else {"epochs": []}
 
     def get(self, name: str, whom: str) -> None:
         """Send a signal to the first process (`main`), to its `group`, or to `all` of the run."""
@@ -203,18 +241,32 @@ class Running:
 
 
 @contextmanager
-def started(
-    root: Path, *flags: str | Path, launcher: Sequence[str] = (), env: dict[str, str] | None = None
+def running(
+    *words: str | Path, launcher: Sequence[str] = (), env: Environment | None = None, cwd: Path = ROOT
 ) -> Iterator[Running]:
-    """A run of `fit`, by `python` or by the launcher; none of its processes outlives the block."""
-    run = Running(root, *flags, launcher=launcher, env=env or {})
+    """A command, by `python` or by the launcher; none of its processes outlives the block."""
+    run = Running(words, launcher, env or {}, cwd)
     try:
         yield run
     finally:
-        for pid in family(run.mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        run.get("SIGKILL", "all")
         run.process.communicate()
+
+
+@contextmanager
+def started(
+    root: Path, *flags: str | Path, launcher: Sequence[str] = (), env: Environment | None = None
+) -> Iterator[Running]:
+    """A run of `fit` in a folder."""
+    with running("fit", "--run.root", root, *flags, launcher=launcher, env=env) as run:
+        yield run
+
+
+def start_app(*args: str | Path, timeout: int = 240, env: Environment | None = None) -> tuple[int, str]:
+    """Run `python -m app …` as a process of its own: exit code, and what it printed."""
+    with running(*args, env=env) as run:
+        out, _ = run.process.communicate(timeout=timeout)
+        return run.process.returncode, out
 
 
 SERVER = """
@@ -278,11 +330,7 @@ class ForkServer:
         self.server.communicate()
 
     def run(
-        self,
-        *args: str | Path,
-        seconds: float = 60,
-        signal_after: tuple[int, float] | None = None,
-        env: dict[str, str | None] | None = None,
+        self, *args: str | Path, seconds: float = 60, signal_after: Signal = None, env: Environment | None = None
     ) -> tuple[int, str]:
         """Exit code, below zero for a signal, and what it printed; it may be sent a signal after some seconds.
 
@@ -291,13 +339,9 @@ class ForkServer:
         """
         assert self.server.stdin
         assert self.server.stdout
-        job = {
-            "argv": [*map(str, args)],
-            "out": str(self.out),
-            "cwd": str(self.cwd),
-            "env": {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None},
-            "limit": self.limit,
-        }
+        variables = {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None}
+        place = {"out": str(self.out), "cwd": str(self.cwd), "limit": self.limit}
+        job = {"argv": [*map(str, args)], "env": variables, **place}
         print(json.dumps(job), file=self.server.stdin, flush=True)
         pid = int(self.server.stdout.readline())
         timers = [threading.Timer(seconds, os.kill, (pid, signal.SIGKILL))]
@@ -323,7 +367,7 @@ def _server() -> ForkServer:
     return server
 
 
-def fork_app(*args: str | Path, timeout: int = 240, env: dict[str, str | None] | None = None) -> tuple[int, str]:
+def fork_app(*args: str | Path, timeout: int = 240, env: Environment | None = None) -> tuple[int, str]:
     """Run a command line as `start_app` does, in a fork of a process that has imported everything: 5 s less of it.
 
     For what does not ask how processes are started. Under `ddp_fork` its ranks begin so, too.

@@ -12,28 +12,14 @@ from app.compare.results import COLUMNS
 def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
     """Results with a range of ±`spread` around samples_per_s, in three runs."""
     table = []
+    fixed = {"nodes": 1, "processes": 1, "threads": 1, "n": 3, "precision": "32-true", "global_batch": 64}
+    fixed |= {"accelerator": "cuda", "placement": "memory", "others_cores": 0.0, "memory_main_percent": 10.0}
+    fixed |= {f"{phase}_ms": 1.0 for phase in ("data", "communication", "optimizer", "rest")}
+    fixed |= {"memory_others_percent": float("nan"), "forward_backward_ms": 20.0, "launch_ms": 10.0}
     for row in rows:
         rate, spread = row["samples_per_s"], row.pop("spread", 0.01)
-        times = {f"{phase}_ms": 1.0 for phase in ("data", "communication", "optimizer", "rest")}
-        base = {
-            "nodes": 1,
-            "processes": 1,
-            "threads": 1,
-            "others_cores": 0.0,
-            "replicas": row["devices"],
-            "n": 3,
-            "precision": "32-true",
-            "samples_per_s_min": rate * (1 - spread),
-            "samples_per_s_max": rate * (1 + spread),
-            "memory_main_percent": 10.0,
-            "memory_others_percent": float("nan"),
-            "forward_backward_ms": 20.0,
-            "launch_ms": 10.0,
-            "accelerator": "cuda",
-            "placement": "memory",
-            "global_batch": 64,
-        }
-        table.append(base | times | row)
+        own = {"samples_per_s_min": rate * (1 - spread), "samples_per_s_max": rate * (1 + spread)}
+        table.append(fixed | own | {"replicas": row["devices"]} | row)
     return pd.DataFrame(table, columns=list(COLUMNS))
 
 
@@ -84,16 +70,16 @@ def test_a_busy_machine_is_one_whose_cores_do_not_suffice() -> None:
     assert busy(made_up(ONE | {"others_cores": 20.0}), 64, 8) is None, "there are cores enough for both"
 
 
-@pytest.mark.parametrize(
-    ("others", "one_thread", "explained"),
-    [
-        (0.0, 1, False),
-        (0.5, 1, False),  # without them it would be twice as fast at most
-        (0.75, 1, True),
-        (3.0, 1, True),
-        (0.75, 2, False),  # half of the cores are free for it
-    ],
-)
+LOADS = [
+    (0.0, 1, False),
+    (0.5, 1, False),  # without them it would be twice as fast at most
+    (0.75, 1, True),
+    (3.0, 1, True),
+    (0.75, 2, False),  # half of the cores are free for it
+]
+
+
+@pytest.mark.parametrize(("others", "one_thread", "explained"), LOADS)
 def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
     """Other programs that take a part of a core delay a step by that part; on a whole core, without limit."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
@@ -107,27 +93,24 @@ def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
     assert "cores already" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
 
 
-@pytest.mark.parametrize(
-    ("figures", "limit"),
-    [
-        ({"data_ms": 30.0}, "one is limited by data loading: "),
-        ({"communication_ms": 30.0}, "one is limited by communication: "),
-        ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
-        ({"memory_main_percent": 97.0}, "Memory limits one"),
-        ({}, "one is limited by the model's own computation: "),
-    ],
-)
+LIMITS = [
+    ({"data_ms": 30.0}, "one is limited by data loading: "),
+    ({"communication_ms": 30.0}, "one is limited by communication: "),
+    ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
+    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # a GPU that waits for the host
+    ({"memory_main_percent": 97.0}, "Memory limits one"),
+    ({}, "one is limited by the model's own computation: "),
+]
+
+
+@pytest.mark.parametrize(("figures", "limit"), LIMITS)
 def test_advice_names_what_limits(figures: dict[str, float], limit: str) -> None:
     assert limit in told(ONE | figures)
 
 
-def test_advice_on_data() -> None:
+def test_what_limits_only_there() -> None:
     assert "--data.placement device" in told(ONE | {"data_ms": 30.0})
     assert "--data.num_workers" in told(ONE | {"data_ms": 30.0, "placement": "disk"})
-
-
-def test_a_gpu_that_waits_for_the_host() -> None:
-    assert "one is limited by launch overhead: " in told(ONE | {"launch_ms": 19.0})
     assert "launch overhead" not in told(ONE | {"launch_ms": 19.0, "accelerator": "cpu"})
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, ROOT, App, error_of, largest_difference, start_app, weights
+from harness import QUIET, ROOT, App, difference, error_of, options, output_of, record_of, tiny, weights
 from PIL import Image
 
 from app.record import Record
 
 REPLACE = "replace it, or --data.on_bad_image skip"
-SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
+SMALL = tiny()
 
 
 def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +74,11 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
 
 
 def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.name", "x")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.name", "x"))
     good = tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt"
     other = ["--model.network", "resnet18", "--ckpt_path", good]
     for command in ("fit", "validate", "test", "predict"):
-        said = error_of(*app(command, *SMALL, *other))
-        assert "of another model than CIFARCNN: network.conv1.weight" in said
+        assert "of another model than CIFARCNN: network.conv1.weight" in error_of(*app(command, *SMALL, *other))
     bad = tmp_path / "bad.ckpt"
     for content in (good.read_bytes()[:2000], b"", b"text"):
         bad.write_bytes(content)
@@ -93,8 +91,7 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
 def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     """A record with a value of the wrong form is rejected by name, and nothing crashes."""
     flags = [*SMALL, "--run.name", "x", "--run.test", "false"]
-    code, out = app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1")
-    assert code == 0, out
+    output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1"))
     path = tmp_path / "runs" / "x" / "version_0" / "run.json"
     good = json.loads(path.read_text())
     odd = {
@@ -112,26 +109,14 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     path.write_text(json.dumps(good | {"throughput": {"median": 0}}))
     refused = "run.json cannot be read (throughput.median: Input should be greater than 0)"
     assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", path.parent))
-    code, out = app(
-        "fit", *flags, "--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt"
+    out = output_of(
+        *app("fit", *flags, "--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt")
     )
-    assert code == 0, out
     assert f"{refused}: continuing without it" in out
 
 
-@pytest.mark.slow
-def test_spawned_and_forked_errors_are_one_line_too(image_root: Path, tmp_path: Path) -> None:
-    image = image_root / "train" / "dog" / "02.jpg"
-    image.write_bytes(b"not an image")
-    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--trainer.devices", "2"]
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--run.root", tmp_path, *QUIET]
-    code, out = start_app("fit", *flags, *way)
-    assert str(image) in error_of(code, out)
-
-
 def images_at(root: Path, **flags: object) -> list[str | Path]:
-    given = [part for flag, value in flags.items() for part in (f"--data.{flag}", str(value))]
-    return ["fit", "--data", "ImageFolder", "--data.root", root, "--trainer.max_epochs", "1", *given, *QUIET]
+    return ["fit", "--data", "ImageFolder", "--data.root", root, *options(max_epochs=1, **flags), *QUIET]
 
 
 def test_what_a_folder_of_images_must_not_hold(
@@ -182,14 +167,13 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     assert "leave --data.cache off out" in error_of(*app(*images_at(image_root, on_bad_image="skip", cache="off")))
     runs = []
     for version, way in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
-        code, out = app(*images_at(image_root, **flags), *way)
-        assert code == 0, out
+        out = output_of(*app(*images_at(image_root, **flags), *way))
         first = f"3 of 38 images are skipped; the first one: {cats / '00.jpg'} cannot be read (not an image)\n"
         assert (first in out) == (version == 0), "said when they are decoded"
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
-        assert json.loads((run / "run.json").read_text())["images_left_out"] == {"train": 3}
-        runs.append(weights(run / "checkpoints" / "last.ckpt"))
-    assert largest_difference(*runs) == 0
+        assert record_of(run)["images_left_out"] == {"train": 3}
+        runs.append(weights(run))
+    assert difference(*runs) == 0
     for image in (image_root / "train").rglob("*.*"):
         image.write_bytes(b"")
     assert "none of 38 images can be read" in error_of(*app(*images_at(image_root, **flags)))
@@ -207,12 +191,10 @@ def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None
     for split in ("train", "test"):
         (image_root / split / "dog").rename(image_root / split / "d\udcffg")
     (image_root / "test" / "cat" / "00.jpg").rename(image_root / "test" / "cat" / "\udcfe.jpg")
-    code, out = app(*images_at(image_root))
-    assert code == 0, out
+    output_of(*app(*images_at(image_root)))
     run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
     assert "d\ufffdg" in (run / "confusion_matrix.csv").read_text(encoding="utf-8")
-    code, out = app("predict", *images_at(image_root)[1:], "--ckpt_path", "last")
-    assert code == 0, out
+    output_of(*app("predict", *images_at(image_root)[1:], "--ckpt_path", "last"))
     assert b"/\xfe.jpg" in (run / "predict_1" / "predictions.csv").read_bytes()
 
 

@@ -4,13 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, error_of
+from harness import App, error_of, output_of, tiny
 
 from app.cli import main
 
-TINY = ["--data", "Synthetic", "--data.size", "64", "--trainer.max_epochs", "1", "--run.test", "false", *QUIET]
+TINY = tiny(64, 64, max_epochs=1, test=False)
 RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
 REFUSED = "its code is not trusted"
+STEP = ["--model.scheduler", "StepLR"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,28 +41,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model.optimizer", "torch.nn.Linear"], "--model.optimizer torch.nn.Linear: expected a subclass of Optim"),
         (["--model.scheduler", "torch.optim.Adam"], "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"),
         (["--model", "broken_module.Model"], "--model broken_module.Model: invalid syntax (broken_module.py, line 1)"),
-        (
-            ["--model", "ending_module.Model"],
-            "a module that the arguments name ends the process when it is imported (3)",
-        ),
+        (["--model", "ending_module.Model"], "that the arguments name ends the process when it is imported (3)"),
         (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give more than 0"),
         (["--trainer.check_val_every_n_epoch", "0"], "--trainer.check_val_every_n_epoch 0: give 1 or more"),
         (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
         (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
         (["--data.size", "1000000000000"], "GiB of images, and"),
         (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
-        (["--cluster.timeout", "1e400"], "--cluster.timeout inf: give a finite number"),
         (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
         (["--trainer.precision", "transformer-engine"], "Requirement 'transformer_engine>=0.11.0' not met"),
-        (["--trainer.accelerator", "tpu"], "--trainer.accelerator tpu: there is none on this machine"),
-        (
-            ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "0"],
-            "--model.scheduler StepLR: integer modulo by zero",
-        ),
-        (
-            ["--model.optimizer", "SparseAdam"],
-            "--model.optimizer SparseAdam: SparseAdam does not support dense gradients, please consider Adam instead",
-        ),
+        ([*STEP, "--model.scheduler.step_size", "0"], "--model.scheduler StepLR: integer modulo by zero"),
+        (["--model.optimizer", "SparseAdam"], "SparseAdam: SparseAdam does not support dense gradients, please con"),
         (["--trainer.max_epochs", "-5"], "--trainer.max_epochs -5: give -1 or more"),
         (["--trainer.max_time", "abc"], "is not a valid duration"),
         (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
@@ -98,13 +88,9 @@ def test_flags(flags: list[str], said: str, app: App) -> None:
         ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
         (bytes(range(256)), "can't decode byte"),
         ("trainer: {a: 1, a: 2}", "a is given twice"),
-        ("trainer: null", "trainer: null in --config"),
         ("run: 7", "run: 7 in --config"),
         ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
-        (
-            f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}",
-            f"--model.optimizer os.system: {REFUSED}",
-        ),
+        (f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}", f"optimizer os.system: {REFUSED}"),
     ],
 )
 def test_configs(content: str | bytes, said: str, app: App) -> None:
@@ -172,16 +158,13 @@ def test_variables(name: str, value: str, said: str, app: App, monkeypatch: pyte
 def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the current folder is, unasked; one that is installed elsewhere, by name."""
     Path("mine.py").write_text("from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n")
-    code, out = app("fit", *TINY, "--model", "mine.Mine")
-    assert code == 0, out
+    output_of(*app("fit", *TINY, "--model", "mine.Mine"))
     elsewhere = Path("../elsewhere")
     elsewhere.mkdir()
     (elsewhere / "theirs.py").write_text(Path("mine.py").read_text().replace("Mine", "Theirs"))
     monkeypatch.syspath_prepend(elsewhere.resolve())
-    assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in error_of(
-        *app("fit", *TINY, "--model", "theirs.Theirs")
-    )
-    code, out = app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs")
-    assert code == 0, out
+    said = error_of(*app("fit", *TINY, "--model", "theirs.Theirs"))
+    assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in said
+    out = output_of(*app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs"))
     assert "python -m app test --trust theirs --config " in out, "the commands that are printed can be followed"
     assert main(["--trust", "theirs"]) == 0, "of no command there is the help"

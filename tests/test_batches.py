@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import QUIET, App, error_of, fork_app
+from harness import App, error_of, fork_app, on_cpu, options, output_of, tiny
 from torch import Tensor, nn
 
 from app.data.batches import GlobalBatches
 from app.data.sources import Split
 
-TWO_STEPS = ["--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET]
+TWO_STEPS = options(max_steps=2, max_epochs=1)
 
 
 def split(count: int) -> Split:
@@ -26,21 +27,10 @@ def split(count: int) -> Split:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool) -> None:
     rows = torch.arange(3, 40)  # 37 samples: batches of 8, the last one of 5
-    loaders = [
-        GlobalBatches(
-            split(50),
-            rows,
-            batch_size=8,
-            rank=rank,
-            world_size=world_size,
-            placement=placement,  # type: ignore[arg-type]
-            shuffle=shuffle,
-            seed=5,
-            draws=2,
-        )
-        for rank in range(world_size)
-    ]
-    reference = GlobalBatches(split(50), rows, batch_size=8, shuffle=shuffle, seed=5, draws=2)
+    given: dict[str, Any] = {"batch_size": 8, "shuffle": shuffle, "seed": 5, "draws": 2}
+    shared = given | {"world_size": world_size, "placement": placement}
+    loaders = [GlobalBatches(split(50), rows, rank=rank, **shared) for rank in range(world_size)]
+    reference = GlobalBatches(split(50), rows, **given)
     for epoch in (0, 1):
         for loader in (*loaders, reference):
             loader.set_epoch(epoch)
@@ -66,24 +56,18 @@ def test_epochs_have_permutations_of_their_own() -> None:
 
 
 def test_a_rank_holds_only_its_share_of_what_is_not_shuffled() -> None:
-    shared = {"batch_size": 8, "world_size": 4, "placement": "device"}
-    evaluated = GlobalBatches(split(37), torch.arange(37), rank=1, **shared)  # type: ignore[arg-type]
+    shared: dict[str, Any] = {"batch_size": 8, "world_size": 4, "placement": "device"}
+    evaluated = GlobalBatches(split(37), torch.arange(37), rank=1, **shared)
     assert len(evaluated._images) == 4 * 2 + 1  # of the last 5 it has one
-    trained = GlobalBatches(split(37), torch.arange(30), rank=1, shuffle=True, **shared)  # type: ignore[arg-type]
+    trained = GlobalBatches(split(37), torch.arange(30), rank=1, shuffle=True, **shared)
     assert len(trained._images) == 30  # the permutation of an epoch may give it any
 
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
 def test_reading_goes_on_at_the_trainers_position(placement: str) -> None:
-    whole = GlobalBatches(split(50), torch.arange(50), batch_size=8, shuffle=True, placement=placement)  # type: ignore[arg-type]
-    rest = GlobalBatches(
-        split(50),
-        torch.arange(50),
-        batch_size=8,
-        shuffle=True,
-        placement=placement,  # type: ignore[arg-type]
-        position=lambda: 4,
-    )
+    given: dict[str, Any] = {"batch_size": 8, "shuffle": True, "placement": placement}
+    whole = GlobalBatches(split(50), torch.arange(50), **given)
+    rest = GlobalBatches(split(50), torch.arange(50), position=lambda: 4, **given)
     expected = [batch.labels.tolist() for batch in whole][4:]
     assert [batch.labels.tolist() for batch in rest] == expected
 
@@ -98,16 +82,8 @@ class Scramble(nn.Module):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
     def epochs(rank: int, world_size: int) -> list[Tensor]:
-        loader = GlobalBatches(
-            split(20),
-            torch.arange(20),
-            batch_size=8,
-            rank=rank,
-            world_size=world_size,
-            placement="disk",
-            num_workers=num_workers,
-            augment=Scramble(),
-        )
+        share: dict[str, Any] = {"batch_size": 8, "rank": rank, "world_size": world_size, "placement": "disk"}
+        loader = GlobalBatches(split(20), torch.arange(20), num_workers=num_workers, augment=Scramble(), **share)
         made = []
         for epoch in range(2):
             loader.set_epoch(epoch)
@@ -124,7 +100,7 @@ def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None
 
 
 def test_augmentation_that_cannot_be(app: App) -> None:
-    flags = ["--data", "Synthetic", "--data.size", "80", *TWO_STEPS, "--data.augment"]
+    flags = [*tiny(80), *TWO_STEPS, "--data.augment"]
     elastic = "torchvision.transforms.v2.ElasticTransform"
     assert "--data.placement disk, not memory" in error_of(*app("fit", *flags, elastic, "--data.placement", "memory"))
     flags += ["torchvision.transforms.v2.Resize", "--data.augment.size", "7", "--data.num_workers"]
@@ -135,10 +111,8 @@ def test_augmentation_that_cannot_be(app: App) -> None:
 
 @pytest.mark.slow
 def test_spawned_processes_have_workers(tmp_path: Path) -> None:
-    flags = ["--data", "Synthetic", "--data.size", "80", "--data.placement", "disk", "--data.num_workers", "1"]
-    flags += ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_spawn", "--trainer.devices", "2"]
-    code, out = fork_app("fit", *flags, *TWO_STEPS, "--run.root", tmp_path, "--run.test", "false")
-    assert code == 0, out
+    flags = tiny(80, placement="disk", num_workers=1, test=False, root=tmp_path)
+    output_of(*fork_app("fit", *flags, *TWO_STEPS, *on_cpu("ddp_spawn")))
 
 
 def test_drop_last() -> None:

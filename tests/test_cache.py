@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, losses
+from harness import QUIET, App, error_of, fork_app, losses, on_cpu, options, output_of, record_of
 from test_data import attach
 
 from app.data import CIFAR10, ImageFolder
@@ -25,7 +25,7 @@ from app.errors import UserError
 from app.system.files import PART, whole
 
 SLOW = pytest.mark.slow
-STEPS = ["--trainer.max_epochs", "1", "--trainer.max_steps", "2", *QUIET]
+STEPS = [*options(max_epochs=1, max_steps=2), *QUIET]
 UNTESTED = ["--run.test", "false"]
 
 
@@ -63,15 +63,13 @@ def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs: Any)
 
 def test_the_second_start_decodes_nothing(image_root: Path, cache: Path, app: App, decoded: Callable[[], int]) -> None:
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
-    code, out = app("fit", *flags)
-    assert code == 0, out
+    out = output_of(*app("fit", *flags))
     assert decoded() == 36 + 12, "train and test"
     assert f"Decoding 36 images, once, into {cache}" in out
     assert multiprocessing.active_children() == []
     from_disk = ["--data.placement", "disk", "--data.augment", "torchvision.transforms.v2.RandomHorizontalFlip"]
     for more in ([], from_disk):
-        code, out = app("fit", *flags, "--data.num_workers", "1", *more)
-        assert code == 0, out
+        out = output_of(*app("fit", *flags, "--data.num_workers", "1", *more))
         assert decoded() == 0
         assert "Decoding" not in out
     checkpoint = ["--ckpt_path", "last"]
@@ -87,14 +85,12 @@ def test_a_command_decodes_what_it_reads(image_root: Path, cache: Path, decoded:
 
 
 def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, app: App, tmp_path: Path) -> None:
-    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--trainer.max_epochs", "2"]
-    flags += ["--data.num_workers", "1", "--trainer.log_every_n_steps", "1", *UNTESTED, *QUIET]
+    flags = ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
+    flags += options(batch_size=8, max_epochs=2, num_workers=1, log_every_n_steps=1, test=False)
     found = []
     for place, placement in ((cache, "memory"), (cache, "disk"), (cache, "device"), ("off", "memory"), ("off", "disk")):
         name = f"{placement}-{place == cache}"
-        cached = ["--data.cache", place, "--data.placement", placement]
-        code, out = app("fit", *flags, *cached, "--run.name", name)
-        assert code == 0, out
+        output_of(*app("fit", *flags, *options(placement=placement, name=name), "--data.cache", place))
         found.append(losses(tmp_path / "runs" / name / "version_0").tolist())
     assert len(found[0]) == 10
     assert all(others == found[0] for others in found)
@@ -106,8 +102,7 @@ def test_off(image_root: Path, tmp_path: Path, app: App, monkeypatch: pytest.Mon
     config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
     flags = ["--data.root", image_root, *STEPS, *UNTESTED]
     for off in (["--config", config], ["--data", "ImageFolder", "--data.cache", "off"]):
-        code, out = app("fit", *off, *flags)
-        assert code == 0, out
+        output_of(*app("fit", *off, *flags))
         assert not (tmp_path / "home" / "data-parallel-lab").exists()
     attach(ImageFolder(str(image_root)))
     assert len(list((tmp_path / "home" / "data-parallel-lab").iterdir())) == 2
@@ -212,8 +207,7 @@ def test_no_room_for_a_cache(
     else:
         monkeypatch.setattr("app.data.cache.remove_parts", refuse)
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
-    code, out = app("fit", *flags)
-    assert code == 0, out
+    out = output_of(*app("fit", *flags))
     (said,) = [line for line in out.splitlines() if "Decoded images cannot be kept" in line]
     assert all(part in said for part in (str(cache), reason, "--data.cache"))
     assert cache.is_file() or not list(cache.iterdir())
@@ -271,11 +265,9 @@ def test_pickles_are_checked_once_and_opened_once(
     counting(hashlib, "md5")
     counting(pickle, "loads")
     flags = ["--data", "CIFAR10", "--data.root", cifar_root, "--data.cache", cache, *STEPS]
-    code, out = app("fit", *flags)
-    assert code == 0, out
+    output_of(*app("fit", *flags))
     assert calls == {"md5": 6, "loads": 6}
-    code, out = app("fit", *flags)
-    assert code == 0, out
+    output_of(*app("fit", *flags))
     assert calls == {"md5": 6, "loads": 6}
     batch = cifar_root / "cifar-10-batches-py" / "data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-1] + b"!")
@@ -293,10 +285,6 @@ def test_the_cache_holds_what_the_pickles_hold(cifar_root: Path, cache: Path) ->
 # -- several ranks ------------------------------------------------------------------------------------------------
 
 
-def way(strategy: str = "ddp_fork", devices: int = 2) -> list[str]:
-    return ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
-
-
 def says_where(directory: Path) -> list[str]:
     callback = "--trainer.callbacks+=user_code.SaysWhereImagesLie"
     return [callback, "--trainer.callbacks.directory", str(directory)]
@@ -312,8 +300,7 @@ def test_ranks_map_what_one_process_has_read(cifar_root: Path, cache: Path, tmp_
     data += ["--data.cache", str(cache), *UNTESTED]
     read = []
     for _ in range(2):
-        code, out = fork_app("fit", *data, *way(), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
-        assert code == 0, out
+        out = output_of(*fork_app("fit", *data, *on_cpu("ddp_fork", root=tmp_path), *STEPS, *says_where(tmp_path)))
         first, second = notes(tmp_path)
         assert first["process"] != second["process"]
         assert first["path"] == second["path"]
@@ -333,15 +320,13 @@ def test_however_ranks_start(
         "ImageFolder": ["--data.root", image_root],
     }
     data = ["--data", name, *flags[name], "--data.batch_size", "8", "--data.cache", cache, *UNTESTED]
-    code, out = fork_app("fit", *data, *way(strategy), *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *data, *on_cpu(strategy), *STEPS, *says_where(tmp_path), "--run.root", tmp_path))
     assert out.count("Decoding 36 images") == (name == "ImageFolder")
     first, second = notes(tmp_path)
     assert first["path"] == second["path"]
     where = fashion_root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte" if name == "FashionMNIST" else cache
     assert first["path"].startswith(str(where))
-    code, out = fork_app("fit", *data, *STEPS, *says_where(tmp_path), "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*fork_app("fit", *data, *STEPS, *says_where(tmp_path), "--run.root", tmp_path))
     assert notes(tmp_path, 1)[0]["sums"] == first["sums"] == second["sums"]
 
 
@@ -351,7 +336,7 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
     image = image_root / "train" / "dog" / "02.jpg"
     image.write_bytes(b"not an image")
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--run.root", tmp_path]
-    said = error_of(*fork_app("fit", *flags, *way(strategy), *QUIET))
+    said = error_of(*fork_app("fit", *flags, *on_cpu(strategy), *QUIET))
     assert said.startswith(f"error: {image} cannot be read (not an image): replace it")
 
 
@@ -359,19 +344,16 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
     flags = ["--data", "user_code.FillsUpOnRank1", "--data.size", "200", "--data.batch_size", "8"]
     flags += ["--run.root", str(tmp_path), *UNTESTED]
-    code, out = fork_app("fit", *flags, *way(), *STEPS, "--data.num_workers", "0")
-    assert code == 0, out
-    assert json.loads(next(tmp_path.glob("*/*/run.json")).read_text())["placement"] == "disk"
+    output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork"), *STEPS, "--data.num_workers", "0"))
+    assert record_of(next(tmp_path.glob("*/version_0")))["placement"] == "disk"
 
 
 @SLOW
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
     """Of the training images, in `test`: rank zero's record asks for it where the others do not."""
     flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
-    code, out = fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED)
-    assert code == 0, out
-    code, out = fork_app("test", *flags, *way(), "--data.val_size", "20", "--ckpt_path", "last")
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
+    output_of(*fork_app("test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"))
 
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:

@@ -1,39 +1,32 @@
 """What can be typed, and what is said when it was wrong: one line, exit code 2, never a traceback."""
 
 import re
-import time
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, error_of, start_app
+from harness import QUIET, ROOT, App, error_of, fork_app, on_cpu, output_of, tiny
 
 from app import __version__
 
-SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
+SMALL = tiny()
+NESTED = "{class_path: CIFARCNN, init_args: {optimizer: {class_path: SGD, init_args: {lr: 1e-3x}}}}"
 
 
-def test_help_lists_every_command_at_once() -> None:
-    started = time.monotonic()
-    code, out = start_app("--help")
-    assert code == 0
-    assert time.monotonic() - started < 30  # the issue's 4 s are measured on a quiet machine, not asserted here
+def test_help_lists_every_command_without_torch() -> None:
+    code = "import sys, app.cli as c; c.main([]); print('|'); c.main(['--help']); assert 'torch' not in sys.modules"
+    bare, out = subprocess.check_output([sys.executable, "-c", code], timeout=60, cwd=ROOT, text=True).split("|\n")
+    assert bare == out
     for command in ("fit", "validate", "test", "predict"):
         assert re.search(rf"^  {command} +\w+", out, re.MULTILINE)
-    assert start_app()[1] == out
 
 
 def test_the_version(app: App) -> None:
     assert app("--version") == app("fit", "--version") == (0, f"data-parallel-lab {__version__}\n")
-
-
-def test_help_does_not_import_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, app.cli; app.cli.main(['--help']); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
 
 
 def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
@@ -41,9 +34,7 @@ def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
     assert code == 0
     assert out.startswith("usage: python -m app fit [--config FILE]")
     assert out.index("--model.network") < out.index("--data.batch_size") < out.index("--trainer.strategy")
-    for flag in ("--trainer.strategy", "--run.name", "--best_checkpoint.help", "--model.network", "--model.optimizer"):
-        assert flag in out
-    for flag in ("--data.root", "--data.batch_size", "--data.placement"):
+    for flag in ("--run.name", "--best_checkpoint.help", "--model.optimizer", "--data.root", "--data.placement"):
         assert flag in out
     assert len(out.splitlines()) < 300
     code, out = app("fit", "--model", "FashionMLP", "--data", "Synthetic", "--help")
@@ -51,36 +42,32 @@ def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
     assert "--data.like" in out
 
 
-@pytest.mark.parametrize(
-    ("page", "flag"),
-    [
-        (["--trainer.help"], "--trainer.deterministic"),
-        (["--best_checkpoint.help"], "--best_checkpoint.monitor"),
-        (["--last_checkpoint.help"], "--last_checkpoint.every_n_train_steps"),
-        (["--lr_monitor.help"], "--lr_monitor.logging_interval"),
-        (["--model.optimizer.help", "AdamW"], "weight_decay"),
-        (["--model.scheduler.help", "StepLR"], "step_size"),
-        (["--data.augment.help", "torchvision.transforms.v2.ElasticTransform"], ".alpha"),
-        (["--trainer.strategy.help", "app.parallel.PowerSGD"], "matrix_approximation_rank"),
-    ],
-)
+PAGES = [
+    (["--trainer.help"], "--trainer.deterministic"),
+    (["--best_checkpoint.help"], "--best_checkpoint.monitor"),
+    (["--last_checkpoint.help"], "--last_checkpoint.every_n_train_steps"),
+    (["--lr_monitor.help"], "--lr_monitor.logging_interval"),
+    (["--model.optimizer.help", "AdamW"], "weight_decay"),
+    (["--model.scheduler.help", "StepLR"], "step_size"),
+    (["--data.augment.help", "torchvision.transforms.v2.ElasticTransform"], ".alpha"),
+    (["--trainer.strategy.help", "app.parallel.PowerSGD"], "matrix_approximation_rank"),
+]
+
+
+@pytest.mark.parametrize(("page", "flag"), PAGES)
 def test_pages_of_settings(page: list[str], flag: str, app: App) -> None:
     """Each is named on the first page."""
     assert " ".join(page) in app("fit", "--help")[1]
-    code, out = app("fit", *page)
-    assert code == 0, out
-    assert flag in out
+    assert flag in output_of(*app("fit", *page))
 
 
 def test_print_config_is_a_config(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *SMALL, "--model", "FashionMLP", "--data.like", "FashionMNIST", "--print_config")
-    assert code == 0
+    out = output_of(*app("fit", *SMALL, "--model", "FashionMLP", "--data.like", "FashionMNIST", "--print_config"))
     config = yaml.safe_load(out)
     assert config["model"]["init_args"]["loss"] == "smooth_l1"
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adam"
     (tmp_path / "c.yaml").write_text(out)
-    code, out = app("fit", "--config", tmp_path / "c.yaml", "--trainer.max_epochs", "1")
-    assert code == 0, out
+    output_of(*app("fit", "--config", tmp_path / "c.yaml", "--trainer.max_epochs", "1"))
 
 
 def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
@@ -89,135 +76,89 @@ def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     late = ["--data.like", "FashionMNIST", "--data.size=64", "--model.optimizer.lr", "0.5", "--model.repeats=1"]
     late += ["--trainer.strategy.bucket_cap_mb", "5", "--trainer.strategy", "ddp"]
     late += ["--model.optimizer", "SGD", "--config", str(tmp_path / "c.yaml"), "--data", "Synthetic"]
-    code, out = app("fit", *late, "--print_config")
-    assert code == 0, out
+    out = output_of(*app("fit", *late, "--print_config"))
     config = yaml.safe_load(out)
-    assert config["model"]["init_args"]["repeats"] == 1
-    assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.SGD"
-    assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.5
-    assert (config["data"]["init_args"]["size"], config["data"]["init_args"]["like"]) == (64, "FashionMNIST")
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    assert (model["repeats"], data["size"], data["like"]) == (1, 64, "FashionMNIST")
+    assert model["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert model["optimizer"]["init_args"]["lr"] == 0.5
     assert config["trainer"]["strategy"]["init_args"]["bucket_cap_mb"] == 5
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("comapre", "compare"), ("train", "fit"), ("tset", "test")])
-def test_a_command_that_there_is_not(typed: str, meant: str, app: App) -> None:
-    assert f"{typed}: there is no such command: did you mean {meant}? (fit," in error_of(*app(typed))
-
-
 @pytest.mark.parametrize(
-    "config",
-    [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "sweep"],
-    ids=lambda path: path.stem,
+    ("typed", "meant"), [("comapre", "compare"), ("train", "fit"), ("fti", "fit"), ("tset", "test"), ("nope", None)]
 )
-def test_every_config_runs_two_steps(
-    config: Path, app: App, tmp_path: Path, cifar_root: Path, fashion_root: Path, image_root: Path
-) -> None:
-    text = config.read_text()
-    assert text.startswith("#")
-    data = yaml.safe_load(text).get("data", {}).get("class_path")
-    root = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}.get(data)
-    flags = ["--data.root", str(root)] if root else [] if data else SMALL
-    if "resnet18" in config.stem:
-        flags += ["--data.batch_size", "8"]
-    code, out = app("fit", "--config", config, *flags, "--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET)
-    assert code == 0, out
-    saved = next((tmp_path / "runs").rglob("config.yaml"))
-    code, out = app("fit", "--config", saved, "--trainer.max_epochs", "1", *QUIET)
-    assert code == 0, out
+def test_a_command_that_there_is_not(typed: str, meant: str | None, app: App) -> None:
+    hint = f": did you mean {meant}?" if meant else ""
+    commands = "(fit, validate, test, predict, compare, verify, replay, plan, doctor)"
+    assert error_of(*app(typed)) == f"error: {typed}: there is no such command{hint} {commands}"
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            ["--trainer.max_epoch", "3"],
-            "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?",
-        ),
-        (
-            ["--model.netwrk", "x"],
-            "--model.netwrk: the chosen class has no such setting: did you mean --model.network?",
-        ),
-        (["--data.batchsize", "x"], "did you mean --data.batch_size?"),
-        (["--epochs", "3"], "did you mean --trainer.max_epochs or --trainer.min_epochs?"),
-        (["--lr", "0.1"], "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
-        (["--model.lr", "0.1"], "did you mean --model.optimizer.lr?"),
-        (
-            ["--model.network", "lent"],
-            "--model.network lent: expected one of lenet, resnet18, resnet18_cifar: did you mean lenet?",
-        ),
-        (["--trainer.max_epochs", "foo"], "--trainer.max_epochs foo: expected int"),
-        (["--trainer.precision", "bf16-mixd"], "did you mean bf16-mixed?"),
-        (["--trainer.strategy", "dpp"], "--trainer.strategy dpp: unknown: did you mean dp or ddp_dp or ddp?"),
-        (["--trainer.devices", "abc"], "devices"),
-        (["--trainer.devices", "0"], "--trainer.devices 0: give a count from 1 on"),
-        (["--trainer.accelerator", "tpux"], "tpux"),
-        (["--model", "FashionMPL"], "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
-        (["--data", "CIFAR11"], "--data CIFAR11: there is no such class: did you mean CIFAR10?"),
-        (["--data", "cifar10"], "--data cifar10: there is no such class: did you mean CIFAR10?"),
-        (["--trainer.callbacks+=EarlyStoping"], "there is no such class: did you mean EarlyStopping?"),
-        (["--model", "nowhere.Model"], "No module named 'nowhere'"),
-        (["--model.optimizer", "AdmW"], "--model.optimizer AdmW: there is no such class: did you mean AdamW?"),
-        (["--model.optimizer.lr", "-1"], "Invalid learning rate"),
-        (["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.1"], "total_steps"),
-        (["--model.scheduler", "OneCycleLR"], "--model.scheduler: its max_lr is required"),
-        (["--model", "FashionMLP", "--model.repeats", "0"], "--model.repeats 0"),
-        (["--data.val_size", "64"], "--data.val_size 64 leaves nothing of 64 training images"),
-        (["--data.batch_size", "0"], "--data.batch_size 0"),
-        (["--data.size", "-5"], "--data.size -5"),
-        (["--data.num_workers", "-1"], "--data.num_workers -1"),
-        (["--data.crop_padding", "-1"], "--data.crop_padding -1"),
-        (["--data", "ImageFolder", "--data.mean", "[0.5, 0.5]"], "--data.mean [0.5, 0.5]: give one value for each"),
-        (["--seed_everything=-1"], "--seed_everything"),
-        (["--trainer.accumulate_grad_batches", "0"], "--trainer.accumulate_grad_batches 0"),
-        (["--trainer.val_check_interval", "100"], "val_check_interval"),
-        (["--trainer.sync_batchnorm", "true"], "--trainer.sync_batchnorm has no effect in one process"),
-        (["--model.num_classes", "7"], "--model.num_classes comes from the data"),
-        (["--model.scheduler", "ReduceLROnPlateau"], "lightning.pytorch.cli.ReduceLROnPlateau"),
-        (["--best_checkpoint.monitor", "val_los"], "val_los"),
-        (["--data.batch_size", "65", "--data.drop_last", "true"], "--data.drop_last leaves nothing of 58"),
-        (["--model", "FashionMLP"], "FashionMLP with MLP takes images of 1×28×28"),
-        (["--data.like", "FashionMNIST"], "CIFARCNN with LeNet takes images of 3×32×32"),
-        (["--ckpt_path", "no.ckpt"], "--ckpt_path no.ckpt: there is no such file"),
-        (["--ckpt_path", "last"], "--ckpt_path last: no last.ckpt under"),
-        (["--ckpt_path", "best", "--run.name", "other"], "other"),
-        (
-            ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "3"],
-            "use --data.batch_size 15 or 18",
-        ),
-        (["--trainer.strategy", "dp", "--trainer.num_nodes", "2"], "not on 2: use ddp or ddp_dp"),
-        (
-            ["--trainer.strategy", "dp", "--trainer.sync_batchnorm", "true"],
-            "--trainer.sync_batchnorm has no effect under dp",
-        ),
-        (["--config", "nope.yaml"], "--config nope.yaml: there is no such file"),
-        (["--config"], "expected one argument"),
-        (["--run.name"], "--run.name needs a value"),
-        (["--data.cache", "--data.flip"], "--data.cache needs a value"),
-        (["--model.optimizer.lr", "1e-3x"], "--model.optimizer.lr 1e-3x: expected a number"),
-        (
-            ["--model", "{class_path: CIFARCNN, init_args: {optimizer: {class_path: SGD, init_args: {lr: 1e-3x}}}}"],
-            "--model.optimizer.lr 1e-3x: expected a number",
-        ),
-        (["--model.optimizer", "{class_path: SGD, init_args: {lr: x}}"], "--model.optimizer.lr x: expected a number"),
-        (["--model", "Small"], "--model Small: there is no such class: did you mean mine.Small?"),
-        (["--model", "Net"], "--model Net: there is no such class: give its import path, package.module.Class"),
-        (["--gpus", "2"], "--gpus: there is no such flag: did you mean --trainer.devices?"),
-        (["--resume", "x"], "--resume: there is no such flag: did you mean --ckpt_path?"),
-        (["--model.label_smoothing", "0"], "--model.label_smoothing: the chosen class has no such setting"),
-        (["c.yaml"], "c.yaml: a value without a flag: did you mean --config c.yaml?"),
-        (["--data", "ImageFolder", "--data.size", "9,9"], "--data.size 9,9: expected list: give [9,9]"),
-        (["--run.tags", "a,b"], "--run.tags a,b: expected list: give [a,b]"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_errors(flags: list[str], said: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+WRONG = [
+    ("--trainer.max_epoch 3", "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?"),
+    ("--model.netwrk x", "--model.netwrk: the chosen class has no such setting: did you mean --model.network?"),
+    ("--data.batchsize x", "did you mean --data.batch_size?"),
+    ("--epochs 3", "did you mean --trainer.max_epochs or --trainer.min_epochs?"),
+    ("--lr 0.1", "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
+    ("--model.lr 0.1", "did you mean --model.optimizer.lr?"),
+    ("--model.network lent", "lent: expected one of lenet, resnet18, resnet18_cifar: did you mean lenet?"),
+    ("--trainer.max_epochs foo", "--trainer.max_epochs foo: expected int"),
+    ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
+    ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp or ddp_dp or ddp?"),
+    ("--trainer.devices abc", "devices"),
+    ("--model FashionMPL", "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
+    ("--data CIFAR11", "--data CIFAR11: there is no such class: did you mean CIFAR10?"),
+    ("--data cifar10", "--data cifar10: there is no such class: did you mean CIFAR10?"),
+    ("--trainer.callbacks+=EarlyStoping", "there is no such class: did you mean EarlyStopping?"),
+    ("--model nowhere.Model", "No module named 'nowhere'"),
+    ("--model.optimizer AdmW", "--model.optimizer AdmW: there is no such class: did you mean AdamW?"),
+    ("--model.optimizer.lr -1", "Invalid learning rate"),
+    ("--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1", "total_steps"),
+    ("--model.scheduler OneCycleLR", "--model.scheduler: its max_lr is required"),
+    ("--model FashionMLP --model.repeats 0", "--model.repeats 0"),
+    ("--data.val_size 64", "--data.val_size 64 leaves nothing of 64 training images"),
+    ("--data.batch_size 0", "--data.batch_size 0"),
+    ("--data.size -5", "--data.size -5"),
+    ("--data.num_workers -1", "--data.num_workers -1"),
+    ("--data.crop_padding -1", "--data.crop_padding -1"),
+    ("--data ImageFolder --data.mean '[0.5, 0.5]'", "--data.mean [0.5, 0.5]: give one value for each"),
+    ("--seed_everything=-1", "--seed_everything"),
+    ("--trainer.sync_batchnorm true", "--trainer.sync_batchnorm has no effect in one process"),
+    ("--model.num_classes 7", "--model.num_classes comes from the data"),
+    ("--model.scheduler ReduceLROnPlateau", "lightning.pytorch.cli.ReduceLROnPlateau"),
+    ("--best_checkpoint.monitor val_los", "val_los"),
+    ("--data.batch_size 65 --data.drop_last true", "--data.drop_last leaves nothing of 58"),
+    ("--model FashionMLP", "FashionMLP with MLP takes images of 1×28×28"),
+    ("--data.like FashionMNIST", "CIFARCNN with LeNet takes images of 3×32×32"),
+    ("--ckpt_path no.ckpt", "--ckpt_path no.ckpt: there is no such file"),
+    ("--ckpt_path last", "--ckpt_path last: no last.ckpt under"),
+    ("--ckpt_path best --run.name other", "other"),
+    ("--config nope.yaml", "--config nope.yaml: there is no such file"),
+    ("--config", "expected one argument"),
+    ("--run.name", "--run.name needs a value"),
+    ("--data.cache --data.flip", "--data.cache needs a value"),
+    ("--model.optimizer.lr 1e-3x", "--model.optimizer.lr 1e-3x: expected a number"),
+    (f"--model '{NESTED}'", "--model.optimizer.lr 1e-3x: expected a number"),
+    ("--model.optimizer '{class_path: SGD, init_args: {lr: x}}'", "--model.optimizer.lr x: expected a number"),
+    ("--model Small", "--model Small: there is no such class: did you mean mine.Small?"),
+    ("--model Net", "--model Net: there is no such class: give its import path, package.module.Class"),
+    ("--gpus 2", "--gpus: there is no such flag: did you mean --trainer.devices?"),
+    ("--resume x", "--resume: there is no such flag: did you mean --ckpt_path?"),
+    ("--model.label_smoothing 0", "--model.label_smoothing: the chosen class has no such setting"),
+    ("c.yaml", "c.yaml: a value without a flag: did you mean --config c.yaml?"),
+    ("--data ImageFolder --data.size 9,9", "--data.size 9,9: expected list: give [9,9]"),
+    ("--run.tags a,b", "--run.tags a,b: expected list: give [a,b]"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), WRONG)
+def test_errors(flags: str, said: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("class Small:\n    pass\n")
     monkeypatch.chdir(tmp_path)
-    given = QUIET if "--data" in flags else SMALL
-    if "ImageFolder" in flags:
-        (tmp_path / "images" / "train" / "cat").mkdir(parents=True)
-        flags = [*flags, "--data.root", str(tmp_path / "images")]
-    assert said in error_of(*app("fit", *given, *flags))
+    (tmp_path / "images" / "train" / "cat").mkdir(parents=True)
+    given = shlex.split(flags)
+    root = ["--data.root", tmp_path / "images"] if "ImageFolder" in given else []
+    assert said in error_of(*app("fit", *(QUIET if "--data" in given else SMALL), *given, *root))
     assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
@@ -235,30 +176,25 @@ def test_an_accelerator_that_is_not_there(app: App) -> None:
 
 
 def test_a_network_that_tells_no_image_shape(app: App) -> None:
-    code, out = app("fit", *SMALL, "--model", "user_code.OfTorchvision", "--trainer.max_steps", "1")
-    assert code == 0, out
+    output_of(*app("fit", *SMALL, "--model", "user_code.OfTorchvision", "--trainer.max_steps", "1"))
 
 
-def test_an_unknown_command(app: App) -> None:
-    assert "fti: there is no such command: did you mean fit?" in error_of(*app("fti"))
+BAD_CONFIGS = [
+    (b"a: [b", "cannot be read"),
+    (b"\xff\xfe\x00\x81", "cannot be read"),
+    (b"- 3", "not a config"),
+    (b"", "not a config"),
+    (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
+    (b"trainer: {max_epoch: 3}", "in the config: fit has no such setting: did you mean --trainer.max_epochs?"),
+    (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
+    (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected a number"),
+    (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
+    (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
+    (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"a: [b", "cannot be read"),
-        (b"\xff\xfe\x00\x81", "cannot be read"),
-        (b"- 3", "not a config"),
-        (b"", "not a config"),
-        (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
-        (b"trainer: {max_epoch: 3}", "in the config: fit has no such setting: did you mean --trainer.max_epochs?"),
-        (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
-        (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected a number"),
-        (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
-        (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
-        (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), BAD_CONFIGS)
 def test_bad_configs(content: bytes, said: str, app: App, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
@@ -266,9 +202,7 @@ def test_bad_configs(content: bytes, said: str, app: App, tmp_path: Path) -> Non
 
 
 def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out = app("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")
-    assert code == 2
-    assert "Traceback" in out
+    assert "Traceback" in app("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")[1]
     monkeypatch.setenv("APP_DEBUG", "1")
     assert "Traceback" in app("fit", *SMALL, "--ckpt_path", "no.ckpt")[1]
 
@@ -280,25 +214,24 @@ def test_evaluation_needs_weights(command: str, app: App, tmp_path: Path) -> Non
     assert not (tmp_path / "runs" / "nope").exists()
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp_spawn"])
-def test_under_torchrun_is_refused(strategy: str, tmp_path: Path) -> None:
-    launched = {
-        "TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    }  # fmt: skip
-    flags = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    code, out = start_app("fit", *SMALL, *flags, "--run.root", tmp_path, env=launched)
-    said = error_of(code, out)
-    assert "torchrun" in said
-    assert "--trainer.strategy ddp" in said
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+SRUN = {
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1",
+}  # fmt: skip
 
 
-def test_dp_under_srun_is_refused(tmp_path: Path) -> None:
-    launched = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}
-    launched |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"}
-    flags = ["--trainer.accelerator", "cpu", "--trainer.strategy", "dp", "--trainer.devices", "2"]
-    code, out = start_app("fit", *SMALL, *flags, "--run.root", tmp_path, env=launched)
-    assert "srun" in error_of(code, out)
+@pytest.mark.parametrize(
+    ("launched", "name", "strategy"),
+    [(TORCHRUN, "torchrun", "dp"), (TORCHRUN, "torchrun", "ddp_spawn"), (SRUN, "srun", "dp")],
+)
+def test_under_a_launcher_is_refused(launched: dict[str, str], name: str, strategy: str, tmp_path: Path) -> None:
+    said = error_of(*fork_app("fit", *SMALL, *on_cpu(strategy), "--run.root", tmp_path, env=launched))
+    assert name in said
+    assert "--trainer.strategy ddp" in said or name == "srun"
 
 
 def test_16_mixed_on_cpu_becomes_bf16_with_a_warning(app: App) -> None:
@@ -319,6 +252,5 @@ def test_where_no_folder_can_be_made(root: str, app: App, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["app.parallel.PowerSGD", "PowerSGD"])
 def test_a_strategy_by_its_class(name: str, app: App) -> None:
-    code, out = app("fit", *SMALL, "--trainer.strategy", name, "--print_config")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, "--trainer.strategy", name, "--print_config"))
     assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.parallel.PowerSGD"

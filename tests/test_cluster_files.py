@@ -1,7 +1,6 @@
 """The shipped files for clusters and sweeps, as far as that goes without one; tests/test_slurm.py runs slurm.sbatch."""
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import QUIET, ROOT, ForkServer, free_port
+from harness import QUIET, ROOT, ForkServer, free_port, output_of, record_of, tiny
+from test_tracker import inspect
 
 CLUSTER = ROOT / "configs" / "cluster"
-SMALL = ["--trainer.accelerator", "cpu", "--data", "Synthetic", "--data.size", "60", "--data.batch_size", "12"]
-SMALL += ["--model.network", "lenet", "--run.test", "false", *QUIET]
+SMALL = [*tiny(60, 12, accelerator="cpu", test=False), "--model.network", "lenet"]
 
 
 def run_nodes(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], cwd: Path) -> list[str]:
@@ -47,7 +46,7 @@ def run_nodes(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, s
 
 def epochs(root: Path) -> list[tuple[int, int]]:
     """World size and number of epochs of each run, in order."""
-    records = [json.loads(path.read_text()) for path in sorted(root.glob("*/version_*/run.json"))]
+    records = [record_of(path.parent) for path in sorted(root.glob("*/version_*/run.json"))]
     return [(record["world_size"], len(record["epochs"])) for record in records]
 
 
@@ -114,11 +113,8 @@ def test_skypilot(tmp_path: Path) -> None:
     script = task["run"].replace(bucket[0], str(tmp_path)).replace("29400", str(free_port()))
     flags = shlex.join([*task["envs"]["FLAGS"].split(), *SMALL])
     nodes = task["num_nodes"]
-    machines = {
-        "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * nodes),
-        "SKYPILOT_NUM_NODES": str(nodes),
-        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
-    }
+    machines = {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
+    machines["SKYPILOT_NODE_IPS"] = "\n".join(["127.0.0.1"] * nodes)
     for count in (1, 2):
         own = {**task["envs"], **machines, "FLAGS": f"{flags} --trainer.max_epochs {count}"}
         ranks = [{**own, "SKYPILOT_NODE_RANK": str(rank)} for rank in range(nodes)]
@@ -153,19 +149,13 @@ def test_sweep(tmp_path: Path) -> None:
             assert command[:5] == ["/usr/bin/env", "python", "-m", "app", "fit"]
             env = {"WANDB_MODE": "offline", "WANDB_RUN_ID": f"trial{number}", "WANDB_SWEEP_ID": "sweep"}
             env["WANDB_SWEEP_PARAM_PATH"] = str(given)
-            code, out = server.run(*command[4:], *small, *QUIET, env=env)
-            assert code == 0, out
+            output_of(*server.run(*command[4:], *small, *QUIET, env=env))
     for number, trial in enumerate(trials):
         run = tmp_path / "runs" / "sweep" / f"version_{number}"
-        record = json.loads((run / "run.json").read_text())
+        record = record_of(run)
         assert (record["tracker"], record["world_size"]) == (f"trial{number}", 2)
-        (folder,) = (run / "wandb").glob("offline-run-*")
-        assert folder.name.endswith(f"-trial{number}")
-        read = subprocess.run(
-            [Path(sys.executable).parent / "wandb", "leet", "inspect", "--summary", "--json", *folder.glob("*.wandb")],
-            capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
-        tracked = json.loads(read.stdout)
+        file, tracked = inspect(run)
+        assert file.parent.name.endswith(f"-trial{number}")
         assert "val_acc" in tracked["summary"]
         assert tracked["config"]["model.optimizer.lr"] == trial["model.optimizer.lr"], "what the agent has given"
         optimizer = tracked["config"]["model"]["init_args"]["optimizer"]

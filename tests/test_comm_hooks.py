@@ -1,18 +1,15 @@
 """How gradients travel: the ring, hooks on CPU, options of a strategy, and what is refused."""
 
 import itertools
-import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import App, error_of, fork_app, free_port, largest_difference, losses, output_of, start_app, tiny, weights
+from harness import App, assert_same, difference, error_of, fork_app, on_two_nodes, options, output_of, record_of, tiny
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
@@ -31,14 +28,6 @@ def forked(strategy: str, *options: str) -> list[str]:
     given = zip(options[::2], options[1::2], strict=True)
     words = [word for name, value in given for word in (f"--trainer.strategy.{name}", value)]
     return [*CPU, "--trainer.strategy", strategy, "--trainer.strategy.start_method", "fork", *words]
-
-
-def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
-    """Run a command as two nodes of this machine."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with ThreadPoolExecutor(2) as pool:
-        nodes = [pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)}) for node in (0, 1)]
-    return [node.result() for node in nodes]
 
 
 def rings(rank: int, store: str) -> None:
@@ -83,54 +72,48 @@ def test_parity_of_the_ring(single: Path, tmp_path: Path) -> None:
     flags = [*MODELS["cnn"], *STEPS, *forked("ddp_ring"), "--trainer.devices", "4"]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, "--run.name", "x"))
     run = tmp_path / "x" / "version_0"
-    np.testing.assert_allclose(losses(run), losses(single), rtol=0, atol=TOLERANCE)
-    trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, single))
-    assert largest_difference(trained, wanted) < TOLERANCE
+    assert_same(run, single, TOLERANCE)
     # LeNet has 62,006 parameters of 4 bytes
     assert "ddp_ring: rank 0 sent 0.372 MB a step, 2(N−1)/N of 0.248 MB of gradients, N = 4" in out
-    assert json.loads((run / "run.json").read_text())["strategy"] == "ddp_ring"
+    assert record_of(run)["strategy"] == "ddp_ring"
 
 
-EXACT = [*SMALL, "--trainer.precision", "64-true", "--trainer.max_epochs", "4", "--run.test", "false"]  # 16 steps
+EXACT = [*SMALL, *options(precision="64-true", max_epochs=4, test=False)]  # 16 steps
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Last checkpoint of a run on one device in float64, where rounding hides nothing."""
+    """A run on one device in float64, where rounding hides nothing."""
     root = tmp_path_factory.mktemp("exact")
     output_of(*fork_app("fit", *EXACT, "--run.root", root, "--run.name", "x"))
-    return root / "x" / "version_0" / "checkpoints" / "last.ckpt"
+    return root / "x" / "version_0"
 
 
 def check_effect(root: Path, exact: Path, effect: bool) -> None:
     """Weights differ from those of a single device where, and only where, gradients were changed; a little."""
-    difference = largest_difference(*(weights(c) for c in (root / "x/version_0/checkpoints/last.ckpt", exact)))
-    if effect:
-        assert 1e-9 < difference < 1e-2
-    else:
-        assert difference < 1e-12
+    changed = difference(root / "x" / "version_0", exact)
+    assert 1e-9 < changed < 1e-2 if effect else changed < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "said"),
-    [
-        ("ddp_fp16", [], ""),
-        ("ddp_powersgd", ["start_powersgd_iter", "4"], "ddp_powersgd: 1 of "),
-        pytest.param("ddp_bf16", [], "", marks=pytest.mark.slow),
-        pytest.param("ddp", ["ddp_comm_hook", f"{HOOKS}.fp16_compress_hook"], "", marks=pytest.mark.slow),
-    ],
-)
+ACTING = [
+    ("ddp_fp16", [], ""),
+    ("ddp_powersgd", ["start_powersgd_iter", "4"], "ddp_powersgd: 1 of "),
+    pytest.param("ddp_bf16", [], "", marks=pytest.mark.slow),
+    pytest.param("ddp", ["ddp_comm_hook", f"{HOOKS}.fp16_compress_hook"], "", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "said"), ACTING)
 def test_hooks_act_on_cpu(strategy: str, options: list[str], said: str, exact: Path, tmp_path: Path) -> None:
     out = output_of(*fork_app("fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x"))
     assert said in out
     check_effect(tmp_path, exact, effect=True)
-    assert json.loads((tmp_path / "x/version_0/run.json").read_text())["strategy"] in (strategy, f"{strategy}_fork")
+    assert record_of(tmp_path / "x" / "version_0")["strategy"] in (strategy, f"{strategy}_fork")
 
 
 def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
-    way = forked("ddp", "ddp_comm_hook", "user_code.speaking_hook")
-    flags = [*SMALL, *way, "--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "1", "--run.test", "false"]
-    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
+    flags = [*SMALL, *forked("ddp", "ddp_comm_hook", "user_code.speaking_hook"), "--run.root", tmp_path]
+    out = output_of(*fork_app("fit", *flags, *options(accumulate_grad_batches=2, max_epochs=1, test=False)))
     assert out.count("averaged a bucket") == 4  # 64 images: 4 batches, 2 steps, on 2 ranks
     assert "static graph" not in out
 
@@ -153,13 +136,11 @@ def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> Non
     (code, out), (code_1, out_1) = on_two_nodes("fit", *flags)
     assert (code, code_1) == (0, 0), out + out_1
     run = tmp_path / "x" / "version_0"
-    np.testing.assert_allclose(losses(run), losses(single), rtol=0, atol=TOLERANCE)
-    trained, wanted = (weights(d / "checkpoints" / "last.ckpt") for d in (run, single))
-    assert largest_difference(trained, wanted) < TOLERANCE
+    assert_same(run, single, TOLERANCE)
     for rank, replica in itertools.product((0, 1), (0, 1)):
         assert f"rank {rank}, replica {replica}: input [16, 3, 32, 32] -> output [16, 10]" in out
     assert "gathered: [32, 10]" in out
-    record = json.loads((run / "run.json").read_text())
+    record = record_of(run)
     way = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2, "replicas": 4}
     assert way.items() <= record.items()
     assert [row["rank"] for row in record["peak_memory"]] == [0, 0, 1, 1]
@@ -233,7 +214,6 @@ def test_compare_varies_strategies_and_their_options() -> None:
         (f"ddp ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper", "has no effect without a hook"),
         ("ddp_fp16 ddp_comm_hook user_code.speaking_hook", "the chosen class has no such setting"),
         ("ddp_powersgd start_powersgd_iter 1", "--trainer.strategy.start_powersgd_iter 1: give 2 or more"),
-        ("ddp_localsgd", "averages weights between nodes, but there is only one: use --trainer.strategy ddp"),
         ("ddp_dp", "use --trainer.strategy dp, or give more --trainer.num_nodes"),
         ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
         ("ddp_ring --trainer.devices 1", "ring_hook has no effect, because this run is one process"),
@@ -251,12 +231,10 @@ def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
 
 def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    said = error_of(*app("fit", *SMALL, *CPU, "--trainer.strategy", "ddp_bf16"))
-    assert "use --trainer.strategy ddp_fp16" in said
+    assert "use --trainer.strategy ddp_fp16" in error_of(*app("fit", *SMALL, *CPU, "--trainer.strategy", "ddp_bf16"))
 
 
 def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
-    flags = ["--trainer.strategy", "ddp", "--trainer.strategy.process_group_backend", "mpi"]
-    said = error_of(*app("fit", *SMALL, *CPU, *flags))
+    said = error_of(*app("fit", *SMALL, *forked("ddp", "process_group_backend", "mpi")))
     assert "process_group_backend mpi: on cpu use gloo" in said

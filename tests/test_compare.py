@@ -1,24 +1,21 @@
 """Comparing configurations: from an experiment file to the report, through the real command."""
 
-import contextlib
 import json
 import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import psutil
 import pytest
 import yaml
-from harness import ROOT, App, error_of, start_app
+from cluster.hosts import awaited
+from harness import ROOT, App, Running, error_of, output_of, record_of, running, seen_colours, start_app
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -31,64 +28,45 @@ from app.system.machine import own_seconds
 from app.variant import Variant
 
 
-def compare(path: Path, *words: str, env: dict[str, str | None] | None = None) -> tuple[int, str]:
-    return start_app("compare", "--experiment", path, "--root", path.parent, *words, timeout=400, env=env)
+def comparing(path: Path, *words: str, env: dict[str, str] | None = None) -> AbstractContextManager[Running]:
+    return running("compare", "--experiment", path, "--root", path.parent, *words, env=env)
 
 
-def marked(value: str) -> list[int]:
-    """Processes that have COMPARE_TEST=value in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"COMPARE_TEST={value}\0" in path.read_text():
-                found.append(int(path.parent.name))
-    return found
+def compare(path: Path, *words: str, env: dict[str, str] | None = None) -> str:
+    with comparing(path, *words, env=env) as process:
+        out = process.end(400)
+    return output_of(process.process.returncode, out)
 
 
-def results(path: Path, version: int = 0) -> dict[str, Any]:
-    return json.loads((path.parent / "compare" / "tiny" / f"version_{version}" / "results.json").read_text())
+def results(path: Path) -> dict[str, Any]:
+    return json.loads((path.parent / "compare" / "tiny" / "version_0" / "results.json").read_text())
 
 
-def by_name(path: Path, version: int = 0) -> dict[str, dict[str, Any]]:
-    return {row["variant"]: row for row in results(path, version)["variants"]}
+def by_name(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["variant"]: row for row in results(path)["variants"]}
 
 
 @pytest.mark.slow
 def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment: Callable[..., Path]) -> None:
-    path = experiment(
-        variants={
-            "one": {},
-            "no GPU": {"trainer.accelerator": "gpu", "trainer.strategy": "ddp", "trainer.devices": 4096},
-            "too many": {"trainer.strategy": "ddp", "trainer.devices": 4096},
-            "odd batch": {"data.batch_size": 25, "trainer.strategy": "ddp", "trainer.devices": 2},
-            "fails": {"model": "user_code.FailingModel"},
-            "hangs": {"model": "user_code.HangingModel", "trainer.strategy": "ddp", "trainer.devices": 2},
-            "starts": {"model": "user_code.NeverReady"},
-            "slow": {"trainer.callbacks+": "user_code.TakesItsTime"},
-            "a node fails": {
-                "model": "user_code.FailsWhileRankZeroIsStuck",
-                "trainer.strategy": "ddp",
-                "trainer.num_nodes": 2,
-            },
-            "dp": {"trainer.strategy": "dp", "trainer.devices": 2},
-        },
-        repeats=2,
-    )
-    code, out = compare(path, "--time_limit", "40", env={"COMPARE_TEST": "what_fails"})
-    assert code == 1, out
-    found = by_name(path)
-    assert {name: row["status"] for name, row in found.items()} == {
-        "one": "measured",
-        "no GPU": "skipped",
-        "too many": "skipped",
-        "odd batch": "failed",
-        "fails": "failed",
-        "hangs": "hanging",
-        "starts": "starting",
-        "slow": "slow",
-        "a node fails": "failed",
-        "dp": "measured",
+    ddp, stuck = {"trainer.strategy": "ddp"}, {"model": "user_code.FailsWhileRankZeroIsStuck"}
+    variants: dict[str, tuple[str, dict[str, Any]]] = {
+        "one": ("measured", {}),
+        "no GPU": ("skipped", ddp | {"trainer.accelerator": "gpu", "trainer.devices": 4096}),
+        "too many": ("skipped", ddp | {"trainer.devices": 4096}),
+        "odd batch": ("failed", ddp | {"data.batch_size": 25, "trainer.devices": 2}),
+        "fails": ("failed", {"model": "user_code.FailingModel"}),
+        "hangs": ("hanging", ddp | {"model": "user_code.HangingModel", "trainer.devices": 2}),
+        "starts": ("starting", {"model": "user_code.NeverReady"}),
+        "slow": ("slow", {"trainer.callbacks+": "user_code.TakesItsTime"}),
+        "a node fails": ("failed", ddp | stuck | {"trainer.num_nodes": 2}),
+        "dp": ("measured", {"trainer.strategy": "dp", "trainer.devices": 2}),
     }
+    path = experiment(variants={name: flags for name, (_, flags) in variants.items()}, repeats=2)
+    with comparing(path, "--time_limit", "40") as process:
+        out = process.end(400)
+    assert process.process.returncode == 1, out
+    found = by_name(path)
+    assert {name: row["status"] for name, row in found.items()} == {name: way for name, (way, _) in variants.items()}
     assert "GPU" in found["no GPU"]["reason"]
     assert "needs 4096 CPU cores" in found["too many"]["reason"]
     assert "cannot be shared equally by 2 ranks" in found["odd batch"]["reason"]
@@ -110,9 +88,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(experiment:
     assert (one["global_batch"], dp["global_batch"], dp["replica_batch"]) == (24, 24, 12)
     began = [Path(run, "metrics.csv").stat().st_mtime for i in (0, 1) for run in (one["runs"][i], dp["runs"][i])]
     assert began == sorted(began), "repeats are in turn"
-    record = json.loads(Path(one["runs"][0], "run.json").read_text())
-    assert record["throughput"]["n"] == 4, "of 2 epochs of 9 steps, the first is warm-up"
-    assert not marked("what_fails"), "no process is left"
+    assert record_of(Path(one["runs"][0]))["throughput"]["n"] == 4, "of 2 epochs of 9 steps, the first is warm-up"
 
 
 @pytest.fixture
@@ -128,19 +104,11 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
         variants={"one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
         published={"hardware": "a V100", "rows": [{"what": "x", "variant": "one", "figures": {"train_s": 576.94}}]},
     )
-    code, out = app("compare", "--root", path.parent, "--experiment", path)
-    assert code == 0, out
+    out = output_of(*app("compare", "--root", path.parent, "--experiment", path))
     folder = path.parent / "compare" / "tiny" / "version_0"
     drawn = {"throughput", "loss_epoch", "memory", "step"}
-    assert {file.name for file in folder.iterdir()} == {
-        "experiment.json",
-        "results.csv",
-        "results.json",
-        "report.md",
-        "report.html",
-        "runs",
-        *(f"{name}.png" for name in drawn),
-    }
+    written = {"experiment.json", "results.csv", "results.json", "report.md", "report.html", "runs"}
+    assert {file.name for file in folder.iterdir()} == written | {f"{name}.png" for name in drawn}
     for name in drawn:
         with Image.open(folder / f"{name}.png") as picture:
             assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 20, f"{name} is empty"
@@ -182,8 +150,7 @@ def test_no_verdict_on_a_busy_machine(
     cores = os.cpu_count() or 1
     monkeypatch.setattr("app.runs.starter.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
-    code, out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
-    assert code == 0, out
+    out = output_of(*app("compare", "--root", path.parent / "my runs", "--experiment", path))
     said = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
     folder = path.parent / "my runs" / "compare" / "tiny" / "version_0"
     found = json.loads((folder / "results.json").read_text())
@@ -203,31 +170,12 @@ def test_no_verdict_on_a_busy_machine(
 @pytest.mark.browser
 @pytest.mark.usefixtures("idle")
 def test_the_report_in_a_browser(app: App, experiment: Callable[..., Path]) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no chromium")
     path = experiment(variants={"one": {}, "<img src=x onerror=alert(1)>": {"trainer.precision": "bf16-mixed"}})
     assert app("compare", "--root", path.parent, "--experiment", path)[0] == 0
     report = path.parent / "elsewhere" / "report.html"
     report.parent.mkdir()
     shutil.copy(path.parent / "compare" / "tiny" / "version_0" / "report.html", report)
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,5000"]
-    seen = subprocess.run(
-        [
-            browser,
-            *flags,
-            f"--user-data-dir={path.parent}/profile",
-            f"--screenshot={path.parent}/seen.png",
-            report.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert "CONSOLE" not in seen.stderr, seen.stderr
-    with Image.open(path.parent / "seen.png") as picture:
-        colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 22) or []}
+    colours = seen_colours(report, "--window-size=1200,5000")
     for drawn in ((0x2F, 0x62, 0xC9), (0xA9, 0xC1, 0xF0)):  # what is recommended, and the other
         assert colours.get(drawn, 0) > 1000
 
@@ -236,59 +184,29 @@ def test_the_report_in_a_browser(app: App, experiment: Callable[..., Path]) -> N
 def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
     runs = path.parent / "compare" / "tiny" / "version_0" / "runs" / "repeat_1"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app", "compare", "--experiment", str(path), "--root", str(path.parent)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        start_new_session=True,
-    )
-    try:
-        limit = time.monotonic() + 100
-        while not (runs / "dp" / "version_0" / "run.json").exists():
-            assert process.poll() is None
-            assert time.monotonic() < limit
-            time.sleep(0.05)
-        children = psutil.Process(process.pid).children(recursive=True)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-    assert children
-    assert not psutil.wait_procs(children, timeout=30)[1], "a run does not outlive the comparison"
+    with comparing(path) as process:
+        awaited((runs / "dp" / "version_0" / "run.json").exists, 100)
+        process.get("SIGKILL", "group")
+        process.end()  # a run does not outlive the comparison
     first = (runs / "one" / "version_0" / "run.json").stat().st_mtime
 
-    code, out = compare(path)
-    assert code == 0, out
-    assert "1 runs are done already" in out
+    assert "1 runs are done already" in compare(path)
     assert (runs / "one" / "version_0" / "run.json").stat().st_mtime == first
     assert {name: row["n"] for name, row in by_name(path).items()} == {"one": 1, "dp": 1}
-    assert compare(path, "--fresh", "--dry_run")[1].count("version_1") == 2
+    assert compare(path, "--fresh", "--dry_run").count("version_1") == 2
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "hangs": {"model": "user_code.HangingModel"}})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app", "compare", "--experiment", str(path), "--root", str(path.parent)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-        cwd=ROOT,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
+    with comparing(path) as process:
+        assert process.process.stdout is not None
+        for line in process.process.stdout:
             if line.startswith("one: run 1"):
                 break
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-    assert process.returncode == 130
+        process.get("SIGINT", "main")
+        out = process.end(60)
+    assert process.process.returncode == 130
     assert "Not complete: hangs" in out
     assert {name: row["status"] for name, row in by_name(path).items()} == {"one": "measured", "hangs": "waiting"}
 
@@ -357,9 +275,7 @@ def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:
 @pytest.mark.slow
 def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "two": {"trainer.precision": "bf16-mixed"}})
-    words = ["compare", "--experiment", path, "--root", path.parent, "--wandb"]
-    code, out = start_app(*words, timeout=200, env={"WANDB_MODE": "offline"})
-    assert code == 0, out
+    compare(path, "--wandb", env={"WANDB_MODE": "offline"})
     folder = path.parent / "compare" / "tiny" / "version_0"
     assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
     assert len(list(folder.glob("wandb/offline-run-*"))) == 1
@@ -373,8 +289,7 @@ def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path
 def test_every_way_of_running_on_this_machine(tmp_path: Path) -> None:
     """In the small form of the shipped experiment; all of them are read in test_experiment."""
     path = ROOT / "configs" / "compare" / "this_machine.yaml"
-    code, out = start_app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path, timeout=280)
-    assert code == 0, out
+    output_of(*start_app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path, timeout=280))
     folder = tmp_path / "compare" / path.stem / "version_0"
     rows = json.loads((folder / "results.json").read_text())["variants"]
     measured = [row for row in rows if row["status"] == "measured"]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import QUIET, ROOT, App, start_app
+from harness import QUIET, ROOT, App, options, output_of, start_app
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
@@ -26,10 +26,10 @@ from app.networks import LeNet
 
 # 1,800 training images: 113 steps, two logging windows
 MLP = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
-MLP += ["--data.like", "FashionMNIST", "--data.size", "2000", "--data.batch_size", "16"]
-LENET = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "1280", "--data.batch_size", "16"]
-AUGMENTED = ["--data.crop_padding", "4", "--data.flip", "true", "--data.cutout", "8"]
-TWO_EPOCHS = ["--trainer.max_epochs", "2", "--trainer.accelerator", "cpu", "--run.test", "false"]
+MLP += options(like="FashionMNIST", size=2000, batch_size=16)
+LENET = ["--model", "CIFARCNN", "--data", "Synthetic", *options(size=1280, batch_size=16)]
+AUGMENTED = options(crop_padding=4, flip=True, cutout=8)
+TWO_EPOCHS = options(max_epochs=2, accelerator="cpu", test=False)
 STEP = ImageClassifier.training_step.__code__
 
 
@@ -210,8 +210,7 @@ class CountsReads(CIFARCNN):
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
     """Where they agree on whether to stop, too."""
     ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]
-    code, out = start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path))
     for rank in range(2):
         reads = json.loads((tmp_path / "CountsReads-Synthetic" / "version_0" / f"reads{rank}.json").read_text())
         assert len(reads) == 72

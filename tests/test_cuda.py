@@ -1,6 +1,5 @@
 """What CUDA lines do, as far as it shows without a GPU: on a torch that says it has one, on devices that are not."""
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, error_of, largest_difference, losses, output_of, start_app, tiny, weights
+from harness import QUIET, App, difference, error_of, losses, on_gpu, output_of, record_of, start_app, tiny
 from torch import nn
 
 from app.cli import main
@@ -49,34 +48,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.name", "x"))
-    record = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "runs" / "x" / "version_0")
     assert record["hardware"]["gpus"] == ["NVIDIA of somebody"]
     assert record["peak_memory"][0]["device"] == "cpu"
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        ["--trainer.strategy", "ddp_powersgd"],
-        [
-            *("--trainer.strategy", "ddp", "--trainer.strategy.ddp_comm_hook"),
-            "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.batched_powerSGD_hook",
-        ],
-    ],
-    ids=["strategy", "hook"],
-)
-def test_powersgd_on_the_cpu_of_a_machine_that_has_a_gpu(hook: list[str], gpu: None, app: App) -> None:
-    said = error_of(*app("fit", *SMALL, *CPU, "--trainer.devices", "2", *hook))
+HOOK = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.batched_powerSGD_hook"
+
+
+@pytest.mark.parametrize("strategy", [["ddp_powersgd"], ["ddp", "--trainer.strategy.ddp_comm_hook", HOOK]])
+def test_powersgd_on_the_cpu_of_a_machine_that_has_a_gpu(strategy: list[str], gpu: None, app: App) -> None:
+    said = error_of(*app("fit", *SMALL, *CPU, "--trainer.devices", "2", "--trainer.strategy", *strategy))
     assert "CUDA_VISIBLE_DEVICES= before the command" in said
 
 
 def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        ("max_memory_allocated", 2**29),
-        ("max_memory_reserved", 2**30),
-        ("mem_get_info", (2**30, 2**32)),
-        ("get_device_properties", SimpleNamespace(total_memory=2**32)),
-    ):
+    figures = {"max_memory_allocated": 2**29, "max_memory_reserved": 2**30, "mem_get_info": (2**30, 2**32)}
+    for name, value in {**figures, "get_device_properties": SimpleNamespace(total_memory=2**32)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     (row,) = machine.peak_memory(0, [torch.device("cuda", 0)])
     assert [row[f"{name}_gib"] for name in ("allocated", "reserved", "in_use", "total")] == [0.5, 1, 3, 4]
@@ -164,7 +152,7 @@ def test_dp_copies_the_network_alone() -> None:
 def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     way = [*CPU, "--trainer.strategy", "dp", "--trainer.devices", "1"]
     output_of(*app("fit", *SMALL, *way, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false"))
-    record = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "runs" / "x" / "version_0")
     assert record["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
     model = CIFARCNN()
@@ -173,25 +161,21 @@ def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     assert scores.shape == (2, 10)
 
 
-needs_gpu = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
 ON_GPU = ["--trainer.accelerator", "cuda", "--trainer.devices", "1"]
-STEPS = tiny(503, 32, flip=True)
-STEPS += ["--run.test", "false", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
+STEPS = tiny(503, 32, flip=True, test=False, max_epochs=2, log_every_n_steps=1)
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
 EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path) -> None:
     used = machine._nvidia_smi("memory.used")
     output_of(*start_app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.root", tmp_path))
-    record = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "LeNet-Synthetic" / "version_0")
     assert len(record["hardware"]["gpus"]) == len(used)
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
 def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> None:
     """By default, with TF32 off in convolutions, too: what lets every way of running take the same steps."""
@@ -202,8 +186,7 @@ def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> Non
     np.testing.assert_allclose(*pair, rtol=0, atol=1e-5)
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 def test_exact_resume_with_deterministic_algorithms(precision: str, app: App, tmp_path: Path) -> None:
     flags = ["fit", *STEPS, *EVERY, *ON_GPU, "--trainer.precision", precision, "--trainer.deterministic", "true"]
@@ -214,16 +197,15 @@ def test_exact_resume_with_deterministic_algorithms(precision: str, app: App, tm
     finally:
         torch.use_deterministic_algorithms(False)
     resumed = tmp_path / "runs" / "resumed" / "version_0" / "checkpoints"
-    assert largest_difference(*(weights(folder / "step=28.ckpt") for folder in (whole, resumed))) == 0
+    assert difference(*(folder / "step=28.ckpt" for folder in (whole, resumed))) == 0
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy", "fsdp", "--run.root", tmp_path]
     for epochs, resume in (("1", []), ("2", ["--ckpt_path", "last"])):
         output_of(*start_app(*flags, "--trainer.max_epochs", epochs, *resume))
-    record = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "LeNet-Synthetic" / "version_0")
     assert record["test"] is not None
 
 
@@ -252,7 +234,7 @@ def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch
     assert error.startswith("error: out of memory on the CUDA: 20.00 MiB were requested, and 5.56 MiB are free: give ")
     assert "give --data.micro_batch 32, for the same training in parts" in error, "half of what was taken at once"
     assert "--data.batch_size" in error
-    record = json.loads((tmp_path / "runs" / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "runs" / "LeNet-Synthetic" / "version_0")
     assert (record["status"], record["error"]) == ("failed", error.removeprefix("error: "))
     with pytest.raises(UserError, match=r"out of memory on the host: 4611686018427387904 bytes"), explaining_errors():
         torch.empty(2**62, dtype=torch.uint8)

@@ -1,13 +1,12 @@
 """Sources in their real formats, pixels and placements."""
 
-import json
 import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, losses
+from harness import QUIET, App, error_of, fork_app, last_of, losses, on_cpu, options, output_of, record_of, tiny
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
@@ -18,7 +17,7 @@ from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
 from app.launch.cluster_environment import Slurm
 
-TWO_STEPS = ["--trainer.max_steps", "2", "--trainer.max_epochs", "1", *QUIET]
+TWO_STEPS = [*options(max_steps=2, max_epochs=1), *QUIET]
 
 
 def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
@@ -70,15 +69,13 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
 # -- sources ----------------------------------------------------------------------------------------------------
 
 
-def test_cifar10(cifar_root: Path, app: App) -> None:
+def test_cifar10(cifar_root: Path) -> None:
     data = attach(CIFAR10(str(cifar_root), val_size=10, batch_size=8))
     images, labels, _ = next(iter(data.train_dataloader()))
     assert images.shape == (8, 3, 32, 32)
     assert images.dtype == torch.uint8
     assert len(data.train_dataloader().rows) == 40
     assert labels.max() < 10
-    code, out = app("fit", "--data", "CIFAR10", "--data.root", cifar_root, *TWO_STEPS)
-    assert code == 0, out
 
 
 def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
@@ -86,38 +83,24 @@ def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
     data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
     assert len(data.train_dataloader()) == 4
-    code, out = app("fit", "--config", "configs/fashion_mlp.yaml", "--data.root", fashion_root, *TWO_STEPS)
-    assert code == 0, out
+    output_of(*app("fit", "--config", "configs/fashion_mlp.yaml", "--data.root", fashion_root, *TWO_STEPS))
     assert (tmp_path / "runs" / "fashion_mlp" / "version_0" / "most_wrong.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
 def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path) -> None:
-    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.placement", placement]
-    flags += ["--data.num_workers", "2"]
-    code, out = app("fit", *flags, *TWO_STEPS)
-    assert code == 0, out
+    flags = ["--data", "ImageFolder", "--data.root", image_root, *options(placement=placement, num_workers=2)]
+    output_of(*app("fit", *flags, *TWO_STEPS))
     assert multiprocessing.active_children() == []
-    checkpoint = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "checkpoints" / "last.ckpt"
-    code, out = app("predict", *flags, "--ckpt_path", checkpoint, *QUIET)
-    assert code == 0, out
-    lines = (
-        (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "predict_1" / "predictions.csv")
-        .read_text()
-        .splitlines()
-    )
+    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
+    flags += ["--ckpt_path", str(last_of(run)), *QUIET]
+    output_of(*app("predict", *flags))
+    lines = (run / "predict_1" / "predictions.csv").read_text().splitlines()
     assert lines[0] == "file,predicted,name,probability,label"
     assert lines[1].startswith(str(image_root / "test" / "cat" / "00.jpg"))
     assert len(lines) == 13
-    code, out = app(
-        "predict", *flags, "--ckpt_path", checkpoint, *QUIET, "--data.predict_dir", image_root / "test" / "eel"
-    )
-    assert code == 0, out
-    lines = (
-        (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "predict_2" / "predictions.csv")
-        .read_text()
-        .splitlines()
-    )
+    output_of(*app("predict", *flags, "--data.predict_dir", image_root / "test" / "eel"))
+    lines = (run / "predict_2" / "predictions.csv").read_text().splitlines()
     assert lines[0] == "file,predicted,name,probability", "no label is known"
     assert len(lines) == 5
 
@@ -144,16 +127,13 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
 def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
     """Validation is split off, no images are left to test on, and one file can be predicted."""
     flat = ["--data", "ImageFolder", "--data.root", (image_root / "train").rename(image_root / "flat"), *QUIET]
-    code, out = app("fit", *flat, "--trainer.max_epochs", "1")
-    assert code == 0, out
+    out = output_of(*app("fit", *flat, "--trainer.max_epochs", "1"))
     assert out.count("no test images") == 1
-    record = json.loads((tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "run.json").read_text())
+    record = record_of(tmp_path / "runs" / "LeNet-ImageFolder" / "version_0")
     assert record["data"]["images"] == {"train": 33, "val": 3}
     photo = image_root / "one photo"
     photo.write_bytes((image_root / "test" / "cat" / "00.jpg").read_bytes())
-    code, out = app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo)
-    assert code == 0, out
-    assert "1 prediction: " in out
+    assert "1 prediction: " in output_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo))
     (_, line) = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
     assert line.startswith(f"{photo},")
     (image_root / "empty").mkdir()
@@ -210,20 +190,6 @@ def test_workers_follow_the_cores(
     assert data.num_workers == expected
 
 
-def test_placements_train_alike(app: App, tmp_path: Path) -> None:
-    flags = ["--data", "Synthetic", "--data.size", "300", "--trainer.max_epochs", "2", "--run.test", "false", *QUIET]
-    found = []
-    for placement in ("memory", "disk", "device"):
-        code, out = app(
-            *("fit", *flags, "--run.name", placement, "--data.placement", placement),
-            *("--data.num_workers", "1", "--trainer.log_every_n_steps", "1"),
-        )
-        assert code == 0, out
-        found.append(losses(tmp_path / "runs" / placement / "version_0").tolist())
-    assert len(found[0]) == 10
-    assert found[0] == found[1] == found[2]
-
-
 def test_overfitting_repeats_the_same_batches() -> None:
     data = attach(Synthetic(size=100, batch_size=10), overfit=2)
     loader = data.train_dataloader()
@@ -240,12 +206,9 @@ def test_sizes_that_make_no_sense(size: float) -> None:
 @pytest.mark.slow
 def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
     """1 image for 2 ranks: the second one takes part with none, and the BatchNorm-free network does not mind."""
-    flags = ["--data", "Synthetic", "--data.size", "73", "--data.val_size", "8", "--data.batch_size", "32", *QUIET]
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_fork", "--trainer.devices", "2"]
-    steps = ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1", "--run.root", str(tmp_path)]
-    for name, strategy in (("ddp", way), ("single", [])):
-        code, out = fork_app("fit", *flags, *steps, *strategy, "--run.name", name)
-        assert code == 0, out
+    flags = tiny(73, 32, val_size=8, max_epochs=2, log_every_n_steps=1, root=tmp_path)
+    for name, way in (("ddp", on_cpu("ddp_fork")), ("single", [])):
+        output_of(*fork_app("fit", *flags, *way, "--run.name", name))
     ours, single = (losses(tmp_path / name / "version_0") for name in ("ddp", "single"))
     assert len(single) == 6
     assert ours == pytest.approx(single, abs=1e-5)

@@ -1,6 +1,5 @@
 """A disk that fills up, or a folder that goes away, while a model is trained."""
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import error_of, start_app, started
+from harness import error_of, options, output_of, record_of, start_app, started
 
 from app.fit.checkpoint_file import read
 
-FIT = ["--model", "FashionMLP", "--model.repeats", "1", "--data", "Synthetic", "--data.like", "FashionMNIST"]
-FIT += ["--data.size", "600", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2"]
-FIT += ["--last_checkpoint.every_n_train_steps", "2", "--trainer.enable_model_summary", "false"]
+FIT = ["--model", "FashionMLP", "--model.repeats", "1", "--data", "Synthetic", "--trainer.enable_model_summary=false"]
+FIT += options(like="FashionMNIST", size=600, max_epochs=2, log_every_n_steps=2)
+FIT += ["--last_checkpoint.every_n_train_steps", "2"]
 BIG = ["--model.hidden", "[500]"]  # 4.6 MiB with Adam's state
 
 
@@ -30,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def record(root: Path) -> dict[str, object]:
-    return json.loads((root / "FashionMLP-Synthetic" / "version_0" / "run.json").read_text())
+    return record_of(root / "FashionMLP-Synthetic" / "version_0")
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -54,8 +53,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
     for kept in (run / "checkpoints").glob("last-1.ckpt"):
         kept.unlink()
     flags = ["--run.root", tmp_path / "runs", "--run.test", "false"]
-    code, out = start_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt")
-    assert code == 0, out
+    output_of(*start_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt"))
 
 
 @pytest.mark.cluster
@@ -85,8 +83,7 @@ def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_p
     """A full $TMPDIR is no reason to lose a run whose folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
     flags = [*FIT, *BIG, "--trainer.accelerator", "cpu", "--trainer.devices", devices, "--run.root", tmp_path / "runs"]
-    code, out = start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)})
-    assert code == 0, out
+    output_of(*start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)}))
     last = tmp_path / "runs/FashionMLP-Synthetic/version_0/checkpoints/last.ckpt"
     assert torch.load(last, weights_only=True)["epoch"] == 1
     assert [path.name for path in disk.iterdir()] == ["filler"]

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, ForkServer, losses
+from harness import QUIET, ROOT, App, ForkServer, draw_images, losses, output_of
 from jsonargparse import capture_parser
-from PIL import Image
 
 import app
 import app.data
@@ -42,15 +41,8 @@ DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
 PROGRAMS = "python|pip|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
 START = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) ")
 # what a reader puts in: a fixture's, or any that can be read
-PLACES = {
-    "MY_IMAGES": "images",
-    "NEW_IMAGES": "images/test",
-    "ROOT": "images",
-    "HOST": "127.0.0.1",
-    "PORT": "29400",
-    "HOST:PORT": "127.0.0.1:29400",
-    "tcp://HOST:PORT": "tcp://127.0.0.1:29400",
-}
+PLACES = {"MY_IMAGES": "images", "NEW_IMAGES": "images/test", "ROOT": "images", "HOST": "127.0.0.1", "PORT": "29400"}
+PLACES |= {"HOST:PORT": "127.0.0.1:29400", "tcp://HOST:PORT": "tcp://127.0.0.1:29400"}
 # SLURM's own, which are read where SLURM is: tests/test_slurm.py
 SLURM = {"--nodes", "--time", "--ntasks-per-node", "--gres", "--nodelist", "--signal", "--requeue", "--ntasks"}
 # of programs that are not here, or of our own beside the parsers
@@ -108,8 +100,8 @@ def check(command: str) -> None:
     match words_of(command):
         case ["python", "-m", "app", *arguments]:
             check_app(arguments)
-        case ["python" | "bash", file]:
-            assert (ROOT / file).is_file()
+        case ["python" | "bash", file] | ["kubectl", "apply" | "delete", "-f", file]:
+            assert (ROOT / file).is_file()  # what a cluster says to it: tests/test_cluster_files.py
         case ["srun", *started]:
             check(shlex.join(started))
         case ["torchrun", *arguments]:
@@ -125,10 +117,6 @@ def check(command: str) -> None:
             check_app(["fit", *arguments[script + 1 :]])
         case ["salloc", *options]:
             assert {word for word in options if word.startswith("-")} <= SLURM
-        case ["kubectl", "apply" | "delete", "-f", file]:  # what a cluster says to it: tests/test_cluster_files.py
-            assert (ROOT / file).is_file()
-        case ["kubectl", "logs", "-f", *_]:
-            pass
         case ["sky", "jobs", "launch", file, *rest]:
             assert (ROOT / file).is_file()
             assert not rest or rest[0] == "--env"
@@ -148,6 +136,8 @@ def check(command: str) -> None:
             assert all((ROOT / word).is_file() for word in arguments if word.startswith("tests"))
         case ["ruff" | "mypy" as program, *_]:  # .ci/run runs them
             assert shutil.which(program)
+        case ["kubectl", "logs", "-f", *_]:
+            pass
         case ["export", assignment]:
             assert re.fullmatch(r"\w+=\S+", assignment)
         case words:
@@ -200,13 +190,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / "configs/quickstart.yaml", folder / "runs" / name / "version_0/config.yaml")
         (folder / "runs" / name / "version_0/checkpoints").mkdir()
         torch.save({"state_dict": {}}, folder / "runs" / name / "version_0/checkpoints/best.ckpt")
-    rng = np.random.default_rng(0)
-    for split in ("train", "test"):
-        for label in ("cat", "dog"):
-            (folder / "images" / split / label).mkdir(parents=True)
-            for i in range(12):
-                pixels = rng.integers(256, size=(20, 30, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / "images" / split / label / f"{i:02}.jpg")
+    draw_images(folder / "images", ("cat", "dog"), train=12, test=12)
     for document in MARKDOWN:
         for block in blocks(document, "python"):
             if name := re.match(r"# (\w+\.py)\n", block):
@@ -244,21 +228,21 @@ def test_commands(document: Path, reader: Path) -> None:
     assert not wrong_commands(document)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "python -m app fit --trainer.devcies 2",
-        "python -m app fit --config configs/no_such.yaml",
-        "python -m app compare --repaets 5",
-        "python -m app plan --bandwith 1GB/s",
-        "python -m app verify --stpes 3",
-        "torchrun --nproc-per-node 4 -m app fit --trainer.startegy ddp",
-        "torchrun --nprocs 4 -m app fit",
-        "sbatch configs/cluster/slurm.sbatch --cnofig configs/cifar_cnn.yaml",
-        "wandb sweeep configs/sweep.yaml",
-        "pytest -m slwo",
-    ],
-)
+WRONG = [
+    "python -m app fit --trainer.devcies 2",
+    "python -m app fit --config configs/no_such.yaml",
+    "python -m app compare --repaets 5",
+    "python -m app plan --bandwith 1GB/s",
+    "python -m app verify --stpes 3",
+    "torchrun --nproc-per-node 4 -m app fit --trainer.startegy ddp",
+    "torchrun --nprocs 4 -m app fit",
+    "sbatch configs/cluster/slurm.sbatch --cnofig configs/cifar_cnn.yaml",
+    "wandb sweeep configs/sweep.yaml",
+    "pytest -m slwo",
+]
+
+
+@pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_command_is_found(command: str, reader: Path) -> None:
     with pytest.raises((UserError, AssertionError, SystemExit, KeyError)):
         check(command)
@@ -348,8 +332,7 @@ def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Pa
         own = words[: words.index("--trainer.strategy")]
         root = tmp_path / f"runs{len(runs)}"
         flags = ["--data.batch_size", "8", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
-        code, out = app(*own, *more, *flags, "--run.root", root, *QUIET)
-        assert code == 0, out
+        output_of(*app(*own, *more, *flags, "--run.root", root, *QUIET))
         runs.append(losses(next(root.glob("*/version_0"))))
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
     (reader / "data").unlink()

@@ -27,19 +27,19 @@ def found_before_the_self_test(root: Path) -> dict[str, Check]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("variables", "level", "said"),
-    [
-        ({}, "green", "none"),
-        ({"RANK": "3", "MASTER_ADDR": "node7"}, "red", "RANK=3 left over"),
-        ({"LOCAL_RANK": "0"}, "red", "LOCAL_RANK=0 left over"),
-        ({"MASTER_ADDR": "node7", "MASTER_PORT": "1"}, "yellow", "MASTER_ADDR=node7, MASTER_PORT=1 set"),
-        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, "green", "torchrun"),
-        ({"TORCHELASTIC_RUN_ID": "x"}, "red", "TORCHELASTIC_RUN_ID=x left over"),
-        ({"SLURM_JOB_ID": "12"}, "green", "SLURM job 12"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "yellow", "MPI"),
-    ],
-)
+LEFT = [
+    ({}, "green", "none"),
+    ({"RANK": "3", "MASTER_ADDR": "node7"}, "red", "RANK=3 left over"),
+    ({"LOCAL_RANK": "0"}, "red", "LOCAL_RANK=0 left over"),
+    ({"MASTER_ADDR": "node7", "MASTER_PORT": "1"}, "yellow", "MASTER_ADDR=node7, MASTER_PORT=1 set"),
+    ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, "green", "torchrun"),
+    ({"TORCHELASTIC_RUN_ID": "x"}, "red", "TORCHELASTIC_RUN_ID=x left over"),
+    ({"SLURM_JOB_ID": "12"}, "green", "SLURM job 12"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "yellow", "MPI"),
+]
+
+
+@pytest.mark.parametrize(("variables", "level", "said"), LEFT)
 def test_what_launchers_leave(variables: dict[str, str], level: str, said: str) -> None:
     check = environment(variables)
     assert check.level == level
@@ -150,15 +150,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
 LATE = Record(status="failed", time_limit=300.0)
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "load", "levels"),
-    [
-        ({"ddp": LATE}, QUIET, {"ddp x2": "red"}),
-        ({"ddp": LATE}, BUSY, {"ddp x2": "yellow"}),
-        ({"dp": Record(status="failed", error="no")}, QUIET, {"dp x2": "red"}),
-        ({"auto": LATE}, QUIET, {"one step": "red"}),
-    ],
-)
+OUTCOMES = [
+    ({"ddp": LATE}, QUIET, {"ddp x2": "red"}),
+    ({"ddp": LATE}, BUSY, {"ddp x2": "yellow"}),
+    ({"dp": Record(status="failed", error="no")}, QUIET, {"dp x2": "red"}),
+    ({"auto": LATE}, QUIET, {"one step": "red"}),
+]
+
+
+@pytest.mark.parametrize(("outcomes", "load", "levels"), OUTCOMES)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="which strategies are tested depends on the GPUs")
 def test_what_is_slow_is_not_broken(
     outcomes: dict[str, Record],

@@ -1,6 +1,5 @@
 """torch elastic's agent in the process of the command: who is started, what is seen of it, how it is started again."""
 
-import json
 import os
 import pty
 import random
@@ -11,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import awaited
-from harness import ROOT, family, fork_app, largest_difference, output_of, started, tiny, weights
+from harness import ROOT, difference, family, fork_app, on_cpu, options, output_of, record_of, started, tiny
 
 pytestmark = pytest.mark.slow
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
-SMALL = [*tiny(203, 20, flip=True), *DDP]
-SHORT = ["--trainer.max_epochs", "1", "--run.test", "false"]
+SMALL = [*tiny(203, 20, flip=True), *on_cpu("ddp")]
+SHORT = options(max_epochs=1, test=False)
 
 
 def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
@@ -66,7 +64,7 @@ def test_each_rank_s_output_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verbose", [True, False])
 def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
     """Only what a user can act on, unless --verbose asks for the rest; no folder of its own stays behind."""
-    env = {"APP_DEBUG": "1", "TMPDIR": str(tmp_path)} if verbose else {"TMPDIR": str(tmp_path)}
+    env = {"TMPDIR": str(tmp_path), "APP_DEBUG": "1" if verbose else None}
     with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs", "100000", env=env) as run:
         run.trained(1)
         run.get("SIGTERM", "main")
@@ -83,15 +81,15 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
         out = run.end(120)
     assert run.process.returncode == 0, out
     assert "rank 1 has failed: RuntimeError: only once: all are started again" in out
-    first = json.loads((tmp_path / "LeNet-Synthetic" / "version_0" / "run.json").read_text())
+    first = record_of(run.directory.with_name("version_0"))
     assert first["error"] == "rank 1 has failed: RuntimeError: only once, and all were started again"
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     """By our agent and by torchrun."""
-    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, "--run.test", "false"]
+    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
-    flags += ["--trainer.max_epochs", "30"]
+    flags += options(max_epochs=30, test=False)
     output_of(*fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole"))
     whole = tmp_path / "whole" / "SaysItsProcess-Synthetic" / "version_0"
     for name, more, launcher in (
@@ -111,5 +109,4 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
         assert killed.record["resumed_from"].startswith(str(first))
         assert killed.record["status"] == "completed"
         assert [row["epoch"] for row in killed.record["epochs"]] == list(range(30))
-        last = [weights(run / "checkpoints" / "last.ckpt") for run in (whole, killed.directory)]
-        assert largest_difference(*last) == 0
+        assert difference(whole, killed.directory) == 0

@@ -1,29 +1,23 @@
 """Validate, test and predict see every sample exactly once, whatever the world size; fit's validation: test_parity."""
 
 import csv
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, error_of, fork_app
+from harness import App, error_of, fork_app, on_cpu, options, output_of, record_of, tiny
 from PIL import Image
 
 from app.data.synthetic import SHAPES
 from app.modules import CIFARCNN
 
 # 1,003 test images in batches of 64: 15 whole ones and one of 43, which neither 2 nor 4 divides
-DATA = ["--data", "Synthetic", "--data.size", "5015", "--data.batch_size", "64", "--data.val_size", "1003", *QUIET]
+DATA = tiny(5015, 64, val_size=1003)
 SLOW = pytest.mark.slow
-WAYS = [("dp", 2), ("dp", 4), pytest.param("ddp_fork", 2, marks=SLOW)]
-
-
-def flags(strategy: str, devices: int) -> list[str]:
-    return ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
 
 
 def result(run: Path) -> dict[str, float]:
-    return json.loads((run / "run.json").read_text())["test"]
+    return record_of(run)["test"]
 
 
 def confusion(run: Path) -> list[list[str]]:
@@ -33,21 +27,15 @@ def confusion(run: Path) -> list[list[str]]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trained")
-    learn = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.002", "--trainer.max_epochs", "1"]
-    code, out = fork_app("fit", *DATA, *learn, "--run.root", root, "--run.name", "x")
-    assert code == 0, out
+    learn = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.002"]
+    output_of(*fork_app("fit", *DATA, *learn, *options(max_epochs=1, root=root, name="x")))
     return root / "x" / "version_0"
 
 
-@pytest.mark.parametrize(("strategy", "devices"), WAYS)
+@pytest.mark.parametrize(("strategy", "devices"), [("dp", 2), ("dp", 4), pytest.param("ddp_fork", 2, marks=SLOW)])
 def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    run_app = app if strategy == "dp" else fork_app
-    checkpoint = trained / "checkpoints" / "best.ckpt"
-    code, out = run_app(
-        *("test", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
-        *("--run.root", tmp_path, "--run.name", "t"),
-    )
-    assert code == 0, out
+    flags = [*on_cpu(strategy, devices, root=tmp_path, name="t"), "--ckpt_path", trained / "checkpoints" / "best.ckpt"]
+    output_of(*(app if strategy == "dp" else fork_app)("test", *DATA, *flags))
     ours, single = result(tmp_path / "t" / "version_0"), result(trained)
     assert ours["acc"] == single["acc"]
     assert ours["acc"] > 0.2, "a comparison of models that have learnt nothing says little"
@@ -58,13 +46,8 @@ def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Pa
 
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp_fork", 4, marks=SLOW)])
 def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    run_app = fork_app if "ddp" in strategy else app
-    checkpoint = trained / "checkpoints" / "best.ckpt"
-    code, out = run_app(
-        *("predict", *DATA, *flags(strategy, devices), "--ckpt_path", checkpoint),
-        *("--run.root", tmp_path, "--run.name", "p"),
-    )
-    assert code == 0, out
+    flags = [*on_cpu(strategy, devices, root=tmp_path, name="p"), "--ckpt_path", trained / "checkpoints" / "best.ckpt"]
+    output_of(*(fork_app if "ddp" in strategy else app)("predict", *DATA, *flags))
     rows = list(csv.DictReader((tmp_path / "p" / "version_0" / "predictions.csv").open()))
     assert list(rows[0]) == ["index", "predicted", "name", "probability", "label"]
     assert [int(row["index"]) for row in rows] == list(range(1003))
@@ -79,13 +62,10 @@ def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path:
 
 
 def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path: Path) -> None:
-    code, out = app(
-        *("validate", "--config", trained / "config.yaml", *flags("dp", 3)),
-        *("--ckpt_path", trained / "checkpoints" / "best.ckpt", "--run.root", tmp_path, "--run.name", "v"),
-    )
-    assert code == 0, out
+    flags = ["--config", trained / "config.yaml", "--ckpt_path", trained / "checkpoints" / "best.ckpt"]
+    output_of(*app("validate", *flags, *on_cpu("dp", 3, root=tmp_path, name="v")))
     metrics = list(csv.DictReader((tmp_path / "v" / "version_0" / "metrics.csv").open()))[-1]
-    epoch = json.loads((trained / "run.json").read_text())["epochs"][-1]
+    epoch = record_of(trained)["epochs"][-1]
     assert float(metrics["val_acc"]) == epoch["val_acc"]
     assert float(metrics["val_loss"]) == pytest.approx(epoch["val_loss"], abs=1e-6)
 
@@ -95,8 +75,7 @@ def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> Non
     """Without flags for model and data, the run's own are used, and CIFAR-10 is not downloaded."""
     path = ["--ckpt_path", trained / "checkpoints" / "best.ckpt"]
     name = ["--ckpt_path=best", "--run.name", trained.parent.name]
-    code, out = app("test", *(path if by == "path" else name), "--run.root", trained.parents[1])
-    assert code == 0, out
+    output_of(*app("test", *(path if by == "path" else name), "--run.root", trained.parents[1]))
     tests = sorted(trained.glob("test_*"), key=lambda run: run.stat().st_mtime)
     assert result(tests[-1]) == result(trained)
     assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()

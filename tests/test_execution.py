@@ -1,6 +1,5 @@
 """Flags that change how a model is executed, and nothing of what it learns beyond rounding."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import App, error_of, largest_difference, losses, output_of, tiny, weights
+from harness import App, assert_same, difference, error_of, last_of, losses, on_gpu, options, output_of, record_of, tiny
 from torch import nn
 
 from app import step_graph
@@ -23,41 +22,30 @@ from app.networks import MLP, LeNet
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = tiny(203, 20)
-STEPS = ["--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
-CNN, MLP_FLAGS = (
-    ["--model", "CIFARCNN"],
-    ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"],
-)
-
-RESNET = ["--model.network", "resnet18_cifar", "--data.size", "14", "--data.batch_size", "4"]
-RESNET += ["--data.drop_last", "true"]
+STEPS = options(max_epochs=3, log_every_n_steps=1, test=False)
+CNN = ["--model", "CIFARCNN"]
+MLP_FLAGS = ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"]
+# BatchNorm over few images makes much of rounding
+RESNET = [*CNN, "--model.network=resnet18_cifar", *options(size=14, batch_size=4, drop_last=True, precision="64-true")]
+SLOW = pytest.mark.slow
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    record = json.loads((run / "run.json").read_text())
-    return {
-        name: record[name]
-        for name in ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
-    }
+    names = ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
+    return {name: value for name, value in record_of(run).items() if name in names}
+
+
+ALIKE = [
+    (CNN, ["--model.channels_last", "false"], ("channels_last", True, False)),
+    pytest.param(RESNET, ["--model.channels_last", "false"], ("channels_last", True, False), marks=SLOW),
+    pytest.param(CNN, ["--model.compile", "default"], ("compile", "off", "default"), marks=SLOW),
+    (MLP_FLAGS, ["--model.optimizer", "Adam", "--model.optimizer.fused", "true"], ("fused", False, True)),
+]
 
 
 @pytest.mark.parametrize(
-    ("flags", "other", "says"),
-    [
-        (CNN, ["--model.channels_last", "false"], ("channels_last", True, False)),
-        pytest.param(
-            [*CNN, *RESNET, "--trainer.precision", "64-true"],  # BatchNorm over few images makes much of rounding
-            ["--model.channels_last", "false"],
-            ("channels_last", True, False),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            CNN, ["--model.compile", "default"], ("compile", "off", "default"), marks=pytest.mark.slow,
-        ),
-        (MLP_FLAGS, ["--model.optimizer", "Adam", "--model.optimizer.fused", "true"], ("fused", False, True)),
-    ],
-    ids=["channels-last", "channels-last-resnet", "compile", "fused"],
-)  # fmt: skip
+    ("flags", "other", "says"), ALIKE, ids=["channels-last", "channels-last-resnet", "compile", "fused"]
+)
 def test_the_same_training(
     flags: list[str], other: list[str], says: tuple[str, Any, Any], app: App, tmp_path: Path
 ) -> None:
@@ -66,8 +54,7 @@ def test_the_same_training(
     for name, more in (("plain", []), ("other", other)):
         output_of(*app("fit", *SMALL, *flags, *STEPS, *more, "--run.name", name))
     plain, changed = (tmp_path / "runs" / name / "version_0" for name in ("plain", "other"))
-    np.testing.assert_allclose(losses(changed), losses(plain), rtol=0, atol=1e-5)
-    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (plain, changed))) < 1e-5
+    assert_same(changed, plain)
     name, before, after = says
     assert (recorded(plain)[name], recorded(changed)[name]) == (before, after)
     assert recorded(plain)["matmul_precision"] is None, "it does not act on a CPU"
@@ -80,7 +67,7 @@ def test_a_checkpoint_of_another_layout(before: str, app: App, tmp_path: Path) -
     output_of(*app(*flags, "--trainer.max_epochs", "1", "--model.channels_last", before))
     after = "false" if before == "true" else "true"
     output_of(*app(*flags, "--model.channels_last", after, "--ckpt_path", "last"))
-    last = torch.load(tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+    last = torch.load(last_of(tmp_path / "runs" / "x" / "version_0"), weights_only=True)
     momenta = [state["momentum_buffer"] for state in last["optimizer_states"][0]["state"].values()]
     convolution = next(momentum for momentum in momenta if momentum.shape == (16, 6, 5, 5))
     assert convolution.is_contiguous(memory_format=torch.channels_last) == (after == "true")
@@ -160,6 +147,10 @@ def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
     assert all(state["step"] == 2 for state in resumed.state.values())
 
 
+FUSED = "--model.optimizer SGD --model.optimizer.lr 1 --model.optimizer.fused true"
+GRAPHED = "--model.cuda_graph true"
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -170,26 +161,24 @@ def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
         ("--model.compile default --trainer.strategy dp", "--model.compile does not work with --trainer.strategy dp"),
         ("--model.compile reduce-overhead --trainer.accumulate_grad_batches 2", "overwrites accumulated gradients"),
         (
-            "--model.optimizer SGD --model.optimizer.lr 1 --model.optimizer.fused true --trainer.precision 16-mixed "
-            "--trainer.gradient_clip_val 1",
+            f"{FUSED} --trainer.precision 16-mixed --trainer.gradient_clip_val 1",
             "--model.optimizer.fused true with --trainer.gradient_clip_val",
         ),
         (
-            "--model.optimizer SGD --model.optimizer.fused true --model.optimizer.foreach true",
+            f"{FUSED} --model.optimizer.foreach true",
             "--model.optimizer SGD: `fused` and `foreach` cannot be `True` together.",
         ),
         ("--model.compile fast", "--model.compile fast"),
         ("--model.cuda_graph true", "--model.cuda_graph has no effect on the cpu accelerator: leave it out"),
         (
-            "--model.cuda_graph true --trainer.strategy ddp --trainer.devices 2",
+            f"{GRAPHED} --trainer.strategy ddp --trainer.devices 2",
             "--model.cuda_graph true is for one GPU, not for --trainer.strategy ddp: leave it out",
         ),
         ("--model.cuda_graph true --trainer.gradient_clip_val 1", "with --trainer.gradient_clip_val: the gradients"),
         ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: each"),
         ("--model.cuda_graph true --trainer.precision 16-mixed", "with --trainer.precision 16-mixed: the scale of the"),
         (
-            "--model.cuda_graph true --model.scheduler ExponentialLR --model.scheduler.gamma 0.9 "
-            "--model.scheduler_interval step",
+            f"{GRAPHED} --model.scheduler ExponentialLR --model.scheduler.gamma 0.9 --model.scheduler_interval step",
             "with --model.scheduler_interval step: the captured step has its learning rate: leave one of them out",
         ),
     ],
@@ -220,20 +209,17 @@ def test_compare_varies_every_flag() -> None:
     assert {variant.settings.model.init_args.channels_last for variant in variants} == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("device", "free", "images", "placement"),
-    [
-        ("cuda", 10 * 3072 * 1000 + 1, 1000, "device"),
-        ("cuda", 10 * 3072 * 1000 - 1, 1000, "memory"),
-        ("cpu", 0, 1000, "memory"),
-    ],
-)
-def test_where_images_are_kept_by_default(
-    device: str, free: int, images: int, placement: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+ROOM = 10 * 3072 * 1000  # bytes free, for 1,000 images
+
+
+PLACES = [("cuda", ROOM + 1, "device"), ("cuda", ROOM - 1, "memory"), ("cpu", 0, "memory")]
+
+
+@pytest.mark.parametrize(("device", "free", "placement"), PLACES)
+def test_where_images_are_kept(device: str, free: int, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     strategy = SimpleNamespace(root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits)
-    data = Synthetic(size=images, val_size=0)
+    data = Synthetic(size=1000, val_size=0)
     data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)  # type: ignore[assignment]
     data._load_training()
     assert data._place() == placement
@@ -258,23 +244,22 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replays
 
 
-GRAPH = ["--model.cuda_graph", "true"]
+GRAPH = GRAPHED.split()
 # 203 images less 20 for validation: 9 whole batches to an epoch, and one of 3
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
 EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "replayed"),
-    [
-        ([], [24]),
-        (["--model.optimizer", "Adam"], [24]),
-        (["--trainer.precision", "bf16-mixed"], [24]),
-        (["--data.drop_last", "true"], [24]),
-        (["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"], [6, 9, 9]),
-    ],
-    ids=["sgd", "adam", "bf16", "drop-last", "scheduler"],
-)
+REPLAYED = [
+    ([], [24]),
+    (["--model.optimizer", "Adam"], [24]),
+    (["--trainer.precision", "bf16-mixed"], [24]),
+    (["--data.drop_last", "true"], [24]),
+    (["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"], [6, 9, 9]),
+]
+
+
+@pytest.mark.parametrize(("flags", "replayed"), REPLAYED, ids=["sgd", "adam", "bf16", "drop-last", "scheduler"])
 def test_a_step_as_one_graph(
     flags: list[str], replayed: list[int], graphs: list[int], app: App, tmp_path: Path
 ) -> None:
@@ -287,8 +272,8 @@ def test_a_step_as_one_graph(
     files = [sorted((run / "checkpoints").glob("step=*.ckpt")) for run in (plain, graph)]
     assert [path.name for path in files[0]] == [path.name for path in files[1]]
     for pair in zip(*files, strict=True):
-        assert largest_difference(*map(weights, pair)) == 0
-    rows = [json.loads((run / "run.json").read_text())["epochs"] for run in (plain, graph)]
+        assert difference(*pair) == 0
+    rows = [record_of(run)["epochs"] for run in (plain, graph)]
     for row in (*rows[0], *rows[1]):
         del row["seconds"], row["samples_per_s"]
     assert rows[0] == rows[1]
@@ -302,7 +287,7 @@ def test_a_graph_goes_on_from_a_step_without_one(graphs: list[int], app: App, tm
     output_of(*app(*flags, *GRAPH, "--run.name", "graph", "--ckpt_path", saved / "step=14.ckpt"))
     resumed = tmp_path / "runs" / "graph" / "version_0" / "checkpoints"
     assert graphs == [11]
-    assert largest_difference(*(weights(folder / "step=28.ckpt") for folder in (saved, resumed))) == 0
+    assert difference(*(folder / "step=28.ckpt" for folder in (saved, resumed))) == 0
 
 
 def test_an_optimizer_that_cannot_be_captured(graphs: list[int], app: App) -> None:
@@ -310,8 +295,7 @@ def test_an_optimizer_that_cannot_be_captured(graphs: list[int], app: App) -> No
     assert said == "error: --model.cuda_graph true: LBFGS cannot be captured: use SGD, Adam or AdamW"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("optimizer", [[], ["--model.optimizer", "AdamW"]], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("scheduler", [[], ["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"]])
@@ -323,8 +307,7 @@ def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[s
     np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "32-true" else 1e-2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("compiled", ["default", "reduce-overhead"])
 def test_compiled_on_cuda(compiled: str, app: App, tmp_path: Path) -> None:
     for name in ("off", compiled):

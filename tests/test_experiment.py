@@ -7,24 +7,23 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import SHIPPED, App, error_of
+from harness import SHIPPED, App, error_of, output_of
 
 from app.compare.results import COLUMNS
+
+Write = Callable[..., Path]  # the fixture `experiment`
 
 
 def commands(out: str) -> list[str]:
     return [line for line in out.splitlines() if "python -m app fit" in line]
 
 
-def test_a_grid_is_every_combination_but_the_excluded(
-    app: App, experiment: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_grid_is_every_combination_but_the_excluded(app: App, experiment: Write, tmp_path: Path) -> None:
     path = experiment(
         grid={"trainer.strategy": ["dp", "ddp"], "trainer.devices": [1, 2], "data.num_workers": [0]},
         exclude=[{"trainer.strategy": "dp", "trainer.devices": 1}],
     )
-    code, out = app("compare", "--experiment", path, "--dry_run")
-    assert code == 0, out
+    out = output_of(*app("compare", "--experiment", path, "--dry_run"))
     found = [re.findall(r"--trainer.strategy (\w+) .*--trainer.devices (\d)", line)[0] for line in commands(out)]
     assert found == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
     assert "strategy=ddp devices=2 num_workers=0" in out
@@ -32,7 +31,7 @@ def test_a_grid_is_every_combination_but_the_excluded(
     assert not (tmp_path / "runs" / "compare").exists(), "nothing is kept"
 
 
-def test_the_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Callable[..., Path]) -> None:
+def test_the_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Write) -> None:
     path = experiment(variants={"one": {}, "two": {"trainer.strategy": "ddp", "trainer.devices": 2}})
     _, out = app("compare", "--experiment", path, "--dry_run")
     assert all("--data.batch_size 24" in line and "lr" not in line for line in commands(out))
@@ -44,7 +43,7 @@ def test_the_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experime
     assert "--model.optimizer.lr 0.002" in two
 
 
-def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Callable[..., Path]) -> None:
+def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Write) -> None:
     path = experiment(variants={"one": {}, "other": {"trainer.precision": "bf16-mixed"}})
     words = ["--repeats=4", "--max_epochs", "7", "--data.flip=true", "--seed_everything", "3"]
     _, out = app("compare", "--experiment", path, "--dry_run", *words)
@@ -53,7 +52,7 @@ def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Cal
     assert all("--seed_everything 3" in line for line in commands(out))
 
 
-def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment: Callable[..., Path]) -> None:
+def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment: Write) -> None:
     path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
     _, out = app("compare", "--experiment", path, "--dry_run")
     first, second = commands(out)
@@ -85,9 +84,7 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
         ({"variants": {"a": {}}, "published": {"hardware": "x"}}, "rows"),
     ],
 )
-def test_an_experiment_that_cannot_be(
-    app: App, experiment: Callable[..., Path], settings: dict[str, Any], message: str
-) -> None:
+def test_an_experiment_that_cannot_be(app: App, experiment: Write, settings: dict[str, Any], message: str) -> None:
     assert message in error_of(*app("compare", "--experiment", experiment(**settings)))
 
 
@@ -100,7 +97,7 @@ def test_an_experiment_that_cannot_be(
         ("--cluster.node_rank=1", "cluster.node_rank is set by compare itself"),
     ],
 )
-def test_nothing_typed_is_dropped(app: App, experiment: Callable[..., Path], word: str, message: str) -> None:
+def test_nothing_typed_is_dropped(app: App, experiment: Write, word: str, message: str) -> None:
     path = experiment(variants={"a": {}, "b": {"trainer.precision": "bf16-mixed"}})
     assert message in error_of(*app("compare", "--experiment", path, word))
 
@@ -111,17 +108,16 @@ def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
     assert "--experiment needs a value" in error_of(*app("compare", "--experiment"))
 
 
-def test_a_setting_that_is_given_twice(app: App, experiment: Callable[..., Path]) -> None:
+def test_a_setting_that_is_given_twice(app: App, experiment: Write) -> None:
     path = experiment(variants={"a": {}})
     path.write_text(path.read_text() + "repeats: 2\n")
     assert "repeats is given twice" in error_of(*app("compare", "--experiment", path))
 
 
-def test_the_small_form_and_what_is_typed(app: App, experiment: Callable[..., Path]) -> None:
+def test_the_small_form_and_what_is_typed(app: App, experiment: Write) -> None:
     form = {"repeats": 3, "max_epochs": 4, "flags": {"data.size": 120}}
     path = experiment(variants={"a": {}}, quick_form=form)
-    code, out = app("compare", "--repeats", "5", "--dry_run", "--experiment", path, "--quick", "true")
-    assert code == 0, out
+    out = output_of(*app("compare", "--repeats", "5", "--dry_run", "--experiment", path, "--quick", "true"))
     (command,) = commands(out)
     assert "5 runs to do" in out, "what is typed wins, wherever it stands"
     for flag in ("--data.size 120", "--data.batch_size 24", "--trainer.max_epochs 4"):
@@ -132,10 +128,8 @@ def test_the_small_form_and_what_is_typed(app: App, experiment: Callable[..., Pa
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_experiments_can_be_read(app: App, path: Path) -> None:
-    code, out = app("compare", "--experiment", path, "--dry_run")
-    assert code == 0, out
-    code, out = app("compare", "--experiment", path, "--dry_run", "--quick", "true")
-    assert code == 0, out
+    output_of(*app("compare", "--experiment", path, "--dry_run"))
+    output_of(*app("compare", "--experiment", path, "--dry_run", "--quick", "true"))
     content = yaml.safe_load(path.read_text())
     for row in content.get("published", {}).get("rows", []):
         assert row.get("variant", "") in {*content["variants"], ""}

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import ForkServer, family, largest_difference, output_of, started, tiny, weights
+from harness import ForkServer, difference, family, options, output_of, started, tiny, weights
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_fuzz import FLAGS, ODD
@@ -38,6 +38,11 @@ def server(tmp_path: Path) -> Iterator[ForkServer]:
         yield running
 
 
+def newest(root: Path) -> Path:
+    """The last checkpoint of the run that went on last."""
+    return max(root.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+
 def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     """Whenever it is killed, the newest checkpoint loads, and the run that goes on ends as one never disturbed."""
     kills, seed = 0, random.Random(7)
@@ -45,7 +50,7 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
     elsewhere = Path("/dev/shm/app-faults")  # $TMPDIR on another file system
     elsewhere.mkdir(exist_ok=True)
     output_of(*server.run("fit", *flags, "--run.name", "undisturbed"))
-    expected = weights(tmp_path / "runs" / "undisturbed" / "version_0" / "checkpoints" / "last.ckpt")
+    expected = weights(tmp_path / "runs" / "undisturbed" / "version_0")
     chain = 0
     while kills < 20 * TIMES:
         chain += 1
@@ -53,19 +58,16 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
         folder = tmp_path / "runs" / f"chain{chain}"
         for _ in range(12):
             moment = seed.uniform(0.4, 2.0)
-            code, out = server.run(
-                "fit", *flags, *name, signal_after=(signal.SIGKILL, moment), env={"TMPDIR": str(elsewhere)}
-            )
+            kill = (signal.SIGKILL, moment)
+            code, out = server.run("fit", *flags, *name, signal_after=kill, env={"TMPDIR": str(elsewhere)})
             if code != -signal.SIGKILL:
                 break
             kills += 1
-            newest = sorted(folder.glob("version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-            assert not newest or read(newest[-1])["global_step"] > 0
+            assert not list(folder.rglob("last.ckpt")) or read(newest(folder))["global_step"] > 0
         else:
             code, out = server.run("fit", *flags, *name, seconds=120)
         assert code == 0, out
-        last = max(folder.glob("version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-        assert largest_difference(weights(last), expected) == 0
+        assert difference(newest(folder), expected) == 0
         assert not list(folder.rglob(".*.part")), "what a killed one has left is removed"
         shutil.rmtree(folder)
     assert not list(elsewhere.iterdir())
@@ -75,7 +77,7 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
 
 def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) -> None:
     seed, kills = random.Random(3), TIMES
-    flags = [*FIT, *SAVES, "--trainer.max_epochs", "3", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    flags = [*FIT, *SAVES, *options(max_epochs=3, strategy="ddp", devices=2)]
     results = []
     for kill in (0, kills):
         root = tmp_path / str(kill)
@@ -88,8 +90,8 @@ def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) ->
                         os.kill(seed.choice(victims), signal.SIGKILL)
                 out = run.end()
         assert run.process.returncode == 0, out
-        results.append(weights(max(root.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime_ns)))
-    assert largest_difference(*results) == 0
+        results.append(weights(newest(root)))
+    assert difference(*results) == 0
     tally("SIGKILL of any process of `ddp` on two devices", kills)
 
 
@@ -110,15 +112,8 @@ def test_signals_at_random_moments(server: ForkServer, tmp_path: Path, tally: Ta
 
 
 NEVER_ENDS = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.min_epochs", "trainer.min_steps")
-ELSEWHERE = (
-    "run.root",
-    "config",
-    "cluster.log_dir",
-    "data.cache",
-    "trainer.default_root_dir",
-    "last_checkpoint.dirpath",
-)
-SAFE = [flag for flag in FLAGS if flag not in (*NEVER_ENDS, *ELSEWHERE, "verbose")]
+ELSEWHERE = ("run.root", "config", "cluster.log_dir", "data.cache", "trainer.default_root_dir")
+SAFE = [flag for flag in FLAGS if flag not in (*NEVER_ENDS, *ELSEWHERE, "last_checkpoint.dirpath", "verbose")]
 COMMANDS = st.sampled_from(["fit", "fit", "fit", "validate", "test", "predict", "compare", "plan", "doctor"])
 
 
@@ -180,9 +175,9 @@ def test_damaged_data(
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 0)
     seed, cache, count = random.Random(13), tmp_path / "cache", 0
     sets = {
-        cifar_root / "cifar-10-batches-py": lambda: CIFAR10(str(cifar_root), cache=str(cache)),
-        fashion_root / "FashionMNIST" / "raw": lambda: FashionMNIST(str(fashion_root), cache=str(cache)),
-        image_root / "train": lambda: ImageFolder(str(image_root), cache=str(cache)),
+        cifar_root / "cifar-10-batches-py": lambda: CIFAR10(str(cifar_root), cache=str(cache), num_workers=0),
+        fashion_root / "FashionMNIST" / "raw": lambda: FashionMNIST(str(fashion_root), cache=str(cache), num_workers=0),
+        image_root / "train": lambda: ImageFolder(str(image_root), cache=str(cache), num_workers=0),
     }
     for folder, make in sets.items():
         make().prepare_data("fit")
@@ -209,7 +204,7 @@ def test_damaged_data(
 def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
     """None hangs; no process, port or file is left, whether it ends by itself or is told to at any moment."""
     seed, count = random.Random(11), 2 * TIMES
-    flags = [*FIT, "--trainer.max_epochs", "1", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+    flags = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {"WANDB_MODE": "disabled", "TMPDIR": str(temporary)}

@@ -32,66 +32,42 @@ def examples(times: int) -> settings:
     )  # fmt: skip
 
 
-ODD = [
-    *("-1", "0", "1", "-0.0", "0.5", "1e400", "-1e400", "nan", ".inf", "1e-400", "100000000000000000000", "9" * 5000),
-    *("", " ", "null", "true", "[]", "{}", "[1,", "{a: 1}", "[[1]]", "!!python/object:os.system", "*a", "&a", "~", "'"),
-    *(
-        "x" * 3000,
-        "名前",
-        "ü",
-        "\u202e",
-        "a\nb",
-        "\t",
-        "%s",
-        "${x}",
-        "$HOME",
-        "../..",
-        "/",
-        "/dev/null",
-        "/proc/self/mem",
-    ),
-    *("os.system", "torch.nn.Linear", "torch.optim.Adam", "app.modules.CIFARCNN", "Adam", "ddp", "dp", "cuda", "auto"),
-]
-FLAGS = [
-    *(
-        f"trainer.{name}"
-        for name in ("accelerator", "strategy", "devices", "num_nodes", "precision", "logger", "plugins")
-    ),
-    *(f"trainer.{name}" for name in ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "fast_dev_run")),
-    *(f"trainer.limit_{name}_batches" for name in ("train", "val", "test", "predict")),
-    *(f"trainer.{name}" for name in ("overfit_batches", "val_check_interval", "check_val_every_n_epoch", "callbacks")),
-    *(f"trainer.{name}" for name in ("num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing", "profiler")),
-    *(f"trainer.{name}" for name in ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")),
-    *(f"trainer.{name}" for name in ("deterministic", "benchmark", "inference_mode", "detect_anomaly", "barebones")),
-    *(
-        f"trainer.{name}"
-        for name in ("sync_batchnorm", "reload_dataloaders_every_n_epochs", "default_root_dir", "nope")
-    ),
-    *(
-        f"trainer.strategy.{name}"
-        for name in ("ddp_comm_hook", "bucket_cap_mb", "static_graph", "find_unused_parameters")
-    ),
-    *(f"trainer.strategy.{name}" for name in ("process_group_backend", "start_method", "class_path", "nope")),
-    *("model", "model.network", "model.loss", "model.optimizer", "model.optimizer.lr", "model.optimizer.momentum"),
-    *("model.scheduler", "model.scheduler.step_size", "model.scheduler_interval", "model.hidden", "model.repeats"),
-    *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision", "model.nope"),
-    *("data", "data.like", "data.size", "data.data_seed", "data.batch_size", "data.val_size", "data.placement"),
-    *("data.cache", "data.num_workers", "data.crop_padding", "data.flip", "data.cutout", "data.augment", "data.seed"),
-    *("data.drop_last", "data.root", "data.nope", "seed_everything", "config", "ckpt_path"),
-    *("run.name", "run.root", "run.test", "run.wandb", "run.project", "run.group", "run.tags", "run.warmup_epochs"),
-    *("run.on_nonfinite", "run.nope", "run", "cluster", "trainer"),
-    *("cluster.init_method", "cluster.node_rank", "cluster.timeout", "cluster.max_restarts", "cluster.log_dir"),
-    *(
-        f"{which}_checkpoint.{name}"
-        for which in ("best", "last")
-        for name in ("filename", "monitor", "mode", "save_top_k")
-    ),
-    *(
-        f"last_checkpoint.{name}"
-        for name in ("every_n_train_steps", "train_time_interval", "every_n_epochs", "dirpath")
-    ),
-    *("lr_monitor.logging_interval", "nope", "optimizer", "verbose"),
-]
+ODD = ["", " ", "9" * 5000, "[1,", "{a: 1}", "x" * 3000, "\u202e", "a\nb", "\t"]
+ODD_WORDS = """
+    -1 0 1 -0.0 0.5 1e400 -1e400 nan .inf 1e-400 100000000000000000000 null true [] {} [[1]] !!python/object:os.system
+    *a &a ~ ' 名前 ü %s ${x} $HOME ../.. / /dev/null /proc/self/mem os.system torch.nn.Linear torch.optim.Adam
+    app.modules.CIFARCNN Adam ddp dp cuda auto
+"""
+ODD += ODD_WORDS.split()
+SETTINGS = {
+    "trainer": """
+        accelerator strategy devices num_nodes precision logger plugins max_epochs min_epochs max_steps min_steps
+        max_time fast_dev_run limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
+        overfit_batches val_check_interval check_val_every_n_epoch callbacks num_sanity_val_steps log_every_n_steps
+        enable_checkpointing profiler accumulate_grad_batches gradient_clip_val gradient_clip_algorithm deterministic
+        benchmark inference_mode detect_anomaly barebones sync_batchnorm reload_dataloaders_every_n_epochs nope
+        default_root_dir strategy.ddp_comm_hook strategy.bucket_cap_mb strategy.static_graph strategy.class_path
+        strategy.find_unused_parameters strategy.process_group_backend strategy.start_method strategy.nope
+    """,
+    "model": """
+        network loss optimizer optimizer.lr optimizer.momentum scheduler scheduler.step_size scheduler_interval hidden
+        repeats channels_last compile cuda_graph matmul_precision nope
+    """,
+    "data": """
+        like size data_seed batch_size val_size placement cache num_workers crop_padding flip cutout augment seed
+        drop_last root nope
+    """,
+    "run": "name root test wandb project group tags warmup_epochs on_nonfinite nope",
+    "cluster": "init_method node_rank timeout max_restarts log_dir",
+    "best_checkpoint": "filename monitor mode save_top_k",
+    "last_checkpoint": """
+        filename monitor mode save_top_k every_n_train_steps train_time_interval every_n_epochs dirpath
+    """,
+    "lr_monitor": "logging_interval",
+}
+FLAGS = [f"{section}.{name}" for section, names in SETTINGS.items() for name in names.split()]
+FLAGS += ["model", "data", "run", "cluster", "trainer", "seed_everything", "config", "ckpt_path", "nope", "optimizer"]
+FLAGS += ["verbose"]
 values = st.sampled_from(ODD) | st.integers().map(str) | st.floats().map(str) | st.text(max_size=20)
 flags = st.lists(st.tuples(st.sampled_from(FLAGS), values), min_size=1, max_size=4)
 COMMANDS = ("fit", "validate", "test", "predict")
@@ -108,6 +84,13 @@ def refused(call: Any, *args: Any) -> str | None:
         assert len(said) < 8000, said
         return said
     return None
+
+
+def written(place: pytest.TempPathFactory, content: str) -> Path:
+    """A file with this content, as far as it is Unicode."""
+    path = place.getbasetemp() / "example.yaml"
+    path.write_bytes(content.encode(errors="replace"))
+    return path
 
 
 def settle(command: str, argv: list[str]) -> None:
@@ -139,29 +122,20 @@ configs = st.dictionaries(sections, trees | settings_of, max_size=3)
 @examples(2)
 @given(configs, st.booleans())
 def test_configs(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any], as_json: bool) -> None:
-    path = tmp_path_factory.getbasetemp() / "config.yaml"
-    try:
-        path.write_text(json.dumps(content) if as_json else yaml.safe_dump(content, allow_unicode=True))
-    except UnicodeEncodeError:
-        return
+    path = written(tmp_path_factory, json.dumps(content) if as_json else yaml.safe_dump(content, allow_unicode=True))
     refused(settle, "fit", [*["--data", "Synthetic"] * as_json, "--config", str(path)])
 
 
 experiments = st.fixed_dictionaries(
     {},
     optional={
+        **dict.fromkeys(["exclude", "baseline", "quick", "nope"], trees),
+        **dict.fromkeys(["repeats", "max_epochs", "warmup_epochs"], trees | st.integers()),
         "name": trees | st.text(max_size=10),
         "flags": trees | st.dictionaries(st.sampled_from(FLAGS), trees, max_size=3),
         "variants": trees | st.dictionaries(st.text(max_size=5) | st.integers(), trees | settings_of, max_size=3),
         "grid": trees | st.dictionaries(st.sampled_from(FLAGS), st.lists(trees, max_size=3), max_size=3),
-        "exclude": trees,
-        "repeats": trees | st.integers(),
-        "max_epochs": trees | st.integers(),
-        "warmup_epochs": trees | st.integers(),
         "time_limit": trees | st.floats(),
-        "baseline": trees,
-        "quick": trees,
-        "nope": trees,
     },
 )
 
@@ -175,12 +149,7 @@ def read_experiment(path: Path) -> None:
 @examples(2)
 @given(experiments)
 def test_experiments(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
-    path = tmp_path_factory.getbasetemp() / "experiment.yaml"
-    try:
-        path.write_text(yaml.safe_dump(content, allow_unicode=True))
-    except UnicodeEncodeError:
-        return
-    refused(read_experiment, path)
+    refused(read_experiment, written(tmp_path_factory, yaml.safe_dump(content, allow_unicode=True)))
 
 
 def read_verify(argv: list[str]) -> None:
@@ -192,17 +161,11 @@ def read_verify(argv: list[str]) -> None:
 @pytest.mark.slow
 @examples(1)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["steps", "quick", "time_limit", "json", "ways", "nope", *FLAGS]), values), max_size=3
-    ),
+    st.lists(st.tuples(st.sampled_from(["steps", "quick", "time_limit", "json", "ways", *FLAGS]), values), max_size=3),
     st.dictionaries(st.text(max_size=5) | st.integers(), trees | settings_of, max_size=2),
 )
 def test_ways(tmp_path_factory: pytest.TempPathFactory, given: list[tuple[str, str]], ways: dict[Any, Any]) -> None:
-    path = tmp_path_factory.getbasetemp() / "ways.yaml"
-    try:
-        path.write_text(yaml.safe_dump(ways, allow_unicode=True))
-    except UnicodeEncodeError:
-        return
+    path = written(tmp_path_factory, yaml.safe_dump(ways, allow_unicode=True))
     argv = [part for flag, value in given for part in (f"--{flag}", value)]
     refused(read_verify, ["--data", "Synthetic", "--ways", str(path), *argv])
 

@@ -1,6 +1,5 @@
 """Several hosts, each with a network, a name and processes of its own: meeting, parity, and what breaks."""
 
-import json
 import re
 import signal
 import subprocess
@@ -13,13 +12,13 @@ import numpy as np
 import psutil
 import pytest
 from cluster.hosts import Host, Network, awaited
-from harness import App, largest_difference, losses, tiny, weights
+from harness import App, assert_same, options, output_of, record_of, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
 SMALL = tiny(203, 20, flip=True)
-STEPS = [*SMALL, "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
-TCP = ["--trainer.num_nodes", "2", "--trainer.devices", "1", "--cluster.init_method", "tcp://h1:29500"]
+STEPS = [*SMALL, *options(accelerator="cpu", log_every_n_steps=1, test=False)]
+TCP = [*options(num_nodes=2, devices=1), "--cluster.init_method", "tcp://h1:29500"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # with torch 2.15 a node that joins would wait in vain otherwise
 SILENCE = "error: no answer from another rank within --cluster.timeout: "
@@ -28,13 +27,18 @@ Process = subprocess.Popen[str]
 
 
 def record(root: Path, version: int = 0) -> dict[str, Any]:
-    path = root / "LeNet-Synthetic" / f"version_{version}" / "run.json"
-    return json.loads(path.read_text()) if path.exists() else {"epochs": []}
+    run = root / "LeNet-Synthetic" / f"version_{version}"
+    return record_of(run) if (run / "run.json").exists() else {"epochs": []}
 
 
 def fit(host: Host, *flags: object, launcher: list[str] | None = None, env: dict[str, str] | None = None) -> Process:
     start = launcher or [str(BIN / "python")]
     return host.start(*start, "-m", "app", "fit", *STEPS, *map(str, flags), env=env)
+
+
+def torchrun(processes: int, nodes: str = "2") -> list[str]:
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
+    return [str(BIN / "torchrun"), "--nnodes", nodes, "--nproc-per-node", str(processes), *meet]
 
 
 def two_nodes(hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None) -> list[Process]:
@@ -66,6 +70,14 @@ def ended(processes: list[Process], seconds: float) -> list[str]:
     return [process.communicate(timeout=max(limit - time.monotonic(), 0.1))[0] for process in processes]
 
 
+def end_by_a_cut(processes: list[Process]) -> None:
+    """Each ends within a little more than the timeout, with one line."""
+    for process, said in zip(processes, ended(processes, 20 + 20), strict=True):
+        assert process.returncode == 1, said
+        assert CUT in said
+        assert "Traceback" not in said
+
+
 def orphans(host: Host) -> list[str]:
     """Command lines of the processes that are left on a host: its first one inherits them."""
     living = [p for p in psutil.Process(host.pid).children(recursive=True) if not gone(p)]
@@ -79,7 +91,7 @@ def gone(process: psutil.Process) -> bool:
         return True
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def clean(hosts: Network) -> Any:
     """No process of a run and no segment of shared memory is left when a test is over."""
     yield
@@ -89,7 +101,6 @@ def clean(hosts: Network) -> Any:
             assert host.shared_memory() == []
 
 
-@pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("way", ["torchrun", "env", "ddp_dp"])
 def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
     """2 × 2 ranks, the second host first, against one device; gloo finds the right interface by itself."""
@@ -99,8 +110,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
         host = hosts.hosts[f"h{node + 1}"]
         launcher, env, flags = None, {}, ["--trainer.num_nodes", "2", "--trainer.devices", "2"]
         if way == "torchrun":
-            at = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
-            launcher = [str(BIN / "torchrun"), *at]
+            launcher = torchrun(2)
         elif way == "env":
             if node == 0:  # as Debian's installer leaves it
                 host.run("sh", "-c", f"sed 's/10.77.0.1/127.0.1.1/' /etc/hosts > {tmp_path}/etc-hosts")
@@ -112,15 +122,12 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
         processes.append(fit(host, "--run.root", root, *epochs, *flags, launcher=launcher, env=env))
     out = ended(processes, 300)
     assert [process.returncode for process in processes] == [0, 0], out
-    code, said = app("fit", *STEPS, *epochs)
-    assert code == 0, said
+    output_of(*app("fit", *STEPS, *epochs))
     ours, single = root / "LeNet-Synthetic" / "version_0", tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert record(root)["world_size"] == (2 if way == "ddp_dp" else 4)
-    np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-5)
-    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (ours, single))) < 1e-5
+    assert_same(ours, single)
 
 
-@pytest.mark.usefixtures("clean")
 def test_a_link_that_is_cut_for_five_seconds(hosts: Network, tmp_path: Path) -> None:
     processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--cluster.timeout", "60")
     trained(tmp_path, processes, 2)
@@ -136,20 +143,14 @@ def test_a_link_that_is_cut_for_five_seconds(hosts: Network, tmp_path: Path) -> 
     assert Path(record(tmp_path)["checkpoint"]["last"]).exists()
 
 
-@pytest.mark.usefixtures("clean")
 def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
     processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--cluster.timeout", "20")
     trained(tmp_path, processes, 2)
     hosts.link("h2", "down")
-    out = ended(processes, 20 + 20)
-    for process, said in zip(processes, out, strict=True):
-        assert process.returncode == 1, said
-        assert CUT in said
-        assert "Traceback" not in said
+    end_by_a_cut(processes)
     assert record(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.usefixtures("clean")
 def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path) -> None:
     """The others wait for the one that reads, as long as it takes; a link that is gone is another matter."""
     reads = ["--data", "user_code.ReadsWhenTold", "--cluster.timeout", "20"]
@@ -157,25 +158,18 @@ def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path
     awaited((tmp_path / "reads").exists, 120)
     hosts.link("h2", "down")
     (tmp_path / "go").touch()
-    out = ended(processes, 20 + 20)
-    for process, said in zip(processes, out, strict=True):
-        assert process.returncode == 1, said
-        assert CUT in said
-        assert "Traceback" not in said
+    end_by_a_cut(processes)
 
 
-@pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("torchrun", 1)])
 def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Network, tmp_path: Path) -> None:
     """Nobody but a process of its own can end it there."""
-    processes = []
-    for number, host in enumerate((hosts.hosts["h1"], hosts.hosts["h2"])):
-        at, launcher = ["--cluster.init_method", "tcp://h1:29500", "--cluster.node_rank", number], None
-        if way == "torchrun":
-            meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
-            at, launcher = [], [str(BIN / "torchrun"), *meet]
-        flags = ["--run.root", tmp_path, "--trainer.num_nodes", "2", "--trainer.devices", "1", *at, *FOR_EVER]
-        processes.append(fit(host, *flags, "--cluster.timeout", "20", launcher=launcher))
+    flags = [*FOR_EVER, "--cluster.timeout", "20"]
+    if way == "tcp":
+        processes = two_nodes(hosts, tmp_path, *flags)
+    else:
+        names = ("h1", "h2")
+        processes = [fit(hosts.hosts[name], "--run.root", tmp_path, *flags, launcher=torchrun(1)) for name in names]
     trained(tmp_path, processes, 2)
     stopped = a_rank(processes[node])
     stopped.suspend()
@@ -189,7 +183,6 @@ def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Ne
     assert "Traceback" not in "".join(out) or way == "torchrun"  # its own
 
 
-@pytest.mark.usefixtures("clean")
 def test_a_rank_alone_on_its_host_that_loops(hosts: Network, tmp_path: Path) -> None:
     """It is ended when the other one has left it."""
     processes = two_nodes(hosts, tmp_path, "--data", "stuck_code.LoopsInData", "--cluster.timeout", "10", *FOR_EVER)
@@ -201,7 +194,6 @@ def test_a_rank_alone_on_its_host_that_loops(hosts: Network, tmp_path: Path) -> 
     assert "Traceback" not in "".join(out)
 
 
-@pytest.mark.usefixtures("clean")
 def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None:
     """Node 0 keeps the run; the best weights, which the other has not, are not tested."""
     root = tmp_path / "runs"
@@ -213,24 +205,21 @@ def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None
     out = ended(processes, 120)
     assert [process.returncode for process in processes] == [0, 0], out
     assert "best.ckpt is not on every node: testing the last weights instead of the best" in out[0]
-    kept = [
-        Path(f"/proc/{hosts.hosts[name].pid}/root{root}/LeNet-Synthetic/version_0/run.json") for name in ("h1", "h2")
-    ]
-    found = json.loads(kept[0].read_text())
+    roots = [Path(f"/proc/{hosts.hosts[name].pid}/root{root}/LeNet-Synthetic") for name in ("h1", "h2")]
+    found = record_of(roots[0] / "version_0")
     assert found["test"] is not None
     assert found["tested"] is None
     assert "(last weights)" in out[0]
-    assert not kept[1].exists()
+    assert not (roots[1] / "version_0" / "run.json").exists()
     processes = two_nodes(hosts, root, *flags, "--ckpt_path", "last", "--trainer.max_epochs", "2")
     out = ended(processes, 60)
     assert [process.returncode for process in processes] == [2, 2], out
     lacking = f"--ckpt_path {root}/LeNet-Synthetic/version_0/checkpoints/last.ckpt: there is no such file"
     assert f"error: node 1: {lacking}" in out[0]
     assert f"error: {lacking}" in out[1]
-    assert not kept[0].parent.with_name("version_1").exists()
+    assert not (roots[0] / "version_1").exists()
 
 
-@pytest.mark.usefixtures("clean")
 def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path) -> None:
     processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--trainer.devices", "2")
     trained(tmp_path, processes, 2)
@@ -242,7 +231,6 @@ def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path)
     assert "error: lost the connection to node 1: see its messages" in out[0]
 
 
-@pytest.mark.usefixtures("clean")
 def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App, tmp_path: Path) -> None:
     """One host loses power, another one joins and is told to go: the steps are those of one device, all the same.
 
@@ -250,14 +238,11 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
     """
     root = tmp_path / "hosts"
     exact = ["--trainer.precision", "64-true", "--last_checkpoint.every_n_train_steps", "5"]
-    at = ["--nnodes", "1:2", "--max-restarts", "3", "--nproc-per-node", "2", "--rdzv-id", "elastic"]
-    at += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400"]
-    at += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
+    at = ["--max-restarts", "3", "--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
 
     def join(name: str) -> Process:
-        launcher = [str(BIN / "torchrun"), *at]
-        flags = [*exact, *FOR_EVER, "--cluster.timeout", "20"]
-        return fit(hosts.hosts[name], "--run.root", root, *flags, launcher=launcher, env=ELASTIC)
+        flags = ["--run.root", root, *exact, *FOR_EVER, "--cluster.timeout", "20"]
+        return fit(hosts.hosts[name], *flags, launcher=[*torchrun(2, "1:2"), *at], env=ELASTIC)
 
     def newest() -> int:
         return len(list((root / "LeNet-Synthetic").glob("version_*"))) - 1
@@ -287,8 +272,7 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
     final = record(root, newest())
     assert (final["status"], final["world_size"]) == ("interrupted", 2), out
     rows = {row["epoch"]: row["train_loss"] for row in final["epochs"] if row["whole"]}
-    code, said = app("fit", *STEPS, *exact, "--trainer.max_epochs", str(max(rows) + 1))
-    assert code == 0, said
+    output_of(*app("fit", *STEPS, *exact, "--trainer.max_epochs", str(max(rows) + 1)))
     single = {row["epoch"]: row["train_loss"] for row in record(tmp_path / "runs")["epochs"]}
     assert list(rows) == list(range(len(rows)))
     np.testing.assert_allclose(list(rows.values()), [single[epoch] for epoch in rows], rtol=0, atol=1e-6)

@@ -5,22 +5,16 @@ Of runs on one machine, `Running.trained` looks at each.
 
 import ipaddress
 import json
-import os
-import signal
 import subprocess
-import sys
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import TINY, family, free_port, listening, started, tiny
+from harness import TINY, family, free_port, listening, on_cpu, options, output_of, running, started, tiny
 
 from app.system.interconnect import own_addresses
 
-FLAGS = tiny(203, 20, accelerator="cpu")
-FLAGS += ["--trainer.max_epochs", "100000", "--trainer.devices", "1", "--trainer.num_nodes", "2", "--run.test", "false"]
-CPU = ["--trainer.accelerator", "cpu"]
+FLAGS = tiny(203, 20, accelerator="cpu", max_epochs=100000, devices=1, num_nodes=2, test=False)
 
 
 @pytest.mark.slow
@@ -38,10 +32,10 @@ def test_nodes_listen_on_the_given_address(scheme: str, tmp_path: Path) -> None:
 
 
 COMMANDS = {
-    "fit": ["fit", *FLAGS[:4], *CPU, "--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.max_steps", "4"],
+    "fit": ["fit", *FLAGS[:4], *on_cpu("ddp", max_steps=4)],
     "compare": ["compare", "--experiment", "tiny.yaml"],
     "verify": ["verify", "--data", "Synthetic", "--steps", "4"],
-    "plan": ["plan", *FLAGS[:4], *CPU, "--run.threads", "1", "--per_node", "2"],
+    "plan": ["plan", *FLAGS[:4], *options(accelerator="cpu", threads=1), "--per_node", "2"],
     "doctor": ["doctor"],
 }
 
@@ -50,25 +44,14 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_that_starts_ranks_listens_on_loopback(name: str, tmp_path: Path) -> None:
     nodes = {"trainer.strategy": "ddp", "trainer.devices": 1, "trainer.num_nodes": 2}
-    (tmp_path / "tiny.yaml").write_text(
-        json.dumps(TINY | {"variants": {"ddp": {"trainer.devices": 2}, "nodes": nodes}})
-    )
-    mark, seen = uuid.uuid4().hex, set()
-    with (tmp_path / "output.txt").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "app", *COMMANDS[name]], cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT,
-            env={**os.environ, "APP_TEST_MARK": mark}, start_new_session=True,
-        )  # fmt: skip
-    try:
-        while process.poll() is None:
-            seen |= listening(family(mark))
+    variants = {"ddp": {"trainer.devices": 2}, "nodes": nodes}
+    (tmp_path / "tiny.yaml").write_text(json.dumps(TINY | {"variants": variants}))
+    seen, out = set(), ""
+    with running(*COMMANDS[name], cwd=tmp_path) as run:
+        while run.process.returncode is None:
+            seen |= listening(family(run.mark))
             with suppress(subprocess.TimeoutExpired):
-                process.wait(0.1)
-    finally:
-        for pid in family(mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait(60)
-    assert process.returncode == 0, (tmp_path / "output.txt").read_text()
+                out, _ = run.process.communicate(timeout=0.1)
+    output_of(run.process.returncode, out)
     assert seen
     assert all(ipaddress.ip_address(address).is_loopback for address in seen), seen

@@ -221,11 +221,7 @@ for wrong in sys.argv[3:]:
 SAID = {
     "nothing": ["{'of': 0}"] * 3,
     "decision": ["UserError: no such checkpoint"] * 3,
-    "user 1": [
-        "UserError: node 1: no such checkpoint here",
-        "UserError: no such checkpoint here",
-        "UserError: node 1: no such checkpoint here",
-    ],
+    "user 1": [f"UserError: {which}no such checkpoint here" for which in ("node 1: ", "", "node 1: ")],
     "settings": ["UserError: --model.optimizer.lr is 0.2 on node 0 and 0.1 on node 2: give the same"] * 3,
     "check 2": ["UserError: node 2: PermissionError"] * 2 + ["PermissionError: "],  # an error without a text
 }

@@ -1,19 +1,18 @@
 """A loss that is infinite or NaN: said with step, batch and rank; no checkpoint has it; or the step is left out."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, weights
+from harness import App, error_of, fork_app, output_of, record_of, tiny, weights
 
-DATA = ["--data", "Synthetic", "--data.size", "400", "--data.batch_size", "24", "--trainer.max_epochs", "2", *QUIET]
+DATA = tiny(400, 24, max_epochs=2)
 POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the seventh of the first epoch is the bad one
 
 
 def record(root: Path) -> dict[str, Any]:
-    return json.loads(next(root.glob("*/version_0/run.json")).read_text())
+    return record_of(next(root.glob("*/version_0")))
 
 
 @pytest.mark.parametrize(
@@ -22,9 +21,8 @@ def record(root: Path) -> dict[str, Any]:
 def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
     """When the window ends, or the epoch, or before it would be saved."""
     said = error_of(*app("fit", *POISONED, *every))
-    assert said.startswith(
-        "error: the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0): lower the"
-    )
+    since = "step 7 (batch 7 of epoch 1, rank 0)"
+    assert said.startswith(f"error: the training loss is not finite since {since}: lower the")
     assert "--run.on_nonfinite warn continues anyway" in said
     written = record(tmp_path / "runs")
     assert (written["status"], written["error"]) == ("failed", said.removeprefix("error: "))
@@ -41,8 +39,7 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
 def test_it_names_the_rank(strategy: str, tmp_path: Path) -> None:
     flags = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--trainer.log_every_n_steps", "7"]
     flags += ["--last_checkpoint.every_n_train_steps", "3", "--run.root", tmp_path]
-    said = error_of(*fork_app("fit", *POISONED, *flags))
-    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in said
+    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in error_of(*fork_app("fit", *POISONED, *flags))
     assert record(tmp_path)["status"] == "failed"
 
 
@@ -57,8 +54,7 @@ def test_weights_that_are_not_finite_are_not_saved(alone: str, app: App, tmp_pat
 
 
 def test_it_goes_on(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *POISONED, "--run.on_nonfinite", "warn")
-    assert code == 0, out
+    out = output_of(*app("fit", *POISONED, "--run.on_nonfinite", "warn"))
     assert out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1
     assert "not finite since epoch 1: the run has diverged" in out
     written = record(tmp_path / "runs")
@@ -68,17 +64,9 @@ def test_it_goes_on(app: App, tmp_path: Path) -> None:
 def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
     """The weights are those of a run without that step."""
     flags = ["--run.on_nonfinite", "skip", "--last_checkpoint.every_n_train_steps", "1"]
-    flags += [
-        "--last_checkpoint.save_top_k",
-        "-1",
-        "--last_checkpoint.filename",
-        "{step}",
-        "--model.optimizer.momentum",
-        "0.9",
-    ]
-    code, out = app("fit", *POISONED, *flags)
-    assert code == 0, out
-    assert "the gradients of step 7 are not finite: it is left out" in out
+    flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
+    flags += ["--model.optimizer.momentum", "0.9"]
+    assert "the gradients of step 7 are not finite: it is left out" in output_of(*app("fit", *POISONED, *flags))
     written = record(tmp_path / "runs")
     assert (written["skipped_steps"], written["not_finite_since"]) == (1, None)
     saved = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints"

@@ -15,37 +15,29 @@ SMALL = {"LAB_DATA": "synthetic", "LAB_SIZE": "400", "LAB_EPOCHS": "1", "LAB_BAT
 SMALL |= {"LAB_REPEATS": "2", "LAB_MEGABYTES": "1"}
 
 
-def name(path: Path) -> str:
-    return path.stem
-
-
 def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(notebook: Path, tmp_path: Path) -> None:
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
+    command = [sys.executable, "-m", "pytest", *plugins, "--nbmake", "--nbmake-timeout=240", str(notebook)]
+    env = {**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *plugins, "--nbmake", "--nbmake-timeout=240", str(notebook)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")},
-        cwd=ROOT,
-        start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT, start_new_session=True
     )
     try:
         out, _ = process.communicate(timeout=500)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     assert process.returncode == 0, out
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_stripped(notebook: Path) -> None:
     content = nbformat.read(notebook, as_version=nbformat.NO_CONVERT)
     nbformat.validate(content)

@@ -1,11 +1,12 @@
 """Every way of running takes the same steps: per-step global loss and final weights, over 60 steps."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, fork_app, largest_difference, losses, weights
+from harness import App, difference, fork_app, last_of, losses, on_cpu, options, output_of, tiny
 
 from app.data.batches import stream
 from app.data.synthetic import SyntheticSource
@@ -15,36 +16,11 @@ from app.verify.differences import EXACT, TOLERANCE, Recorded, differences
 # 903 images for training, 103 for validation: batches of 64, the last ones of 7 and 39, which neither 2 nor 4 divides
 RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
 RECORDING += ["--trainer.callbacks.steps=60", "--trainer.callbacks.epoch_steps=15"]
-STEPS = ["--trainer.max_epochs", "4", "--trainer.log_every_n_steps", "1", "--run.test", "false", *QUIET]
-MODELS = {
-    "cnn": ["--model", "CIFARCNN", "--data", "Synthetic"],
-    "mlp": [
-        "--model",
-        "FashionMLP",
-        "--model.repeats",
-        "2",
-        "--data",
-        "Synthetic",
-        "--data.like",
-        "FashionMNIST",
-        # Adam takes a whole step also where a gradient is nothing but rounding, of either sign
-        "--trainer.precision",
-        "64-true",
-    ],
-}
-for flags in MODELS.values():
-    flags += [
-        "--data.size",
-        "1006",
-        "--data.val_size",
-        "103",
-        "--data.batch_size",
-        "64",
-        "--data.flip",
-        "true",
-        "--data.crop_padding",
-        "2",
-    ]
+STEPS = options(max_epochs=4, log_every_n_steps=1, test=False)
+IMAGES = tiny(1006, 64, val_size=103, flip=True, crop_padding=2)
+# float64: Adam takes a whole step also where a gradient is nothing but rounding, of either sign
+MLP = ["--model", "FashionMLP", "--model.repeats", "2", *options(like="FashionMNIST", precision="64-true")]
+MODELS = {"cnn": [*IMAGES, "--model", "CIFARCNN"], "mlp": [*IMAGES, *MLP]}
 SLOW = pytest.mark.slow
 
 
@@ -60,63 +36,36 @@ def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
 def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run on one device: the name of its model, and its directory."""
     root = tmp_path_factory.mktemp(request.param)
-    code, out = fork_app("fit", *MODELS[request.param], *STEPS, *RECORDING, "--run.root", root, "--run.name", "single")
-    assert code == 0, out
+    output_of(*fork_app("fit", *MODELS[request.param], *STEPS, *RECORDING, "--run.root", root, "--run.name", "single"))
     return request.param, root / "single" / "version_0"
 
 
-@pytest.mark.parametrize(
-    ("single", "strategy", "devices"),
-    [
-        ("cnn", "dp", 2),
-        ("mlp", "dp", 2),
-        ("cnn", "dp", 4),
-        ("cnn", "ddp", 2),
-        pytest.param("mlp", "ddp_fork", 2, marks=SLOW),
-    ],
-    indirect=["single"],
-)
+WAYS: list[Any] = [("cnn", "dp", 2), ("mlp", "dp", 2), ("cnn", "dp", 4), ("cnn", "ddp", 2)]
+WAYS += [pytest.param("mlp", "ddp_fork", 2, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("single", "strategy", "devices"), WAYS, indirect=["single"])
 def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App, tmp_path: Path) -> None:
     model, expected = single
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", str(devices)]
-    run_app = app if strategy == "dp" else fork_app
-    code, out = run_app("fit", *MODELS[model], *STEPS, *RECORDING, *way, "--run.root", tmp_path, "--run.name", "x")
-    assert code == 0, out
-    run = tmp_path / "x" / "version_0"
-    check_same(run, expected, EXACT if model == "mlp" else TOLERANCE)
+    flags = [*MODELS[model], *STEPS, *RECORDING, *on_cpu(strategy, devices, root=tmp_path, name="x")]
+    output_of(*(app if strategy == "dp" else fork_app)("fit", *flags))
+    check_same(tmp_path / "x" / "version_0", expected, EXACT if model == "mlp" else TOLERANCE)
+
+
+ACCUMULATED: list[Any] = [(4, None, "auto"), (2, None, "dp"), (1, 10, "auto"), (2, 5, "auto"), (1, 10, "dp")]
+ACCUMULATED += [pytest.param(2, 5, "ddp_fork", marks=SLOW)]
 
 
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)
-@pytest.mark.parametrize(
-    ("batches", "micro_batch", "strategy"),
-    [
-        (4, None, "auto"),
-        (2, None, "dp"),
-        (1, 10, "auto"),
-        (2, 5, "auto"),
-        (1, 10, "dp"),
-        pytest.param(2, 5, "ddp_fork", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("batches", "micro_batch", "strategy"), ACCUMULATED)
 def test_accumulated_gradients(
     single: tuple[str, Path], batches: int, micro_batch: int | None, strategy: str, app: App, tmp_path: Path
 ) -> None:
     """Of batches and parts of batches, weighted by their samples: the last window has fewer, and smaller ones."""
     model, expected = single
-    flags = [
-        *MODELS[model],
-        *STEPS,
-        *RECORDING,
-        "--data.batch_size",
-        str(64 // batches),
-        "--trainer.accelerator",
-        "cpu",
-    ]
-    flags += ["--data.micro_batch", str(micro_batch)] if micro_batch else []
-    flags += ["--trainer.strategy", strategy, "--trainer.devices", "1" if strategy == "auto" else "2"]
-    flags += ["--trainer.accumulate_grad_batches", str(batches), "--run.root", str(tmp_path), "--run.name", "x"]
-    code, out = (fork_app if "ddp" in strategy else app)("fit", *flags)
-    assert code == 0, out
+    way = on_cpu(strategy, 1 if strategy == "auto" else 2, batch_size=64 // batches, accumulate_grad_batches=batches)
+    way += options(root=tmp_path, name="x", **({"micro_batch": micro_batch} if micro_batch else {}))
+    output_of(*(fork_app if "ddp" in strategy else app)("fit", *MODELS[model], *STEPS, *RECORDING, *way))
     run = tmp_path / "x" / "version_0"
     check_same(run, expected)
     if micro_batch:
@@ -127,10 +76,8 @@ def test_accumulated_gradients(
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
     """The app on one device against plain torch over the same batches."""
-    flags = ["--data.flip", "false", "--data.crop_padding", "0", "--seed_everything", "7"]
-    flags += ["--trainer.precision", "32-true"]
-    code, out = app("fit", *MODELS[model], *STEPS, *flags)
-    assert code == 0, out
+    flags = ["--seed_everything", "7", *options(flip=False, crop_padding=0, precision="32-true")]
+    output_of(*app("fit", *MODELS[model], *STEPS, *flags))
     (run,) = tmp_path.glob("runs/*/version_0")
 
     torch.manual_seed(7)
@@ -158,23 +105,20 @@ def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
             optimizer.step()
             steps.append(loss.item())
     np.testing.assert_allclose(losses(run), steps, rtol=0, atol=TOLERANCE)
-    assert largest_difference(weights(run / "checkpoints" / "last.ckpt"), module.state_dict()) < TOLERANCE
+    assert difference(run, module.state_dict()) < TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp_spawn", marks=SLOW)])
 def test_another_optimizer_and_scheduler(strategy: str, app: App, tmp_path: Path) -> None:
     """An optimizer and a scheduler given by flags act under a strategy that pickles the model."""
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
     choice = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.0002"]
     choice += ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "1", "--model.scheduler.gamma", "0.5"]
     flags = [*MODELS["cnn"], *STEPS, "--trainer.max_epochs", "2", *choice]
-    code, out = fork_app("fit", *flags, *way, "--run.root", tmp_path, "--run.name", strategy)
-    assert code == 0, out
-    code, out = app("fit", *flags)
-    assert code == 0, out
+    output_of(*fork_app("fit", *flags, *on_cpu(strategy, root=tmp_path, name=strategy)))
+    output_of(*app("fit", *flags))
     ours, single = tmp_path / strategy / "version_0", tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     np.testing.assert_allclose(losses(ours), losses(single), rtol=0, atol=1e-4)
-    state = torch.load(ours / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
+    state = torch.load(last_of(ours), weights_only=True)["optimizer_states"][0]
     assert state["param_groups"][0]["initial_lr"] == 0.0002
     assert "weight_decay" in state["param_groups"][0]
     config = (ours / "config.yaml").read_text()

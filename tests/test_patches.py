@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import QUIET, App, error_of
+from harness import App, error_of, tiny
 
 import app
 from app.system.lightning_patches import complaint
@@ -21,7 +21,7 @@ MODULES = [module.name for module in pkgutil.walk_packages(app.__path__, "app.")
 for name in MODULES:
     importlib.import_module(name)  # runs its `expects` declarations
 PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # of named tuples and os; made by ABCMeta
-SMALL = ["--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", *QUIET]
+SMALL = tiny()
 
 
 def missing(patch: str) -> str | None:
@@ -86,15 +86,15 @@ def test_private_names_of_libraries_are_declared() -> None:
     assert not undeclared
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lightning.pytorch.trainer.trainer:Trainer._gone",  # a method, or what __init__ sets
-        "lightning.pytorch.loops.fit_loop:_FitLoop.epoch_progress._gone",
-        "torch.distributed:_gone",
-        "lightning.gone:Trainer",
-    ],
-)
+GONE = [
+    "lightning.pytorch.trainer.trainer:Trainer._gone",  # a method, or what __init__ sets
+    "lightning.pytorch.loops.fit_loop:_FitLoop.epoch_progress._gone",
+    "torch.distributed:_gone",
+    "lightning.gone:Trainer",
+]
+
+
+@pytest.mark.parametrize("name", GONE)
 def test_a_name_that_is_gone_is_said(name: str) -> None:
     library = name.partition(".")[0]
 
@@ -117,10 +117,7 @@ def test_a_name_that_is_gone_is_said(name: str) -> None:
             "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_los",
             "--trainer.callbacks EarlyStopping: Early stopping conditioned on metric `val_los`",
         ),
-        (
-            "--trainer.val_check_interval 100",
-            "--trainer.val_check_interval: `val_check_interval` (100) must be less than or equal to the number",
-        ),
+        ("--trainer.val_check_interval 100", "--trainer.val_check_interval: `val_check_interval` (100) must be"),
         (
             "--trainer.accumulate_grad_batches 2 --trainer.callbacks+=GradientAccumulationScheduler "
             "--trainer.callbacks.scheduling='{4: 2}'",
@@ -131,10 +128,8 @@ def test_a_name_that_is_gone_is_said(name: str) -> None:
             "--model.scheduler_interval step",
             "--model.scheduler OneCycleLR: Tried to step 3 times. The specified number of total steps is 2",
         ),
-        ("--model.scheduler StepLR --model.scheduler.step_size 0", "--model.scheduler StepLR: integer modulo by zero"),
-        ("--trainer.precision transformer-engine", "transformer"),
     ],
-    ids=["early-stopping", "val-check-interval", "accumulation", "scheduler-steps", "scheduler-zero", "precision"],
+    ids=["early-stopping", "val-check-interval", "accumulation", "scheduler-steps"],
 )
 def test_what_only_training_shows_is_said_in_one_line(flags: str, said: str, app: App) -> None:
     assert said in error_of(*app("fit", *SMALL, *shlex.split(flags)))
@@ -143,6 +138,11 @@ def test_what_only_training_shows_is_said_in_one_line(flags: str, said: str, app
 def test_other_errors_are_left_alone() -> None:
     assert complaint(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
     assert complaint(ValueError("Expected more than 1 value per channel when training")) is None
+
+
+def in_a_new_process(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 EAGER = """
@@ -191,8 +191,7 @@ roi_align(torch.ones(1, 1, 4, 4), [torch.tensor([[0.0, 0, 2, 2]])], 2)
 import torch._dynamo.utils
 assert torch._dynamo.utils.__spec__.origin
 """
-    done = subprocess.run([sys.executable, "-c", EAGER + compiled], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    in_a_new_process(EAGER + compiled)
 
 
 def test_a_module_below_the_compiler_is_imported_first() -> None:
@@ -203,8 +202,7 @@ import torch._dynamo.config
 import torch._dynamo.config as config
 assert torch._dynamo.config is config and config.__spec__.origin and config.verbose is False
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    in_a_new_process(code)
 
 
 def test_imports_have_no_side_effects() -> None:
@@ -218,8 +216,7 @@ assert state() == before
 import torch._dynamo.config
 assert torch._dynamo.config.verbose is False
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    in_a_new_process(code)
 
 
 def test_what_plots_and_counts_is_imported_when_something_does() -> None:
@@ -236,5 +233,4 @@ import torchmetrics.utilities.plot, torch.utils.flop_counter
 assert torchmetrics.utilities.plot.__file__ and torch.utils.flop_counter.flop_registry
 assert not compiler()
 """
-    done = subprocess.run([sys.executable, "-c", EAGER + asked], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    in_a_new_process(EAGER + asked)

@@ -12,20 +12,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from cluster.hosts import Network
-from harness import QUIET, App, error_of, output_of
+from harness import QUIET, App, error_of, options, output_of, record_of, tiny
 
-from app.plan.cost_model import (
-    AGREEMENT,
-    Bucket,
-    Line,
-    Machines,
-    Step,
-    Timed,
-    fit_step,
-    make_buckets,
-    predict,
-    spread_of_link,
-)
+from app.plan import cost_model
+from app.plan.cost_model import AGREEMENT, Bucket, Line, Machines, Step, Timed, fit_step, make_buckets, predict
 from app.plan.measure import measure_steps, profile_gradients
 from app.plan.report import advice, heading
 from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
@@ -69,9 +59,8 @@ def test_communication_overlaps_with_the_backward_pass() -> None:
 
 
 def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
-    one = step(
-        data=Line(1, 0.1), forward=Line(2, 0.2), backward=Line(3, 0.3), update=4.0, rest=5.0, buckets=(Bucket(100, 1),)
-    )
+    lines = {"data": Line(1, 0.1), "forward": Line(2, 0.2), "backward": Line(3, 0.3)}
+    one = step(**lines, update=4.0, rest=5.0, buckets=(Bucket(100, 1),))
     assert one.single(10) == pytest.approx(1 + 1 + 2 + 2 + 3 + 3 + 4 + 5)
     assert one.ddp(10, 2, FREE) == pytest.approx(1 + 0.5 + 2 + 1 + 3 + 1.5 + 4 + 5)
     assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5), "the largest part: 3 of 10"
@@ -139,7 +128,9 @@ def test_a_range_from_what_was_measured() -> None:
     low, high = one.spread
     off = [ms / 1000 / one.single(batch) for batch, ms in measured]
     assert (low, high) == pytest.approx((0.8 * min(off), 1.2 * max(off)), rel=1e-3)
-    link_spread = spread_of_link([(100, 0.5 * SLOW.all_reduce(100, 2)), (400, 2 * SLOW.all_reduce(400, 2))], SLOW, 2)
+    link_spread = cost_model.spread_of_link(
+        [(100, 0.5 * SLOW.all_reduce(100, 2)), (400, 2 * SLOW.all_reduce(400, 2))], SLOW, 2
+    )
     assert link_spread == (0.5, 2.0)
     table = predict(one, 100, [1, 2], Machines(2, SLOW, SLOW, link_spread=link_spread))
     assert (table["samples_per_s_low"] < table["samples_per_s"]).all()
@@ -159,22 +150,19 @@ def test_a_range_from_what_was_measured() -> None:
 @pytest.fixture
 def run_dir(app: App, tmp_path: Path) -> Path:
     """A short run of which a plan can be made."""
-    flags = ["--data", "Synthetic", "--data.size", "640", "--run.name", "x", "--run.test", "false", *QUIET]
-    code, out = app("fit", *flags, "--trainer.max_steps", "12")
-    assert code == 0, out
+    output_of(*app("fit", *tiny(640, 64, name="x", test=False, max_steps=12)))
     return tmp_path / "runs" / "x" / "version_0"
 
 
 NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]
 CPU = ["--trainer.accelerator", "cpu"]
-TINY_DATA = ["--data", "Synthetic", "--data.size", "240", "--data.batch_size", "24"]
+TINY_DATA = ["--data", "Synthetic", *options(size=240, batch_size=24)]
 
 
 def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     more = ["--node_bandwidth=100Mbit/s", "--per_node", "8", "--max_devices", "16384", "--price_per_hour", "2.5"]
     more += ["--scale_batch", "true"]
-    code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, *more)
-    assert code == 0, out
+    out = output_of(*app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, *more))
     folder = run_dir / "plan" / "version_0"
     assert {file.name for file in folder.iterdir()} == {"report.html", "plan.csv", "plan.json"}
     html = (folder / "report.html").read_text()
@@ -194,7 +182,7 @@ def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     assert found["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
     assert sum(bucket["size"] for bucket in found["step"]["buckets"]) == 62006 * 4
     assert list(ddp["global_batch"])[-1] == 64 * 16384
-    measured = json.loads((run_dir / "run.json").read_text())["time_per_step"]
+    measured = record_of(run_dir)["time_per_step"]
     step_ms = sum(measured[phase] for phase in ("data", "forward_backward", "optimizer", "rest"))
     assert ddp["step_ms"].iloc[0] == pytest.approx(step_ms, rel=0.01)
 
@@ -206,8 +194,7 @@ def test_a_fixed_batch_has_an_end(app: App, run_dir: Path) -> None:
     assert list(table["devices"]) == [1, 2, 4, 6, 12, 24, 48]
     assert list(table["shared_equally"]) == [True, True, True, False, False, False, False]
     assert "on paper only" in out
-    code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--data.batch_size", "8")
-    assert code == 0, out
+    out = output_of(*app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--data.batch_size", "8"))
     assert "More than 8 devices have no images of a batch of 8" in " ".join(out.split())
 
 
@@ -270,8 +257,8 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     assert why.startswith("No other way is sure to use half of each device. Try a larger `--data.batch_size`, or")
 
 
-MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--trainer.accelerator", "cpu"]
-MLP += ["--data", "Synthetic", "--data.like", "FashionMNIST", "--data.size", "4000", "--data.batch_size", "128"]
+MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--data", "Synthetic"]
+MLP += options(accelerator="cpu", like="FashionMNIST", size=4000, batch_size=128)
 
 
 def compared(what: str, predicted: float, measured: float) -> float:
@@ -282,22 +269,13 @@ def compared(what: str, predicted: float, measured: float) -> float:
 
 
 def seconds_of_a_step(root: Path) -> float:
-    record = json.loads((root / "measured" / "version_0" / "run.json").read_text())
+    record = record_of(root / "measured" / "version_0")
     assert record["status"] == "completed", record["error"]
     return record["global_batch_size"] / record["throughput"]["median"]
 
 
-LONG = [
-    "--trainer.max_epochs",
-    "-1",
-    "--run.test",
-    "false",
-    "--trainer.limit_val_batches",
-    "0",
-    "--run.name",
-    "measured",
-]
-LONG += [*QUIET, "--trainer.enable_checkpointing", "false"]
+LONG = options(max_epochs=-1, test=False, limit_val_batches=0, name="measured", enable_checkpointing=False)
+LONG += QUIET
 
 
 @functools.cache
@@ -318,14 +296,9 @@ def test_two_hosts_as_predicted_from_the_rate_of_their_link(
     found = fit_link(measure_all_reduce(), 2)
     bits = {"g": 1e9, "m": 1e6}[rate.lstrip("0123456789")[0]] * int(rate.rstrip("gmbit"))
     link = Link(min(found.bandwidth, bits / 8), found.latency)
-    flags = ["--trainer.strategy", "ddp", "--trainer.num_nodes", "2", "--trainer.devices", "1", "--run.root", tmp_path]
-    flags += ["--trainer.max_steps", steps, "--trainer.log_every_n_steps", max(steps // 20, 1)]
-    processes = [
-        host.start(
-            sys.executable, "-m", "app", "fit", *map(str, [*MLP, *LONG, *flags]), env={**AT_H1, "NODE_RANK": str(node)}
-        )
-        for node, host in enumerate(both)
-    ]
+    flags = [*MLP, *LONG, *options(strategy="ddp", num_nodes=2, devices=1, root=tmp_path, max_steps=steps)]
+    command = [sys.executable, "-m", "app", "fit", *flags, "--trainer.log_every_n_steps", str(max(steps // 20, 1))]
+    processes = [host.start(*command, env={**AT_H1, "NODE_RANK": str(node)}) for node, host in enumerate(both)]
     out = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], out
     ratio = compared(f"2 hosts at {rate}", predicted_step().ddp(128, 2, link), seconds_of_a_step(tmp_path))

@@ -1,46 +1,41 @@
 """Which rank is slow, and which one hangs: what is measured, and what is said."""
 
 import inspect
-import json
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import stuck_code
-from harness import QUIET, App, fork_app, free_port, start_app
+from harness import QUIET, fork_app, on_two_nodes, options, output_of, record_of
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
 
-DATA = ["--data.size", "600", "--data.batch_size", "20", *QUIET, "--run.test", "false", "--run.name", "x"]
-CPU = ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "4"]
-
-
-def way(strategy: str, devices: int) -> list[str]:
-    return ["--trainer.strategy", strategy, "--trainer.devices", str(devices)]
+DATA = [*options(size=600, batch_size=20, test=False, name="x"), *QUIET]
+CPU = options(accelerator="cpu", log_every_n_steps=4)
+DDP = options(strategy="ddp_fork", devices=2)
 
 
 def record(root: Path) -> dict[str, Any]:
-    return json.loads((root / "x" / "version_0" / "run.json").read_text())
+    return record_of(root / "x" / "version_0")
 
 
 # -- slow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([(1, 9, 0)], []),
-        ([(1, 9, 2), (1, 9.9, 1)], []),
-        ([(1, 9, 2), (1, 10.2, 1)], ["rank 1 (node 1): 12 % slower than the median, in compute"]),
-        ([(1, 9, 5), (1, 9, 5), (5, 9, 0), (1, 9, 5)], ["rank 2 (node 1): 40 % slower than the median, in data"]),
-        ([(1, 9, 0), (1, 3, 6)], ["rank 0 (node 0): 150 % slower than the median, in compute"]),
-    ],
-)
+ROWS = [
+    ([(1, 9, 0)], []),
+    ([(1, 9, 2), (1, 9.9, 1)], []),
+    ([(1, 9, 2), (1, 10.2, 1)], ["rank 1 (node 1): 12 % slower than the median, in compute"]),
+    ([(1, 9, 5), (1, 9, 5), (5, 9, 0), (1, 9, 5)], ["rank 2 (node 1): 40 % slower than the median, in data"]),
+    ([(1, 9, 0), (1, 3, 6)], ["rank 0 (node 0): 150 % slower than the median, in compute"]),
+]
+
+
+@pytest.mark.parametrize(("rows", "said"), ROWS)
 def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
     assert list(slower(rows, [0, 1, 1, 1]).values()) == said
 
@@ -48,17 +43,17 @@ def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
 PLACES = {"shared": [(0, (0, 1)), (0, (0, 1))], "pinned": [(0, (0,)), (0, (1,))], "nodes": [(0, (0,)), (1, (0,))]}
 
 
-@pytest.mark.parametrize(
-    ("places", "noise", "longer", "delay", "named"),
-    [
-        ("shared", 0.3, 0.0, 0.0, 0),
-        ("shared", 0.05, 0.2, 0.0, 50),
-        ("shared", 0.05, 0.0, 0.5, 0),  # chance decides which rank waits for a core
-        ("shared", 0.05, 0.5, 0.5, 50),
-        ("pinned", 0.05, 0.0, 0.5, 50),
-        ("nodes", 0.05, 0.0, 0.5, 50),
-    ],
-)
+CHANCES = [
+    ("shared", 0.3, 0.0, 0.0, 0),
+    ("shared", 0.05, 0.2, 0.0, 50),
+    ("shared", 0.05, 0.0, 0.5, 0),  # chance decides which rank waits for a core
+    ("shared", 0.05, 0.5, 0.5, 50),
+    ("pinned", 0.05, 0.0, 0.5, 50),
+    ("nodes", 0.05, 0.0, 0.5, 50),
+]
+
+
+@pytest.mark.parametrize(("places", "noise", "longer", "delay", "named"), CHANCES)
 def test_who_is_called_slow(places: str, noise: float, longer: float, delay: float, named: int) -> None:
     """In 50 runs of 100 windows, rank 1 has more to do, or waits for a core; rank 0 is never called slow."""
     rng = np.random.default_rng(0)
@@ -76,14 +71,6 @@ def test_who_is_called_slow(places: str, noise: float, longer: float, delay: flo
     assert found == named
 
 
-def test_one_process_has_times_too(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", "--data", "Synthetic", *DATA, *CPU, "--trainer.max_epochs", "1")
-    assert code == 0, out
-    (row,) = record(tmp_path / "runs")["ranks"]
-    assert row["compute"] > row["data"] > row["wait"] == 0
-    assert "slow" not in out
-
-
 def check_slow(root: Path, out: str, ranks: int, part: str) -> None:
     """The last rank was found to be slow, while it ran and in the end."""
     last = ranks - 1
@@ -99,9 +86,8 @@ def check_slow(root: Path, out: str, ranks: int, part: str) -> None:
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slow_data(devices: int, tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *way("ddp_fork", devices), "--trainer.max_epochs", "3"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
-    assert code == 0, out
+    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3)]
+    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
     check_slow(tmp_path, out, devices, "data")
     assert record(tmp_path)["ranks"][-1]["data"] > 20
 
@@ -109,24 +95,18 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_busy_core(tmp_path: Path) -> None:
     # of steps that take longer than a slice of the scheduler's time, which a rank that has waited gets at once
-    flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *way("ddp_fork", 2)]
+    flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *DDP]
     flags += ["--trainer.max_epochs", "7"]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
-    code, out = fork_app("fit", *flags, busy, "--run.root", tmp_path)
-    assert code == 0, out
+    out = output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path))
     check_slow(tmp_path, out, 2, "compute")
 
 
 @pytest.mark.slow
 def test_slow_data_on_another_node(tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, "--trainer.num_nodes", "2", "--trainer.devices", "1"]
-    flags += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--trainer.max_epochs", "3"]
-    with ThreadPoolExecutor(2) as pool:
-        nodes = [
-            pool.submit(start_app, "fit", *flags, "--cluster.node_rank", node, "--run.root", tmp_path) for node in "01"
-        ]
-        (code, out), _ = (node.result() for node in nodes)
-    assert code == 0, out
+    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *options(num_nodes=2, devices=1, max_epochs=3)]
+    (ended, _) = on_two_nodes("fit", *flags, "--run.root", tmp_path)
+    out = output_of(*ended)
     check_slow(tmp_path, out, 2, "data")
     assert "rank 1 (node 1)" in out
 
@@ -151,15 +131,8 @@ HANGING = {
     ("name", "strategy"),
     [
         ("ReducesAlone", "ddp_fork"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("LoopsInData", "ddp"),
-                ("LoopsInData", "ddp_fork"),
-                ("WaitsForALock", "ddp_fork"),
-                ("LeavesTheEpochEarly", "ddp_fork"),
-            )
-        ),
+        *(pytest.param("LoopsInData", strategy, marks=pytest.mark.slow) for strategy in ("ddp", "ddp_fork")),
+        *(pytest.param(n, "ddp_fork", marks=pytest.mark.slow) for n in ("WaitsForALock", "LeavesTheEpochEarly")),
     ],
 )
 def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
@@ -167,7 +140,7 @@ def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
     thing = getattr(stuck_code, name)
     which = "--data" if name.endswith("Data") else "--model"
     flags = [which, f"stuck_code.{name}", *(["--data", "Synthetic"] if which == "--model" else [])]
-    flags += [*DATA, *CPU, *way(strategy, 2), "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
+    flags += [*DATA, *CPU, *DDP, "--trainer.strategy", strategy, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
     code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
     assert code == 1, out
     text, hook = HANGING[name]
@@ -186,34 +159,33 @@ def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
     assert "most recent call first" in (folder / "rank_1.txt").read_text()
 
 
-@pytest.mark.slow
-def test_who_hangs_in_the_set_up(tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.LoopsInSetup", *DATA, *CPU, *way("ddp_fork", 2), "--cluster.timeout", "8"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
-    assert code == 1, out
-    at = line_of(stuck_code.LoopsInSetup, "while")
-    where = rf"rank 1 is in stuck_code.py:({at}|{at + 1}) setup; rank 0 waits for its answer"
-    assert re.search(f"^error: no answer from another rank within --cluster.timeout: {where}", out, re.MULTILINE), out
+AT = line_of(stuck_code.LoopsInSetup, "while")
+WORKER = ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorker"]
 
 
 @pytest.mark.slow
-def test_a_worker_of_a_loader_hangs(tmp_path: Path) -> None:
-    """Its rank only waits for it; it is its code that is named."""
-    flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "2"]
-    flags += ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorker", "--cluster.timeout", "8"]
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        (["--data", "stuck_code.LoopsInSetup"], f"in stuck_code.py:({AT}|{AT + 1}) setup; rank 0 waits for its answer"),
+        # its rank only waits for it; it is its code that is named
+        (["--data", "Synthetic", *WORKER], r"in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"),
+    ],
+)
+def test_who_hangs_elsewhere(flags: list[str], where: str, tmp_path: Path) -> None:
+    flags = [*flags, *DATA, *CPU, *DDP, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
     code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
     assert code == 1, out
-    where = r"rank 1 is in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"
-    assert re.search(f"^error: no answer from another rank within --cluster.timeout: {where}", out, re.MULTILINE), out
+    said = f"^error: no answer from another rank within --cluster.timeout: rank 1 is {where}"
+    assert re.search(said, out, re.MULTILINE), out
 
 
 @pytest.mark.slow
 def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
     """A rank that is slow, and not for too long, is let go."""
-    flags = ["--data", "Synthetic", *DATA, *CPU, *way("ddp_fork", 2), "--trainer.max_epochs", "1"]
+    flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, "--trainer.max_epochs", "1"]
     slow = ["--model", "user_code.SlowOnRank1", "--cluster.timeout", "4"]
-    code, out = fork_app("fit", *slow, *flags, "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*fork_app("fit", *slow, *flags, "--run.root", tmp_path))
     assert not list((tmp_path / "x" / "version_0").glob("stacks/*"))
 
 
@@ -227,7 +199,7 @@ Current thread 0x2 (most recent call first):
 {frames}  File "/x/site-packages/lightning/pytorch/loops/fit_loop.py", line 9 in run
   File "/home/me/main.py", line 1 in <module>
 """
-WORKER = """
+OF_A_WORKER = """
 process 8
 Current thread 0x3 (most recent call first):
   File "/home/me/my_data.py", line 88 in __getitem__
@@ -239,11 +211,8 @@ TORCH = '  File "/x/site-packages/torch/autograd/graph.py", line 5 in run\n'
 def test_what_stacks_say(tmp_path: Path) -> None:
     """Of a rank that waits for a worker of its loader, one that is stopped, and those that wait for both."""
     assert where(tmp_path) is None
-    texts = [
-        WAITS.format(step=1204, phase="its gradients", frames=TORCH),
-        WAITS.format(step=1204, phase="its data", frames=TORCH) + WORKER,
-        WAITS.format(step=1204, phase="its gradients", frames=TORCH),
-    ]
+    waits, data = (WAITS.format(step=1204, phase=phase, frames=TORCH) for phase in ("its gradients", "its data"))
+    texts = [waits, data + OF_A_WORKER, waits]
     for rank, text in enumerate(texts):
         (tmp_path / f"rank_{rank}.txt").write_text(text)
     hangs = "rank 1 is in step 1,204, my_data.py:88 __getitem__"

@@ -1,7 +1,6 @@
 """The page that every training leaves behind: what is in it, and that nothing that fails there ends a run."""
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -13,16 +12,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, fork_app, start_app, started
-from PIL import Image
+from harness import QUIET, App, fork_app, on_cpu, options, output_of, record_of, seen_colours, started, tiny
 
 from app.monitor.course import MOST, Course
 from app.monitor.report import leave_report
 from app.system.page import Section, draw, page, plain, png, table
 
-SMALL = ["--data", "Synthetic", "--data.size", "400", "--data.batch_size", "20", *QUIET, "--run.name", "x"]
+SMALL = tiny(400, 20, name="x")
 WINDOWS = ["--trainer.log_every_n_steps", "4"]
-DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
 
 class Reader(HTMLParser):
@@ -71,11 +68,10 @@ def read(run: Path) -> Reader:
 
 
 def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert "report.html" in out
-    found, record = read(run), json.loads((run / "run.json").read_text())
+    found, record = read(run), record_of(run)
     accuracy = f"{100 * record['test']['acc']:.2f} %"
     assert found.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"
     assert found.pictures == [
@@ -101,56 +97,57 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
 
 
 def test_memory_of_each_rank(tmp_path: Path) -> None:
-    flags = [*SMALL, *WINDOWS, *DDP[:2], "--trainer.strategy", "ddp_fork", *DDP[-2:], "--trainer.max_epochs", "1"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path)
-    assert code == 0, out
-    found, record = read(tmp_path / "x" / "version_0"), json.loads((tmp_path / "x/version_0/run.json").read_text())
+    output_of(*fork_app("fit", *SMALL, *WINDOWS, *on_cpu("ddp_fork", max_epochs=1, root=tmp_path)))
+    run = tmp_path / "x" / "version_0"
+    found, record = read(run), record_of(run)
     assert found.title.endswith("on 80 test images after 1 epoch (ddp_fork, 2 × CPU)")
     assert "20 = 2 × 10" in found.text
     assert {len(point) for point in record["course"]["memory_gib"]} == {3}
     assert "Milliseconds of a step on each rank" in found.pictures
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "title", "use"),
-    [
-        ("LogsNothing", "TheirTestedData", "Trained after 1 epoch", "validate"),
-        ("LogsAccuracy", "TheirData", r"\d+\.\d\d % on validation images after 1 epoch", "validate"),
-        ("LogsAccuracy", "TheirTestedData", r"\d+\.\d\d % on test images after 1 epoch", "test"),
-        ("LogsAccuracy", "TwoLoaders", "Trained after 1 epoch", "validate"),
-        ("LogsOtherNames", "TheirTestedData", "Trained after 1 epoch", "test"),
-        ("TwoOptimizers", "TheirData", "Trained after 1 epoch", "validate"),
-        ("TheirModel", "NoValidation", "Trained after 1 epoch", None),
-    ],
-)
+OWN = [
+    ("LogsNothing", "TheirTestedData", "Trained after 1 epoch", "validate"),
+    ("LogsAccuracy", "TheirData", r"\d+\.\d\d % on validation images after 1 epoch", "validate"),
+    ("LogsAccuracy", "TheirTestedData", r"\d+\.\d\d % on test images after 1 epoch", "test"),
+    ("LogsAccuracy", "TwoLoaders", "Trained after 1 epoch", "validate"),
+    ("LogsOtherNames", "TheirTestedData", "Trained after 1 epoch", "test"),
+    ("TwoOptimizers", "TheirData", "Trained after 1 epoch", "validate"),
+    ("TheirModel", "NoValidation", "Trained after 1 epoch", None),
+]
+
+
+@pytest.mark.parametrize(("model", "data", "title", "use"), OWN)
 def test_a_module_and_data_of_ones_own(
     model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path
 ) -> None:
     """The report is written for any logged names, fit ends with a test if defined, and the printed command works."""
-    flags = ["--model", f"user_code.{model}", "--data", f"user_code.{data}", *QUIET, "--run.name", "x"]
-    code, out = app("fit", *flags, "--trainer.accelerator", "cpu", "--trainer.max_epochs", "1")
-    assert code == 0, out
+    flags = ["--model", f"user_code.{model}", "--data", f"user_code.{data}", *QUIET]
+    out = output_of(*app("fit", *flags, *options(accelerator="cpu", max_epochs=1, name="x")))
     run = tmp_path / "runs" / "x" / "version_0"
     assert re.match(title, read(run).title)
     assert "Learning" in read(run).text
-    assert (json.loads((run / "run.json").read_text())["tested"] is not None) == (use == "test")
+    assert (record_of(run)["tested"] is not None) == (use == "test")
     command = re.findall(r"^use it +python -m app (.*)", out, re.MULTILINE)
     assert [words.split()[0] for words in command] == [use] * bool(use)
     for words in command:
-        code, out = app(*shlex.split(words))
-        assert code == 0, out
+        output_of(*app(*shlex.split(words)))
 
 
-@pytest.mark.parametrize(
-    "way", [["--trainer.devices", "1"], pytest.param(DDP[2:], marks=pytest.mark.slow)], ids=["one", "ddp"]
-)
-def test_a_training_that_failed(way: list[str], tmp_path: Path) -> None:
-    flags = ["--model", "user_code.Fails", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
-    code, out = fork_app("fit", *flags, "--trainer.accelerator", "cpu", *way)
+FAILING = [
+    ("Fails", on_cpu("auto", 1), "Failed in epoch 1: .*the third step is broken"),
+    pytest.param("Fails", on_cpu("ddp"), "Failed in epoch 1: .*the third step is broken", marks=pytest.mark.slow),
+    pytest.param("FailsOnRank1", on_cpu("ddp"), r".*rank 1 \(process", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("model", "way", "title"), FAILING)
+def test_a_training_that_failed(model: str, way: list[str], title: str, tmp_path: Path) -> None:
+    """On one rank, too: also where rank zero cannot say anything any more."""
+    flags = ["--model", f"user_code.{model}", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
+    code, out = fork_app("fit", *flags, *way)
     assert code == 1, out
-    found = read(tmp_path / "Fails-TheirData" / "version_0")
-    assert found.title.startswith("Failed in epoch 1: ")
-    assert "the third step is broken" in found.title
+    assert re.match(title, read(tmp_path / f"{model}-TheirData" / "version_0").title)
 
 
 def test_a_training_that_was_interrupted(tmp_path: Path) -> None:
@@ -160,18 +157,8 @@ def test_a_training_that_was_interrupted(tmp_path: Path) -> None:
         out = run.end()
     assert run.process.returncode == 143, out
     found = read(run.directory)
-    assert re.fullmatch(
-        r"\d+\.\d\d % on 40 validation images after \d+ epochs?, interrupted by SIGTERM .*", found.title
-    )
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
-    """Also rank zero, which cannot say anything any more."""
-    flags = ["--model", "user_code.FailsOnRank1", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
-    code, out = start_app("fit", *flags, *DDP)
-    assert code != 0, out
-    assert "rank 1 (process" in read(tmp_path / "FailsOnRank1-TheirData" / "version_0").title
+    title = r"\d+\.\d\d % on 40 validation images after \d+ epochs?, interrupted by SIGTERM .*"
+    assert re.fullmatch(title, found.title)
 
 
 def test_what_cannot_be_written_or_read_is_a_line(
@@ -181,8 +168,7 @@ def test_what_cannot_be_written_or_read_is_a_line(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("app.monitor.report.write_text", full)
-    code, out = app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert f"{run / 'report.html'} cannot be written (No space left on device)\n" in out
     assert not (run / "report.html").exists()
@@ -210,8 +196,7 @@ def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
     for split in ("train", "test"):
         shutil.move(image_root / split / "eel", image_root / split / name)
     data = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "4", *QUIET, "--run.name", "<i>x"]
-    code, out = fork_app("fit", *data, "--trainer.max_epochs", "1", "--run.root", tmp_path)
-    assert code == 0, out
+    output_of(*fork_app("fit", *data, "--trainer.max_epochs", "1", "--run.root", tmp_path))
     assert name in read(tmp_path / "<i>x" / "version_0").text
 
 
@@ -242,18 +227,10 @@ def test_the_course_of_a_long_run() -> None:
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
 def test_in_a_browser(scheme: int, app: App, tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no chromium")
     assert app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "1")[0] == 0
-    report, seen = tmp_path / "runs" / "x" / "version_0" / "report.html", tmp_path / "seen.png"
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,2500"]
-    flags += [f"--user-data-dir={tmp_path}/profile", f"--blink-settings=preferredColorScheme={scheme}"]
-    command = [browser, *flags, f"--screenshot={seen}", report.as_uri()]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stderr
-    assert "CONSOLE" not in said, said
-    with Image.open(seen) as picture:
-        colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 22) or []}
+    report = tmp_path / "runs" / "x" / "version_0" / "report.html"
+    flags = ["--window-size=1200,2500", f"--blink-settings=preferredColorScheme={scheme}"]
+    colours = seen_colours(report, *flags)
     papers, blues = ((0x14, 0x18, 0x1D), (255, 255, 255)), ((0x6E, 0xA2, 0xFF), (0x2F, 0x62, 0xC9))
     assert max(colours, key=lambda colour: colours[colour]) == papers[scheme]
     # of the lines, which are longer or shorter with what was measured; the other scheme's is not there

@@ -14,26 +14,20 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, largest_difference, weights
+from harness import App, difference, error_of, fork_app, last_of, on_cpu, options, output_of, record_of, tiny, weights
 
 from app.networks import LeNet
 from app.verify.differences import Recorded, differences
 
 # 453 images after validation: 15 steps of an epoch, the last one of 5 images
-DATA = ["--data", "Synthetic", "--data.size", "503", "--data.batch_size", "32", "--data.flip", "true"]
+DATA = tiny(503, 32, flip=True)
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
 RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
 RECORDING += ["--trainer.callbacks.steps=1000", "--trainer.callbacks.epoch_steps=15"]
-STEPS = ["--run.test", "false", "--trainer.max_epochs", "3", *EVERY, *QUIET]
+STEPS = [*options(test=False, max_epochs=3), *EVERY]
 CNN = [*DATA, "--model", "CIFARCNN", "--model.optimizer.lr", "0.05", "--last_checkpoint.every_n_train_steps", "7"]
-ONE_CYCLE = [
-    "--model.scheduler",
-    "OneCycleLR",
-    "--model.scheduler.max_lr",
-    "0.01",
-    "--model.scheduler.total_steps",
-    "45",
-]
+ONE_CYCLE = ["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.01"]
+ONE_CYCLE += ["--model.scheduler.total_steps", "45"]
 MODELS = {
     "sgd": CNN,
     "adam-onecycle": [*CNN, "--model.optimizer", "Adam", *ONE_CYCLE, "--model.scheduler_interval", "step"],
@@ -50,117 +44,87 @@ def checkpoints(run: Path) -> dict[int, Path]:
 
 def epochs(run: Path) -> list[tuple[int, float, float, float]]:
     """What the record says of each epoch."""
-    rows = json.loads((run / "run.json").read_text())["epochs"]
+    rows = record_of(run)["epochs"]
     return [(row["epoch"], row["train_loss"], row["val_loss"], row["val_acc"]) for row in rows]
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None:
     whole, resumed = (tmp_path / "runs" / name / "version_0" for name in ("whole", "resumed"))
-    code, out = app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "whole")
-    assert code == 0, out
+    output_of(*app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "whole"))
     saved = checkpoints(whole)
     assert sorted(saved) == [7, 14, 21, 28, 35, 42]
-    code, out = app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "resumed", "--ckpt_path", saved[21])
-    assert code == 0, out
+    output_of(*app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "resumed", "--ckpt_path", saved[21]))
     assert sorted(checkpoints(resumed)) == [28, 35, 42]
     before = Recorded(whole)
     del before.ranks[0]["steps"][21:]
     assert differences(Recorded(whole), Recorded(resumed, before), tolerance=0.0) == {}
-    assert largest_difference(weights(saved[42]), weights(checkpoints(resumed)[42])) == 0
+    assert difference(saved[42], checkpoints(resumed)[42]) == 0
     assert epochs(resumed) == epochs(whole)
     assert len(epochs(whole)) == 3
 
 
 def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     """`--ckpt_path last`, for a longer training; the best checkpoint so far is not forgotten."""
-    flags = [*CNN[:-2], "--run.test", "false", *QUIET, "--run.name", "x"]
+    flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
     for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # of version_1
-        code, out = app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume)
-        assert code == 0, out
-    whole, resumed = (weights(runs / version / "checkpoints" / "last.ckpt") for version in ("version_0", "version_1"))
-    assert largest_difference(whole, resumed) == 0
-    assert epochs(runs / "version_1") == epochs(runs / "version_0")
+        output_of(*app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume))
+    whole, resumed = (runs / version for version in ("version_0", "version_1"))
+    assert difference(whole, resumed) == 0
+    assert epochs(resumed) == epochs(whole)
     assert not (runs / "version_2").exists(), "one training is one run"
-    pd.testing.assert_frame_equal(*(pd.read_csv(runs / f"version_{n}" / "metrics.csv") for n in (0, 1)), atol=1e-6)
-    code, out = app("fit", *flags, "--trainer.max_epochs", "4", "--ckpt_path", "last", "--model.optimizer.lr", "0")
-    assert code == 2
-    assert "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, where it is 0.05" in out
+    pd.testing.assert_frame_equal(*(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6)
+    said = error_of(*app("fit", *flags, "--trainer.max_epochs=4", "--ckpt_path", "last", "--model.optimizer.lr", "0"))
+    assert "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, where it is 0.05" in said
 
 
 def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -> None:
     """A learning rate that spoils the weights of a trained model: what comes after the resume is worse."""
-    flags = [*CNN[:-2], "--run.test", "false", "--run.on_nonfinite", "warn", *QUIET, "--run.name", "x"]
-    flags += ["--trainer.max_epochs"]
+    flags = [*CNN[:-2], *options(test=False, on_nonfinite="warn", name="x"), "--trainer.max_epochs"]
     plan = ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "6", "--model.scheduler.gamma", "1000"]
-    code, out = app("fit", *flags, "6", *plan)
-    assert code == 0, out
-    code, out = app("fit", *flags, "8", *plan, "--ckpt_path", "last")
-    assert code == 0, out
+    output_of(*app("fit", *flags, "6", *plan))
+    output_of(*app("fit", *flags, "8", *plan, "--ckpt_path", "last"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert max(epochs(run), key=lambda row: row[3])[0] < 6
-    record = json.loads((run / "run.json").read_text())
+    record = record_of(run)
     assert torch.load(record["checkpoint"]["best"], weights_only=True)["epoch"] < 6
 
 
 def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     """And not the newest one of its name; a finished training is refused."""
-    flags = [*CNN[:-2], "--run.test", "false", *QUIET, "--run.name", "x"]
+    flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
     for seed in ("1", "2"):
-        code, out = app("fit", *flags, "--trainer.max_epochs", "1", "--seed_everything", seed)
-        assert code == 0, out
+        output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--seed_everything", seed))
     first = ["--config", runs / "version_0" / "config.yaml", "--ckpt_path", "last"]
     said = error_of(*app("fit", *first))
     assert f"{runs / 'version_0'}" in said
     assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in said
-    code, out = app("fit", *first, "--trainer.max_epochs", "2")
-    assert code == 0, out
-    resumed = json.loads((runs / "version_0" / "run.json").read_text())
+    output_of(*app("fit", *first, "--trainer.max_epochs", "2"))
+    resumed = record_of(runs / "version_0")
     assert resumed["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
-    code, out = app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best")
-    assert code == 0, out
-    tested = json.loads((runs / "version_0" / "test_1" / "run.json").read_text())
+    output_of(*app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best"))
+    tested = record_of(runs / "version_0" / "test_1")
     assert tested["resumed_from"].startswith(str(runs / "version_0"))
 
 
-@pytest.mark.parametrize("steps", [(1,), (3, 16), (7, 15), (15, 20), (20, 29)], ids=str)
-def test_stopped_by_max_steps(steps: tuple[int, ...], app: App, tmp_path: Path) -> None:
-    """Anywhere in an epoch, or at the end of one, by the usual checkpoint; and again."""
-    flags = [*CNN[:-2], "--run.test", "false", "--trainer.max_epochs", "2", *QUIET]
-    runs = tmp_path / "runs"
-    ends = [["--trainer.max_steps", str(step)] for step in steps]
-    for name, more in (
-        ("whole", []),
-        ("x", ends[0]),
-        *(("x", [*end, "--ckpt_path", "last"]) for end in [*ends[1:], []]),
-    ):
-        code, out = app("fit", *flags, "--run.name", name, *more)
-        assert code == 0, out
-    whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_0"
-    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed))) == 0
-    assert epochs(resumed) == epochs(whole)
+@pytest.mark.parametrize(
+    ("steps", "every"), [((1,), 0), ((3, 16), 0), ((7, 15), 0), ((15, 20), 0), ((20, 29), 0), ((15,), 5)], ids=str
+)
+def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, app: App, tmp_path: Path) -> None:
+    """Anywhere in an epoch, or at the end of one, by the usual checkpoint; and again.
 
-
-def test_a_checkpoint_that_is_due_after_the_last_step_of_an_epoch(app: App, tmp_path: Path) -> None:
-    """It waits for the end of the epoch, and the run that goes on from it has its validation and its mean loss."""
-    flags = [
-        *CNN[:-2],
-        "--last_checkpoint.every_n_train_steps",
-        "5",
-        "--run.test",
-        "false",
-        "--trainer.max_epochs",
-        "2",
-    ]
-    flags += QUIET
-    runs = tmp_path / "runs"
-    for name, more in (("whole", []), ("x", ["--trainer.max_steps", "15"]), ("x", ["--ckpt_path", "last"])):
-        code, out = app("fit", *flags, "--run.name", name, *more)
-        assert code == 0, out
+    One that is due after the last step of an epoch waits for its end, and has its validation and its mean loss.
+    """
+    flags = [*CNN[:-2], *options(test=False, max_epochs=2)]
+    flags += ["--last_checkpoint.every_n_train_steps", str(every)] if every else []
+    runs, ends = tmp_path / "runs", [["--trainer.max_steps", str(step)] for step in steps]
+    again = [["--ckpt_path", "last", *end] for end in (*ends[1:], [])]
+    for name, more in (("whole", []), ("x", ends[0]), *(("x", end) for end in again)):
+        output_of(*app("fit", *flags, "--run.name", name, *more))
     whole, resumed = runs / "whole" / "version_0", runs / "x" / "version_0"
-    assert largest_difference(*(weights(run / "checkpoints" / "last.ckpt") for run in (whole, resumed))) == 0
+    assert difference(whole, resumed) == 0
     assert epochs(resumed) == epochs(whole)
 
 
@@ -168,68 +132,51 @@ def test_stopped_early(app: App, tmp_path: Path) -> None:
     """By a validation in the middle of an epoch; or not yet, and then no step is kept on the way."""
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
     early += ["--trainer.callbacks.min_delta=100", "--trainer.callbacks.patience=1"]
-    flags = [*CNN[:-2], "--run.test", "false", *QUIET, *early]
-    runs = tmp_path / "runs"
-    middle = ["--trainer.val_check_interval", "5", "--trainer.max_epochs", "2"]
-    code, out = app("fit", *flags, *middle, "--run.name", "middle")
-    assert code == 0, out
-    last = torch.load(runs / "middle" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert last["global_step"] == 10
-    later = ["--trainer.min_epochs", "3", "--trainer.max_epochs", "4", *EVERY]
-    code, out = app("fit", *flags, *later, "--run.name", "later")
-    assert code == 0, out
+    flags, runs = [*CNN[:-2], "--run.test", "false", *early], tmp_path / "runs"
+    output_of(*app("fit", *flags, *options(val_check_interval=5, max_epochs=2, name="middle")))
+    assert torch.load(last_of(runs / "middle" / "version_0"), weights_only=True)["global_step"] == 10
+    output_of(*app("fit", *flags, *EVERY, *options(min_epochs=3, max_epochs=4, name="later")))
     assert sorted(checkpoints(runs / "later" / "version_0")) == [15, 30, 45]
 
 
 @pytest.mark.slow
 def test_across_strategies(app: App, tmp_path: Path) -> None:
     """A checkpoint written under ddp resumes under ddp to the bit, and under others within rounding."""
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp_fork", "--trainer.devices", "2"]
     for name in ("whole", "resumed"):
         resume = ["--ckpt_path", str(checkpoints(tmp_path / "whole" / "version_0")[21])] if name == "resumed" else []
-        code, out = fork_app("fit", *CNN, *STEPS, *way, "--run.root", tmp_path, "--run.name", name, *resume)
-        assert code == 0, out
+        output_of(*fork_app("fit", *CNN, *STEPS, *on_cpu("ddp_fork", root=tmp_path, name=name), *resume))
     saved = checkpoints(tmp_path / "whole" / "version_0")
     final = weights(saved[42])
-    assert largest_difference(final, weights(checkpoints(tmp_path / "resumed" / "version_0")[42])) == 0
-    for strategy, devices in (("auto", "1"), ("dp", "2")):
-        flags = ["--trainer.strategy", strategy, "--trainer.devices", devices, "--trainer.accelerator", "cpu"]
-        code, out = app("fit", *CNN, *STEPS, *flags, "--run.name", strategy, "--ckpt_path", saved[21])
-        assert code == 0, out
+    assert difference(final, checkpoints(tmp_path / "resumed" / "version_0")[42]) == 0
+    for strategy, devices in (("auto", 1), ("dp", 2)):
+        output_of(*app("fit", *CNN, *STEPS, *on_cpu(strategy, devices, name=strategy), "--ckpt_path", saved[21]))
         run = tmp_path / "runs" / strategy / "version_0"
-        assert largest_difference(final, weights(checkpoints(run)[42])) < 1e-5
+        assert difference(final, checkpoints(run)[42]) < 1e-5
     plain = {key.removeprefix("network."): value for key, value in final.items()}
     LeNet().load_state_dict(plain)
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_path: Path) -> None:
-    code, out = app("fit", *CNN, *STEPS, "--run.name", "x", "--trainer.max_steps", "10")
-    assert code == 0, out
+    output_of(*app("fit", *CNN, *STEPS, "--run.name", "x", "--trainer.max_steps", "10"))
     saved = checkpoints(tmp_path / "runs" / "x" / "version_0")[7]
-    code, out = app("fit", *CNN, *STEPS, "--data.batch_size", "16", "--ckpt_path", saved)
-    assert code == 2
-    assert "batch_size 32" in out
-    assert "Traceback" not in out
+    assert "batch_size 32" in error_of(*app("fit", *CNN, *STEPS, "--data.batch_size", "16", "--ckpt_path", saved))
 
 
 def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
     """A setting of the training, an earlier checkpoint, or that the run still goes on; said in one line."""
     runs, newest = tmp_path / "runs" / "x", ["--ckpt_path", "auto"]
-    flags = [*CNN, "--run.test", "false", *EVERY, *QUIET, "--run.name", "x", "--trainer.max_epochs"]
-    code, out = app("fit", *flags, "1")
-    assert code == 0, out
+    flags = [*CNN, *EVERY, *options(test=False, name="x"), "--trainer.max_epochs"]
+    output_of(*app("fit", *flags, "1"))
     first = runs / "version_0"
     with held(first):
         code, out = app("fit", *flags, "2", *newest)
     assert code == 0, out
     assert f"this is another run than {first}: it is still running" in out
-    code, out = app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7])
-    assert code == 0, out
+    out = output_of(*app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7]))
     assert f"this is another run than {first}: it has newer checkpoints" in out
-    code, out = app("fit", *flags, "3", "--data.flip", "false", *newest)
-    assert code == 0, out
+    out = output_of(*app("fit", *flags, "3", "--data.flip", "false", *newest))
     assert f"this is another run than {runs}/version_2: --data.flip is another" in out
-    found = [json.loads((runs / f"version_{n}" / "run.json").read_text()) for n in range(4)]
+    found = [record_of(runs / f"version_{n}") for n in range(4)]
     assert [len(each["epochs"]) for each in found] == [1, 2, 2, 3]
     assert not any(each["parts"] for each in found)
 
@@ -245,13 +192,12 @@ def held(folder: Path) -> Iterator[None]:
 
 def test_auto(app: App, tmp_path: Path) -> None:
     """The newest that can be read, or none; one at the end of its training has still to be tested."""
-    flags = [*CNN[:-2], *QUIET, "--run.name", "x", "--ckpt_path", "auto", "--trainer.max_epochs"]
+    flags = [*CNN[:-2], "--run.name", "x", "--ckpt_path", "auto", "--trainer.max_epochs"]
     runs = tmp_path / "runs" / "x"
     last, first = runs / "version_0" / "checkpoints" / "last.ckpt", {}
     for earlier, epochs_wanted in enumerate(("1", "2", "2")):
-        code, out = app("fit", *flags, epochs_wanted)
-        assert code == 0, out
-        record = json.loads((runs / "version_0" / "run.json").read_text())
+        out = output_of(*app("fit", *flags, epochs_wanted))
+        record = record_of(runs / "version_0")
         assert (record["status"], len(record["epochs"])) == ("completed", int(epochs_wanted))
         assert record["resumed_from"] == (str(last) if earlier else None)
         assert record["test"] is not None
@@ -264,12 +210,10 @@ def test_auto(app: App, tmp_path: Path) -> None:
     assert f"resuming from {last}" in out
     assert set(first) == set(record)
     (runs / "version_0" / "run.json").write_text("")  # after a loss of power
-    code, out = app("fit", *flags, "2")
-    assert code == 0, out
-    assert f"resuming from {last}" in out
+    assert f"resuming from {last}" in output_of(*app("fit", *flags, "2"))
 
 
-FLAGS = [*CNN[:-2], *QUIET, "--run.name", "x", "--run.test", "false", "--trainer.max_epochs"]
+FLAGS = [*CNN[:-2], *options(name="x", test=False), "--trainer.max_epochs"]
 
 
 def bit_flipped(path: Path) -> None:
@@ -281,8 +225,7 @@ def bit_flipped(path: Path) -> None:
 def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     """By name or path it is refused; `auto` puts it aside and takes the one before, and never begins anew unasked."""
     folder = tmp_path / "runs" / "x" / "version_0" / "checkpoints"
-    code, out = app("fit", *FLAGS, "2")
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "2"))
     assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last-1.ckpt", "last.ckpt"]
     last, config = folder / "last.ckpt", folder.with_name("config.yaml")
     bit_flipped(last)
@@ -292,10 +235,9 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     said = error_of(*app("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "3"))
     assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", said), said
     (folder / "best.ckpt").unlink()
-    code, out = app("fit", *FLAGS, "3", "--ckpt_path", "auto")
-    assert code == 0, out
+    out = output_of(*app("fit", *FLAGS, "3", "--ckpt_path", "auto"))
     assert f"{last} is damaged: it is kept as last.ckpt.damaged, and the run continues from {folder}/last-1.ckpt" in out
-    second = json.loads((tmp_path / "runs" / "x" / "version_0" / "run.json").read_text())
+    second = record_of(tmp_path / "runs" / "x" / "version_0")
     assert (second["resumed_from"], len(second["epochs"])) == (str(folder / "last-1.ckpt"), 3)
     assert (folder / "last.ckpt.damaged").exists()
     for path in (tmp_path / "runs").rglob("*.ckpt"):
@@ -307,13 +249,11 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     """Whole, but not to go on from: said in one line, with what is missing."""
-    code, out = app("fit", *FLAGS, "1")
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "1"))
     good = torch.load(tmp_path / "runs/x/version_0/checkpoints/last.ckpt", weights_only=True)
     bad = tmp_path / "bad.ckpt"
     torch.save(good, bad)
-    code, out = app("fit", *FLAGS, "2", "--ckpt_path", bad)
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
     for key in ("global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
         torch.save({name: value for name, value in good.items() if name != key}, bad)
         said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
@@ -332,30 +272,19 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     code, out = app("test", *FLAGS, "2", "--ckpt_path", bad)
     assert code == 0, f"weights are enough to test: {out}"
     flags = ["--last_checkpoint.save_weights_only", "true", "--run.name", "y"]
-    code, out = app("fit", *FLAGS, "1", *flags)
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "1", *flags))
     assert "it holds no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path", "last"))
-    code, out = app("fit", *FLAGS, "2", "--run.name", "y", "--ckpt_path", "auto")
-    assert code == 0, out
+    out = output_of(*app("fit", *FLAGS, "2", "--run.name", "y", "--ckpt_path", "auto"))
     assert "resuming from" in out, "from best.ckpt, though weights alone are newer"
 
 
 def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> None:
     """Its record knows of no checkpoint yet; the file is there."""
-    code, out = app("fit", *FLAGS, "1")
-    assert code == 0, out
+    output_of(*app("fit", *FLAGS, "1"))
     run = tmp_path / "runs" / "x" / "version_0"
-    record = json.loads((run / "run.json").read_text())
-    for content in (
-        json.dumps(record | {"checkpoint": None, "epochs": []}),
-        "",
-        "[]",
-        "null",
-        "{",
-        "\0\1",
-        '{"checkpoint": 7}',
-    ):
+    record = record_of(run)
+    early = json.dumps(record | {"checkpoint": None, "epochs": []})
+    for content in (early, "", "[]", "null", "{", "\0\1", '{"checkpoint": 7}'):
         (run / "run.json").write_text(content)
-        code, out = app("validate", "--config", run / "config.yaml", "--ckpt_path", "last")
-        assert code == 0, out
+        out = output_of(*app("validate", "--config", run / "config.yaml", "--ckpt_path", "last"))
         assert f"{run}/run.json cannot be read" in out or '"checkpoint": null' in content

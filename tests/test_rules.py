@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from harness import App, error_of
+from harness import App, error_of, tiny
 from jsonargparse import Namespace
 
 from app.errors import UserError
@@ -14,11 +13,11 @@ from app.fit import rules
 from app.fit.configuration import resolve
 from app.launch.cluster_environment import Launched
 
-SMALL = ["fit", "--data", "Synthetic", "--data.size", "64", "--data.batch_size", "16", "--trainer.accelerator", "cpu"]
+SMALL = ["fit", *tiny(accelerator="cpu")]
 TWO = Launched("torchrun", 1, 2, 2)
 DP, DDP = {"trainer.strategy": "dp"}, {"trainer.strategy": "ddp"}
 SYNC = {"trainer.sync_batchnorm": True}
-LR = "model.init_args.optimizer.init_args.lr"
+SYNC_PLUGIN = Namespace(class_path="lightning.pytorch.plugins.TorchSyncBatchNorm")
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +42,6 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
         ({"trainer.num_nodes": 0}, None, "--trainer.num_nodes 0: give 1 or more"),
         ({"trainer.accelerator": "cudo"}, None, "--trainer.accelerator cudo: unknown: did you mean cuda?"),
         ({"trainer.accelerator": "tpu"}, None, "--trainer.accelerator tpu: there is none on this machine"),
-        ({LR: math.nan}, None, "--model.optimizer.lr nan: give a finite number"),
-        ({LR: math.inf}, None, "--model.optimizer.lr inf: give a finite number"),
         ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
         ({"trainer.gradient_clip_val": math.inf}, None, "--trainer.gradient_clip_val inf: give a finite number"),
         ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give 4294967295 or less"),
@@ -66,11 +63,7 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
         ({"trainer.strategy": "ddp_localsgd"}, TWO, "averages weights between nodes, but there is only one: use"),
         (SYNC | DDP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm works on GPUs only"),
         (SYNC | DP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm has no effect under dp"),
-        (
-            {"trainer.plugins": [Namespace(class_path="lightning.pytorch.plugins.TorchSyncBatchNorm")]},
-            None,
-            "--trainer.sync_batchnorm has no effect in one process",
-        ),
+        ({"trainer.plugins": [SYNC_PLUGIN]}, None, "--trainer.sync_batchnorm has no effect in one process"),
     ],
 )
 def test_what_cannot_work(
@@ -82,21 +75,21 @@ def test_what_cannot_work(
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "launcher"),
-    [
-        ({}, None),
-        (DP | {"trainer.devices": 2}, None),
-        (DDP | {"trainer.devices": 4}, None),
-        ({"trainer.devices": 2}, TWO),
-        ({}, TWO),
-        ({}, Launched("srun", 2, 2, 4)),
-        ({"trainer.strategy": "ddp_dp", "trainer.devices": 4}, Launched("srun", 2, 1, 2)),
-        ({"run.name": "a/b.c"}, None),
-        ({"trainer.num_nodes": 2, "cluster.init_method": "file:///x", "cluster.node_rank": 1}, None),
-        ({"seed_everything": True}, None),
-    ],
-)
+WORKS = [
+    ({}, None),
+    (DP | {"trainer.devices": 2}, None),
+    (DDP | {"trainer.devices": 4}, None),
+    ({"trainer.devices": 2}, TWO),
+    ({}, TWO),
+    ({}, Launched("srun", 2, 2, 4)),
+    ({"trainer.strategy": "ddp_dp", "trainer.devices": 4}, Launched("srun", 2, 1, 2)),
+    ({"run.name": "a/b.c"}, None),
+    ({"trainer.num_nodes": 2, "cluster.init_method": "file:///x", "cluster.node_rank": 1}, None),
+    ({"seed_everything": True}, None),
+]
+
+
+@pytest.mark.parametrize(("settings", "launcher"), WORKS)
 def test_what_works(
     settings: dict[str, Any], launcher: Launched | None, config: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +115,7 @@ def test_rules_of_flags_hold_on_any_machine() -> None:
 
 @pytest.mark.parametrize("hidden", ["hidden: [-1]", "hidden: [8, 0]", "repeats: 1000000000"])
 def test_sizes_of_the_network(hidden: str, app: App, tmp_path: Path) -> None:
-    settings = yaml.safe_load(f"{{{hidden}}}")
-    model = {"class_path": "FashionMLP", "init_args": settings}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": model}))
+    (tmp_path / "c.yaml").write_text(f"model: {{class_path: FashionMLP, init_args: {{{hidden}}}}}\n")
     said = error_of(*app(*SMALL, "--data.like", "FashionMNIST", "--config", tmp_path / "c.yaml"))
     assert f"--model.{hidden.partition(':')[0]} " in said
     assert "give" in said

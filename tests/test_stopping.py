@@ -1,6 +1,5 @@
 """Ctrl-C and SIGTERM: every process ends, the record says why, and the run continues from there to the bit."""
 
-import json
 import os
 import re
 import signal
@@ -12,33 +11,27 @@ import psutil
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import App, family, largest_difference, output_of, start_app, started, tiny, weights
+from harness import App, difference, family, last_of, on_cpu, options, output_of, record_of, started, tiny
 
 from app.launch.process import TASK
 
 SMALL = tiny(203, 20, flip=True)
-DDP = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
+DDP = on_cpu("ddp")
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name", "whom"),
-    [
-        ("disk", "SIGTERM", "group"),  # with worker processes, which the signal reaches, too
-        ("auto", "SIGTERM", "main"),
-        ("dp", "SIGINT", "group"),
-        ("ddp", "SIGINT", "group"),
-        pytest.param("ddp", "SIGTERM", "all", marks=SLOW),
-        pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW),
-        pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
-        pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
-    ],
-)
+SIGNALS = [
+    ("disk", "SIGTERM", "group"),  # with worker processes, which the signal reaches, too
+    *(("auto", "SIGTERM", "main"), ("dp", "SIGINT", "group"), ("ddp", "SIGINT", "group")),
+    *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
+    pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
+    pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("strategy", "name", "whom"), SIGNALS)
 def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> None:
-    devices = "1" if strategy == "auto" else "2"
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", devices]
-    if strategy == "disk":
-        way = ["--data.placement", "disk", "--data.num_workers", "2"]
+    way = options(placement="disk", num_workers=2) if strategy == "disk" else on_cpu(strategy, 1 + (strategy != "auto"))
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
         run.trained(3)
         run.get(name, whom)
@@ -65,9 +58,9 @@ def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
     config = run.directory / "config.yaml"
     for more in (["--config", config, "--ckpt_path", "last", "--run.name", "resumed"], ["--run.name", "whole"]):
         output_of(*app("fit", *SMALL, *flags, *more, "--run.root", tmp_path))
-    assert json.loads((tmp_path / "resumed" / "version_0" / "run.json").read_text())["resumed_from"] == last
-    whole, resumed = (tmp_path / name / "version_0" / "checkpoints" / "last.ckpt" for name in ("whole", "resumed"))
-    assert largest_difference(weights(whole), weights(resumed)) == 0
+    whole, resumed = (tmp_path / name / "version_0" for name in ("whole", "resumed"))
+    assert record_of(resumed)["resumed_from"] == last
+    assert difference(whole, resumed) == 0
 
 
 EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"]
@@ -80,20 +73,19 @@ EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_
 )
 def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_path: Path) -> None:
     """After the fourth optimizer step, whatever else looks at the end of a step or of an epoch."""
-    flags = [*SMALL, "--model", "user_code.StopsItself", *flags, "--trainer.max_epochs", "2", "--run.test", "false"]
+    flags = [*SMALL, "--model", "user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
     code, out = app("fit", *flags)
     assert code == 130, out
     run = tmp_path / "runs" / "StopsItself-Synthetic" / "version_0"
-    found = json.loads((run / "run.json").read_text())
+    found = record_of(run)
     assert (found["status"], found["steps"]) == ("interrupted", 4)
     assert [row["whole"] for row in found["epochs"]] == [False]
     assert sum(row["val_acc"] is not None for row in found["epochs"]) == validations
     output_of(*app("fit", "--config", run / "config.yaml", "--ckpt_path", "last"))
-    found = json.loads((run / "run.json").read_text())
+    found = record_of(run)
     assert found["status"] == "completed"
-    assert [(part["status"], part["error"], part["steps"]) for part in found["parts"]] == [
-        ("interrupted", "by Ctrl-C", 4)
-    ]
+    (part,) = found["parts"]
+    assert (part["status"], part["error"], part["steps"]) == ("interrupted", "by Ctrl-C", 4)
     assert [row["epoch"] for row in found["epochs"]] == [0, 1]
     times = [seconds for seconds, _ in found["course"]["samples_per_s"]]
     assert times == sorted(times), "that of the whole training"
@@ -103,13 +95,13 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
 @SLOW
 def test_several_ranks_end_one_step_later(tmp_path: Path) -> None:
     """One is told in the fourth step, after which they ask each other; after the fifth all know."""
-    flags = [*SMALL, *DDP, "--trainer.max_epochs", "2", "--run.test", "false", "--run.root", tmp_path]
-    code, out = start_app("fit", *flags, "--run.name", "x", "--model", "user_code.StopsOneRank")
-    assert code == 143, out
-    run = tmp_path / "x" / "version_0"
-    found = json.loads((run / "run.json").read_text())
+    flags = [*SMALL, *DDP, *options(max_epochs=2, test=False), "--model", "user_code.StopsOneRank"]
+    with started(tmp_path, *flags) as run:
+        out = run.end()
+    assert run.process.returncode == 143, out
+    found = run.record
     assert (found["status"], found["error"], found["steps"]) == ("interrupted", "by SIGTERM", 5)
-    assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 5
+    assert torch.load(last_of(run.directory), weights_only=True)["global_step"] == 5
 
 
 ASKS = """\
@@ -141,8 +133,7 @@ def test_one_process_of_a_job_asks_for_its_requeue(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    with started(tmp_path, *SMALL, *way) as run:
+    with started(tmp_path, *SMALL, *on_cpu(strategy)) as run:
         awaited(lambda: any(map(is_started_rank, family(run.mark))), 60)
         run.get(name, "group")
         out = run.end()
@@ -160,46 +151,30 @@ def is_started_rank(process: int) -> bool:
         return False
 
 
-@SLOW
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_a_rank_that_is_killed_is_named(strategy: str, tmp_path: Path) -> None:
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    flags = ["--model", "user_code.SaysItsProcess", "--model.directory", str(tmp_path)]
-    with started(tmp_path, *SMALL, *flags, *way, "--trainer.max_epochs", "100000") as run:
-        run.trained(2)
-        victim = int((tmp_path / "rank1").read_text())
-        os.kill(victim, signal.SIGKILL)
-        out = run.end(30)
-    assert run.process.returncode == 1, out
-    assert f"error: rank 1 (process {victim}) was ended by SIGKILL" in out
-    assert "Traceback" not in out
-    assert run.record["status"] == "failed"
-    assert "rank 1" in run.record["error"]
-
-
+SAYS = ["--model", "user_code.SaysItsProcess", "--model.directory"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
 
 
 @SLOW
-def test_rank_zero_that_is_killed_is_named(tmp_path: Path) -> None:
-    flags = ["--model", "user_code.SaysItsProcess", "--model.directory", str(tmp_path)]
-    with started(tmp_path, *SMALL, *flags, *DDP, *FOR_EVER) as run:
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 1), ("ddp_fork", 1), ("ddp", 0)])
+def test_a_rank_that_is_killed_is_named(strategy: str, rank: int, tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL, *SAYS, tmp_path, *on_cpu(strategy), *FOR_EVER) as run:
         run.trained(2)
-        victim = int((tmp_path / "rank0").read_text())
+        victim = int((tmp_path / f"rank{rank}").read_text())
         os.kill(victim, signal.SIGKILL)
         out = run.end(30)
-    assert run.process.returncode == 1
-    assert f"error: rank 0 (process {victim}) was ended by SIGKILL" in out
+    assert run.process.returncode == 1, out
+    assert f"error: rank {rank} (process {victim}) was ended by SIGKILL" in out
     assert "Traceback" not in out
-    assert (run.record["status"], run.record["error"][:6]) == ("failed", "rank 0")
+    assert (run.record["status"], run.record["error"][:6]) == ("failed", f"rank {rank}")
 
 
 @SLOW
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp_fork", 1)])
 def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
     """Longer than the timeout: the other one says so, and no process is left, not even the stopped one."""
-    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, *DDP, *FOR_EVER]
-    with started(tmp_path, *flags, "--trainer.strategy", strategy, "--cluster.timeout", "15") as run:
+    flags = [*SMALL, *SAYS, tmp_path, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15"]
+    with started(tmp_path, *flags) as run:
         run.trained(2)
         os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
         out = run.end(seconds=15 + 20)
@@ -212,7 +187,7 @@ def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_a_stopped_command_does_not_stay_for_ever(strategy: str, tmp_path: Path) -> None:
     """The process in which it was typed is ended like a rank, and with it all others."""
-    with started(tmp_path, *SMALL, *DDP, *FOR_EVER, "--trainer.strategy", strategy, "--cluster.timeout", "15") as run:
+    with started(tmp_path, *SMALL, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15") as run:
         run.trained(2)
         run.get("SIGSTOP", "main")
         out = run.end(seconds=15 + 20)
@@ -223,9 +198,7 @@ def test_a_stopped_command_does_not_stay_for_ever(strategy: str, tmp_path: Path)
 @SLOW
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     """That is no failure, after which they would be started again."""
-    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path, *DDP, *FOR_EVER]
-    flags += ["--cluster.max_restarts", "2"]
-    with started(tmp_path, *flags) as run:
+    with started(tmp_path, *SMALL, *SAYS, tmp_path, *DDP, *FOR_EVER, "--cluster.max_restarts", "2") as run:
         run.trained(2)
         os.kill(int((tmp_path / "rank1").read_text()), signal.SIGTERM)
         out = run.end(seconds=20)
@@ -235,17 +208,9 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_rank_that_is_slow(tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, "--model", "user_code.SlowOnRank1", *DDP, "--trainer.max_epochs", "1") as run:
-        out = run.end(seconds=120)
-    assert run.process.returncode == 0, out
-
-
-@SLOW
 def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
     """As in a collective call of NCCL, which does not notice; the reason is the other rank's."""
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp", "--trainer.devices", "2"]
-    with started(tmp_path, *SMALL, "--model", "user_code.FailsWhileRankZeroIsStuck", *way) as run:
+    with started(tmp_path, *SMALL, "--model", "user_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end()
     assert run.process.returncode == 1, out
     said = out.splitlines()[-1]
@@ -257,8 +222,7 @@ def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path) -> None:
-    way = ["--trainer.accelerator", "cpu", "--trainer.strategy", strategy, "--trainer.devices", "2"]
-    with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
+    with started(tmp_path, *SMALL, *on_cpu(strategy), *FOR_EVER) as run:
         run.trained(3)
         run.get("SIGKILL", "main")
         run.end(30)

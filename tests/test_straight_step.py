@@ -1,6 +1,5 @@
 """The straight step and Lightning's own: the same calls in the same order, the same losses and checkpoints."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, fork_app, largest_difference, losses, output_of, tiny
+from harness import ROOT, App, difference, fork_app, losses, on_cpu, options, output_of, record_of, tiny
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -54,10 +53,7 @@ def recorder(calls: Calls, hooks: list[str]) -> Callback:
     """A callback that overrides these hooks, and notes their calls."""
 
     def overriding(name: str) -> Callable[..., None]:
-        def hook(self: Callback, trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
-            calls.note(f"callback.{name}", module, *args, kwargs)
-
-        return hook
+        return lambda self, trainer, module, *args, **kwargs: calls.note(f"callback.{name}", module, *args, kwargs)
 
     return type("Recorder", (Callback,), {name: overriding(name) for name in hooks})()
 
@@ -170,30 +166,19 @@ CALLS = Calls()
 
 
 def trained(
-    straight: bool,
-    folder: Path,
-    model: type = Plain,
-    data: type = TheirData,
-    hooks: list[str] | None = None,
-    **flags: Any,
+    straight: bool, folder: Path, model: type = Plain, data: type = TheirData, hooks: Any = CALLBACK_HOOKS, **flags: Any
 ) -> tuple[Calls, dict[str, Any], str | None]:
     """Train two epochs of five batches: what was called, the checkpoint, and why the step was not straight."""
     CALLS.clear()
     shutil.rmtree(folder, ignore_errors=True)
-    hooks = CALLBACK_HOOKS if hooks is None else hooks
-    callbacks = flags.pop("callbacks", [])
-    plugins = flags.pop("plugins", [])
+    callbacks, plugins = flags.pop("callbacks", []), flags.pop("plugins", [])
     flags = {"max_epochs": 2, "log_every_n_steps": 2, "accelerator": "cpu", "num_sanity_val_steps": 0} | flags
     torch.manual_seed(1)
     trainer = pl.Trainer(
-        **flags,
-        callbacks=[recorder(CALLS, hooks), *(make() for make in callbacks)],
-        plugins=[make() for make in plugins],
-        logger=pl.loggers.CSVLogger(folder),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+        **flags, callbacks=[recorder(CALLS, hooks), *(make() for make in callbacks)],
+        plugins=[make() for make in plugins], logger=pl.loggers.CSVLogger(folder),
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
     if straight:
         StraightLoop.put_into(trainer)
     trainer.fit(model(), data())
@@ -209,7 +194,7 @@ def same_checkpoint(saved: dict[str, Any], found: dict[str, Any]) -> None:
     """Whether all that a training goes on from is the same."""
     for key in ("global_step", "epoch", "loops", "lr_schedulers"):
         assert found[key] == saved[key], key
-    assert largest_difference(found["state_dict"], saved["state_dict"]) == 0
+    assert difference(found["state_dict"], saved["state_dict"]) == 0
     assert repr(found["optimizer_states"]) == repr(saved["optimizer_states"])
 
 
@@ -257,6 +242,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a stream": {"data": StreamedData},
     "a callback that comes later": {"callbacks": [ReplacesCallbacks]},
     "no window": {"log_every_n_steps": 0},
+    "an epoch without gradients": {"callbacks": [lambda: StochasticWeightAveraging(0.01, 1)], "max_epochs": 3},
 }
 
 
@@ -265,20 +251,11 @@ def test_settings(name: str, tmp_path: Path) -> None:
     assert_alike(tmp_path, **SETTINGS[name])
 
 
-def test_weight_averaging_has_an_epoch_without_gradients(tmp_path: Path) -> None:
-    averaging = {"callbacks": [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)], "max_epochs": 3}
-    assert_alike(tmp_path, **averaging)
-
-
-@pytest.mark.parametrize("hook", MODULE_HOOKS)
-def test_a_hook_of_a_module(hook: str, tmp_path: Path) -> None:
-    model = recording(CALLS, ByStep, [hook], "module")
-    assert_alike(tmp_path, model=model, hooks=[], accumulate_grad_batches=2, gradient_clip_val=0.1)
-
-
-def test_all_hooks_of_a_module(tmp_path: Path) -> None:
-    model = recording(CALLS, ByStep, MODULE_HOOKS, "module")
-    assert_alike(tmp_path, model=model, accumulate_grad_batches=2, gradient_clip_val=0.1)
+@pytest.mark.parametrize("hooks", [*([hook] for hook in MODULE_HOOKS), MODULE_HOOKS], ids=lambda hooks: hooks[-1])
+def test_hooks_of_a_module(hooks: list[str], tmp_path: Path) -> None:
+    model = recording(CALLS, ByStep, hooks, "module")
+    others = CALLBACK_HOOKS if len(hooks) > 1 else []
+    assert_alike(tmp_path, model=model, hooks=others, accumulate_grad_batches=2, gradient_clip_val=0.1)
 
 
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
@@ -317,14 +294,14 @@ class TakesIterator(Plain):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize(
-    ("reason", "settings"),
-    [
-        ("a profiler", {"profiler": "simple"}),
-        ("manual optimization", {"model": Manual}),
-        ("training_step takes the iterator of the data", {"model": TakesIterator}),
-    ],
-)
+LEFT = [
+    ("a profiler", {"profiler": "simple"}),
+    ("manual optimization", {"model": Manual}),
+    ("training_step takes the iterator of the data", {"model": TakesIterator}),
+]
+
+
+@pytest.mark.parametrize(("reason", "settings"), LEFT)
 def test_what_is_left_to_lightning(reason: str, settings: dict[str, Any], tmp_path: Path) -> None:
     assert_alike(tmp_path, reason, **settings)
 
@@ -335,14 +312,12 @@ RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "o
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "cifar_resnet18"))
-        for path in sorted((ROOT / "configs").glob("*.yaml"))
-        if path.stem != "sweep"
-    ],
-)
+LARGE = {"cifar_resnet18": [pytest.mark.slow]}
+CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "sweep"]
+CONFIGS = [pytest.param(path, id=path.stem, marks=LARGE.get(path.stem, [])) for path in CONFIGS]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_every_config(
     config: Path, app: App, tmp_path: Path, cifar_root: Path, fashion_root: Path, image_root: Path
 ) -> None:
@@ -351,62 +326,49 @@ def test_every_config(
     flags = ["--data.root", str(root)] if root else ["--data.size", "80"] if data else tiny(80)
     if "batch_size: 0.25" not in config.read_text():
         flags += ["--data.batch_size", "8"]
-    flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "2", "--run.name", "x"]
-    flags += ["--trainer.limit_train_batches", "4", "--trainer.limit_val_batches", "1"]
+    flags += options(max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x")
     flags += ["--run.virtual_devices", "null"]  # of which Lightning's step knows nothing
     assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)
 
 
 def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
+    """The second run is by the config that the first has left."""
     CALLS.clear()
     output_of(*app("fit", *flags, *RECORDED))
     calls = Calls(CALLS)
     CALLS.clear()
-    output_of(*app("fit", *flags, *RECORDED, "--run.loop", "lightning"))
+    output_of(*app("fit", "--config", runs / "version_0" / "config.yaml", "--run.loop", "lightning"))
     for ours, theirs in zip(calls, CALLS, strict=True):
         assert ours == theirs
     runs = [runs / name for name in ("version_0", "version_1")]
     same_checkpoint(*map(last_checkpoint, runs))
-    records = [json.loads((run / "run.json").read_text()) for run in runs]
-    assert [(record["loop"], record["loop_reason"]) for record in records] == [
-        ("straight", None),
-        ("lightning", "--run.loop lightning"),
-    ]
+    records = [record_of(run) for run in runs]
+    reasons = [(record["loop"], record["loop_reason"]) for record in records]
+    assert reasons == [("straight", None), ("lightning", "--run.loop lightning")]
     assert records[0]["train_loss"] == records[1]["train_loss"]
     assert losses(runs[0]).tolist() == losses(runs[1]).tolist()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--trainer.strategy", "dp", "--trainer.devices", "2"],
-        [
-            "--trainer.accumulate_grad_batches",
-            "3",
-            "--trainer.gradient_clip_val",
-            "0.1",
-            "--trainer.precision",
-            "bf16-mixed",
-        ],
-        ["--model", "user_code.OneCycle"],
-    ],
-    ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"],
-)
+WAYS = [
+    options(strategy="dp", devices=2),
+    options(accumulate_grad_batches=3, gradient_clip_val=0.1, precision="bf16-mixed"),
+    ["--model", "user_code.OneCycle"],
+]
+
+
+@pytest.mark.parametrize("more", WAYS, ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"])
 def test_ways_of_running(more: list[str], app: App, tmp_path: Path) -> None:
-    flags = tiny(203, 16, accelerator="cpu")
-    flags += ["--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "3", "--run.name", "x", *QUIET, *more]
-    assert_alike_by_command(app, tmp_path / "runs" / "x", *flags)
+    flags = tiny(203, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3, name="x")
+    assert_alike_by_command(app, tmp_path / "runs" / "x", *flags, *more)
 
 
 @pytest.mark.slow
 def test_two_processes_that_accumulate(tmp_path: Path) -> None:
-    flags = tiny(203, 16, log_every_n_steps=3)
-    flags += ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2", "--trainer.accelerator", "cpu", *QUIET]
-    flags += ["--trainer.accumulate_grad_batches", "2"]
-    flags += ["--trainer.max_epochs", "2", "--run.test", "false", "--run.root", str(tmp_path), "--run.name", "x"]
+    flags = tiny(203, 16, log_every_n_steps=3, accumulate_grad_batches=2, max_epochs=2, test=False)
+    flags += on_cpu("ddp_fork", root=tmp_path, name="x")
     for profiler in ("null", "simple"):
         output_of(*fork_app("fit", *flags, "--trainer.profiler", profiler))
     runs = [tmp_path / "x" / name for name in ("version_0", "version_1")]
     same_checkpoint(*map(last_checkpoint, runs))
-    assert [json.loads((run / "run.json").read_text())["loop"] for run in runs] == ["straight", "lightning"]
+    assert [record_of(run)["loop"] for run in runs] == ["straight", "lightning"]
     assert losses(runs[0]).tolist() == losses(runs[1]).tolist()

@@ -7,31 +7,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import QUIET, App, output_of
+from harness import App, output_of, tiny
 from lightning.pytorch.callbacks import RichProgressBar
 
 from app.monitor.progress_bar import ProgressBar
 
-SMALL = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", *QUIET]
+SMALL = tiny(200, 20)
 
 
 def test_the_summary_shows_the_layers(app: App) -> None:
     flags = ["fit", *SMALL[:-2], "--run.test", "false", "--trainer.max_steps", "1"]
     assert "network" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
-    code, out = app(*flags)
-    assert code == 0, out
+    out = output_of(*app(*flags))
     assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
     assert "optimizer  SGD, lr 0.001, momentum 0.9\n" in out
     assert "features.0" not in out
-    code, out = app(*flags, "--verbose")
-    assert code == 0, out
-    assert "features.0" in out
+    assert "features.0" in output_of(*app(*flags, "--verbose"))
 
 
 def test_a_line_for_each_epoch(app: App) -> None:
     """Also in a pipe, where the progress bar shows at its end."""
-    code, out = app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false"))
     said = [line for line in out.splitlines() if line.startswith("epoch ")]
     assert [line.split("  ")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
     for line in said:
@@ -68,15 +64,12 @@ def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.M
 @pytest.mark.parametrize("label", ["use it", "train longer"])
 def test_a_printed_command_can_be_pasted(label: str, app: App, tmp_path: Path) -> None:
     root = ["--run.root", tmp_path / "my runs"]
-    code, out = app("fit", *SMALL[:-2], "--trainer.max_epochs", "1", *root)
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL[:-2], "--trainer.max_epochs", "1", *root))
     typed = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
-    code, out = app(*shlex.split(typed[0]), *root)
-    assert code == 0, out
+    output_of(*app(*shlex.split(typed[0]), *root))
 
 
 def test_a_busy_machine_is_said(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
-    code, out = app("fit", *SMALL, "--trainer.max_steps", "1", "--run.test", "false")
-    assert code == 0, out
+    out = output_of(*app("fit", *SMALL, "--trainer.max_steps", "1", "--run.test", "false"))
     assert "warning: other processes keep this machine busy: a load of 10000.0 on " in out

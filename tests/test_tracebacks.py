@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, App, error_of, fork_app, start_app, tiny
 
-SMALL = tiny(64, 16, test=False)
-SMALL += ["--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"]
+SMALL = tiny(64, 16, test=False, max_epochs=1, accelerator="cpu")
 V2 = "--data.augment torchvision.transforms.v2."
 CROP = f"{V2}RandomCrop --data.augment.size 64"
 TOO_LARGE = "error: --data.augment RandomCrop: Required crop size (64, 64) is larger than input image size (32, 32)."
@@ -19,37 +18,31 @@ LAMBDA = "--model.scheduler MultiplicativeLR --model.scheduler.lr_lambda torch.n
 CALL, SET = "--trainer.callbacks+=", "--trainer.callbacks."
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (CROP, TOO_LARGE[7:]),
-        (f"{CROP} --data.num_workers 0", TOO_LARGE[7:]),
-        (f"{V2}RandomApply {INNER} --data.augment.p 1", "--data.augment.transforms RandomCrop: Required crop size"),
-        (f"{V2}ToPILImage", "--data.augment ToPILImage makes Image of an image of torch.uint8 (3, 32, 32): it must"),
-        (f"{V2}FiveCrop --data.augment.size 8", "--data.augment FiveCrop makes tuple of an image of"),
-        (f"{V2}MixUp {MIX}", "--data.augment MixUp: labels should be index based"),
-        (f"{V2}CutMix {MIX}", "--data.augment CutMix: labels should be index based"),
-        (LINEAR, "--data.augment Linear: mat1 and mat2 must have the same dtype"),
-        (f"{CALL}LearningRateFinder {SET}num_training_steps 0", "LearningRateFinder: When using the learning rate"),
-        (f"{CALL}ThroughputMonitor {SET}batch_size_fn torch.numel", "callbacks ThroughputMonitor: numel(): argument"),
-        (f"{CALL}ModelSummary {SET}max_depth=-5", "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0"),
-        (
-            f"{CALL}ModelCheckpoint {SET}save_top_k=-5",
-            "--trainer.callbacks ModelCheckpoint: Invalid value for save_top",
-        ),
-        (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
-        (f"{CALL}BackboneFinetuning", "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"),
-        (
-            f"{CALL}BackboneFinetuning --model user_code.LogsLossOnly",
-            "BackboneFinetuning: 'LogsLossOnly' object has no",
-        ),
-        ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
-        (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
-        (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
-        ("--trainer.profiler xla", "--trainer.profiler xla: the package torch_xla is not installed: install it"),
-        ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
-    ],
-)
+OBJECTS = [
+    (CROP, TOO_LARGE[7:]),
+    (f"{CROP} --data.num_workers 0", TOO_LARGE[7:]),
+    (f"{V2}RandomApply {INNER} --data.augment.p 1", "--data.augment.transforms RandomCrop: Required crop size"),
+    (f"{V2}ToPILImage", "--data.augment ToPILImage makes Image of an image of torch.uint8 (3, 32, 32): it must"),
+    (f"{V2}FiveCrop --data.augment.size 8", "--data.augment FiveCrop makes tuple of an image of"),
+    (f"{V2}MixUp {MIX}", "--data.augment MixUp: labels should be index based"),
+    (f"{V2}CutMix {MIX}", "--data.augment CutMix: labels should be index based"),
+    (LINEAR, "--data.augment Linear: mat1 and mat2 must have the same dtype"),
+    (f"{CALL}LearningRateFinder {SET}num_training_steps 0", "LearningRateFinder: When using the learning rate"),
+    (f"{CALL}ThroughputMonitor {SET}batch_size_fn torch.numel", "callbacks ThroughputMonitor: numel(): argument"),
+    (f"{CALL}ModelSummary {SET}max_depth=-5", "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0"),
+    (f"{CALL}ModelCheckpoint {SET}save_top_k=-5", "callbacks ModelCheckpoint: Invalid value for save_top_k"),
+    (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
+    (f"{CALL}BackboneFinetuning", "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"),
+    (f"{CALL}BackboneFinetuning --model user_code.LogsLossOnly", "Finetuning: 'LogsLossOnly' object has no attribute"),
+    ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
+    (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
+    (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
+    ("--trainer.profiler xla", "--trainer.profiler xla: the package torch_xla is not installed: install it"),
+    ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), OBJECTS)
 def test_an_object_that_a_flag_made(flags: str, said: str, app: App) -> None:
     assert said in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 
@@ -71,18 +64,18 @@ def test_verbose_shows_what_the_library_did(app: App) -> None:
         assert out.splitlines()[-1] == TOO_LARGE
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--data.augment raising_code.Augment",
-        "--data.augment raising_code.Augment --data.num_workers 0",
-        "--model raising_code.Built",
-        "--trainer.callbacks+=raising_code.Calls",
-        "--model raising_code.Model",
-        "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
-        "--model raising_code.Model --trainer.strategy ddp --trainer.devices 2",
-    ],
-)
+CODE = [
+    "--data.augment raising_code.Augment",
+    "--data.augment raising_code.Augment --data.num_workers 0",
+    "--model raising_code.Built",
+    "--trainer.callbacks+=raising_code.Calls",
+    "--model raising_code.Model",
+    "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
+    "--model raising_code.Model --trainer.strategy ddp --trainer.devices 2",
+]
+
+
+@pytest.mark.parametrize("flags", CODE)
 def test_code_of_the_user(flags: str, tmp_path: Path) -> None:
     """The traceback has the user's frames and their caller, once."""
     run = start_app if "ddp " in flags else fork_app

@@ -64,9 +64,8 @@ class PlainModel(LightningModule):
     def __init__(self, normalized: bool = True) -> None:
         super().__init__()
         norm, drop = (nn.BatchNorm2d(8), nn.Dropout(0.2)) if normalized else (nn.Identity(), nn.Identity())
-        self.net = nn.Sequential(
-            nn.Conv2d(3, 8, 3, bias=False), norm, nn.ReLU(), drop, nn.AdaptiveAvgPool2d(2), nn.Flatten()
-        )
+        layers = (nn.Conv2d(3, 8, 3, bias=False), norm, nn.ReLU(), drop, nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.net = nn.Sequential(*layers)
         self.head = nn.Linear(32, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,9 +95,8 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, size: int) -> None:
         self.images = torch.rand(size, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-        self.transform = transforms.Compose(
-            [transforms.RandomResizedCrop(10, antialias=True), transforms.ColorJitter(0.3, 0.3, 0.3)]
-        )
+        changes = [transforms.RandomResizedCrop(10, antialias=True), transforms.ColorJitter(0.3, 0.3, 0.3)]
+        self.transform = transforms.Compose(changes)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -465,10 +463,7 @@ class SaysWhereImagesLie(Callback):
                 break
         sums = [int(images.sum(dtype=torch.int64)), int(split.labels @ torch.arange(len(split)))]
         note = {"inode": int(inode), "path": "".join(path), "sums": sums, "process": os.getpid()}
-        Path(self.directory, f"rank{trainer.global_rank}.tmp").write_text(json.dumps(note))
-        Path(self.directory, f"rank{trainer.global_rank}.tmp").rename(
-            Path(self.directory, f"rank{trainer.global_rank}")
-        )
+        Path(self.directory, f"rank{trainer.global_rank}").write_text(json.dumps(note))
 
 
 class NotingSource(CIFAR10Source):

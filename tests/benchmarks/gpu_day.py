@@ -17,23 +17,10 @@ from typing import Any
 ALL = 585  # seconds for everything
 # item of gpu_items.py: seconds at most
 LIMITS = {
-    "versions": 20,
-    "cpu_beside_gpu": 60,
-    "gpu_tests": 120,
-    "synchronisations": 60,
-    "lenet": 75,
-    "floor": 60,
-    "dp": 30,
-    "ddp_gloo": 60,
-    "resume": 60,
-    "fsdp": 40,
-    "nccl": 45,
-    "resnet": 90,
-    "mlp": 45,
-    "transfers": 20,
-    "commands": 90,
+    "versions": 20, "cpu_beside_gpu": 60, "gpu_tests": 120, "synchronisations": 60, "lenet": 75, "floor": 60, "dp": 30,
+    "ddp_gloo": 60, "resume": 60, "fsdp": 40, "nccl": 45, "resnet": 90, "mlp": 45, "transfers": 20, "commands": 90,
     "suite": ALL,
-}
+}  # fmt: skip
 
 
 def why_not() -> str | None:
@@ -63,13 +50,8 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
                     process.wait(10)
     found = json.loads(figures.read_text()) if figures.exists() else {}
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return {
-        "item": item,
-        "status": status,
-        "seconds": round(time.monotonic() - began, 1),
-        "figures": found,
-        "said": lines[-12:] if status == "failed" else [],
-    }
+    seconds, said = round(time.monotonic() - began, 1), lines[-12:] if status == "failed" else []
+    return {"item": item, "status": status, "seconds": seconds, "figures": found, "said": said}
 
 
 def report(rows: list[dict[str, Any]], folder: Path) -> None:
@@ -89,9 +71,9 @@ def main(folder: Path) -> None:
     ends, rows, reason = time.monotonic() + ALL, [], why_not()
     for item, limit in LIMITS.items():
         left = ends - time.monotonic()
-        skipped = reason or ("no time left" if left < 5 else None)
-        if skipped:
-            row = {"item": item, "status": f"skipped: {skipped}", "seconds": 0.0, "figures": {}, "said": []}
+        row = {"item": item, "seconds": 0.0, "figures": {}, "said": []}
+        if skipped := reason or ("no time left" if left < 5 else None):
+            row["status"] = f"skipped: {skipped}"
         else:
             row = run(item, min(limit, left), folder)
         rows.append(row)

@@ -21,7 +21,7 @@ from typing import Any
 import lightning
 import torch
 import torchvision
-from harness import ROOT, free_port, largest_difference, losses, weights
+from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, tiny
 from lightning.pytorch import Callback, LightningModule, Trainer
 from packaging.version import Version
 from torch import nn
@@ -39,11 +39,9 @@ DEVICE = torch.device("cpu" if CPU else "cuda")
 SIZE = 1280 if CPU else 25_600
 FIGURES = Path(sys.argv[2] if len(sys.argv) > 2 else os.devnull)
 PLACE = Path(tempfile.mkdtemp(prefix="gpu_day-"))
-QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false", "--run.wandb", "false"]
-ON = ["--trainer.accelerator", DEVICE.type]
-DATA = ["--data", "Synthetic", "--data.size", str(SIZE), "--data.val_size", "128"]
-SPEED = ["--run.test", "false", "--trainer.max_epochs", "3", "--trainer.log_every_n_steps", "20"]
-SPEED += ["--trainer.limit_val_batches", "1", "--run.warmup_epochs", "1"]
+ON = options(accelerator=DEVICE.type, wandb=False)
+DATA = tiny(SIZE, 64, val_size=128)
+SPEED = options(test=False, max_epochs=3, log_every_n_steps=20, limit_val_batches=1, warmup_epochs=1)
 _figures: dict[str, Any] = {}
 
 
@@ -68,8 +66,7 @@ def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 100) -
 
 def fit(name: str, *flags: str | Path) -> Path:
     """A training in this process: its directory."""
-    code = main(["fit", "--run.root", str(PLACE), "--run.name", name, *QUIET, *ON, *map(str, flags)])
-    if code:
+    if code := main(["fit", *options(root=PLACE, name=name), *QUIET, *ON, *map(str, flags)]):
         raise SystemExit(f"{name}: exit code {code}")
     return newest(name)
 
@@ -79,15 +76,10 @@ def newest(name: str) -> Path:
     return max((PLACE / name).glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def record(run: Path) -> dict[str, Any]:
-    """A run's record."""
-    return json.loads((run / "run.json").read_text())
-
-
 def rate(name: str, *flags: str | Path) -> None:
     """Train, and note samples/s; what cannot run is noted, and the next goes on."""
     try:
-        found = record(fit(name.replace(" ", "_"), *flags))
+        found = record_of(fit(name.replace(" ", "_"), *flags))
     except (Exception, SystemExit) as error:
         note(name, f"failed: {str(error).splitlines()[0] if str(error) else error!r}")
         traceback.print_exc()
@@ -104,8 +96,7 @@ def versions() -> None:
 
 def cpu_beside_gpu() -> None:
     """A run on the CPU leaves the GPU alone; ddp_powersgd there is refused, and runs where the GPU is hidden."""
-    small = ["--data", "Synthetic", "--data.size", "320", "--trainer.accelerator", "cpu", "--trainer.max_epochs", "1"]
-    small += [*QUIET, "--run.root", str(PLACE)]
+    small = tiny(320, 64, accelerator="cpu", max_epochs=1, wandb=False, root=PLACE)
     hook = ["--trainer.strategy", "ddp_powersgd", "--trainer.devices", "2"]
     for name, flags, env in (
         ("one CPU", [], {}),
@@ -140,6 +131,9 @@ def pytest(*arguments: str, env: dict[str, str] | None = None) -> None:
     assert process.wait() == 0
 
 
+WATCHED = r"(cudaLaunchKernel|cudaGraphLaunch|cudaMemcpy|cuda\w*Synchronize|aten::item)"
+
+
 class Watch(Callback):
     """Notes what makes the host wait in steps 60 to 90, and counts launches and copies in steps 100 to 130."""
 
@@ -165,10 +159,7 @@ class Watch(Callback):
         if trainer.global_step == 130:
             self._profile.stop()
             for event in self._profile.key_averages():
-                kind = re.match(
-                    r"(cudaLaunchKernel|cudaGraphLaunch|cudaMemcpy|cuda\w*Synchronize|aten::item)", event.key
-                )
-                if kind:
+                if kind := re.match(WATCHED, event.key):
                     self.counts[kind[1]] = self.counts.get(kind[1], 0) + event.count / 30
 
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
@@ -194,8 +185,8 @@ def synchronisations() -> None:
             return trainer
 
         command.CLI.instantiate_trainer = instantiate  # type: ignore[method-assign]
-        flags = ["--trainer.precision", precision, "--trainer.max_steps", "135", "--run.test", "false", *more]
-        fit("watched", "--data", "Synthetic", "--data.size", "10000", "--trainer.limit_val_batches", "0", *flags)
+        flags = options(precision=precision, max_steps=135, test=False, limit_val_batches=0)
+        fit("watched", *tiny(10000, 64), *flags, *more)
         name = " ".join((precision, *(part.removeprefix("--") for part in more)))
         note(f"{name}: waits in 30 steps", dict(watch.waits))
         note(f"{name}: per step", {key: round(value, 2) for key, value in watch.counts.items()})
@@ -292,13 +283,12 @@ def dp() -> None:
             states[network + precision, ways] = {k: v.cpu().float() for k, v in model.state_dict().items()}
             note(f"{network} {precision} {ways}: test", {k: round(v, 5) for k, v in found.items()})
         pair = (states[network + precision, ways] for ways in ("one", "two"))
-        note(f"{network} {precision}: largest difference of weights", largest_difference(*pair))
+        note(f"{network} {precision}: largest difference of weights", difference(*pair))
 
 
 def ddp_gloo() -> None:
     """Two "nodes" on one device, over gloo, against one process: losses; with an empty last share; hooks."""
-    flags = ["--data", "Synthetic", "--data.size", "331", "--data.val_size", "10", "--data.batch_size", "32", *QUIET]
-    flags += [*ON, "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1", "--run.root", str(PLACE)]
+    flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, root=PLACE), *ON]
     single = losses(fit("single", *flags))
     for strategy in ("ddp", "ddp_fp16", "ddp_localsgd"):
         way = ["--trainer.strategy", strategy, "--trainer.strategy.process_group_backend", "gloo"]
@@ -316,9 +306,8 @@ def ddp_gloo() -> None:
 
 def resume() -> None:
     """Stopped in mid-epoch and resumed: the largest difference of weights, which should be 0."""
-    flags = ["--data", "Synthetic", "--data.size", "503", "--data.batch_size", "32", "--data.flip", "true"]
+    flags = tiny(503, 32, flip=True, test=False, max_epochs=2)
     flags += ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.05", "--model.optimizer.momentum", "0.9"]
-    flags += ["--run.test", "false", "--trainer.max_epochs", "2"]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
     flags += ["--last_checkpoint.every_n_train_steps", "7"]
     for precision in ("32-true", "16-mixed"):
@@ -326,8 +315,8 @@ def resume() -> None:
             more = ["--trainer.precision", precision, "--trainer.deterministic", deterministic]
             whole = fit("whole", *flags, *more) / "checkpoints"
             resumed = fit("resumed", *flags, *more, "--ckpt_path", whole / "step=21.ckpt") / "checkpoints"
-            pair = (weights(folder / "step=28.ckpt") for folder in (whole, resumed))
-            note(f"{precision}, deterministic {deterministic}", largest_difference(*pair))
+            pair = (folder / "step=28.ckpt" for folder in (whole, resumed))
+            note(f"{precision}, deterministic {deterministic}", difference(*pair))
     torch.use_deterministic_algorithms(False)
 
 
@@ -335,10 +324,9 @@ def fsdp() -> None:
     """Fit, resume and test on one device."""
     if CPU:
         return
-    flags = ["--data", "Synthetic", "--data.size", "331", "--trainer.strategy", "fsdp", "--trainer.devices", "1"]
-    for name, more in (("fit", []), ("resume", ["--trainer.max_epochs", "2", "--ckpt_path", "last"])):
-        flags += ["--trainer.max_epochs", "1"] if name == "fit" else []
-        note(name, record(fit("fsdp", *flags, *more))["test"])
+    flags = tiny(331, 64, strategy="fsdp", devices=1)
+    for name, more in (("fit", options(max_epochs=1)), ("resume", [*options(max_epochs=2), "--ckpt_path", "last"])):
+        note(name, record_of(fit("fsdp", *flags, *more))["test"])
 
 
 def nccl() -> None:
@@ -347,7 +335,7 @@ def nccl() -> None:
         flags = [*DATA, *SPEED, *QUIET, *ON, "--trainer.strategy", strategy, "--trainer.devices", "1"]
         code, out = start("fit", *flags, "--run.root", PLACE, "--run.name", strategy, timeout=40)
         print(out)
-        found = record(newest(strategy))
+        found = record_of(newest(strategy))
         note(f"{strategy}: exit code", code)
         note(f"{strategy}: warnings", [line.strip()[:200] for line in out.splitlines() if "arning" in line])
         note(f"{strategy}: samples/s", found["throughput"]["median"])
@@ -367,19 +355,19 @@ def resnet() -> None:
     if not CPU:
         rate("bf16, channels_last, benchmark", *flags, *half, "--trainer.benchmark", "true")
         rate("bf16, channels_last, cuda_graph", *flags, *half, "--model.cuda_graph", "true")
-        note("GiB", record(newest("bf16,_channels_last"))["peak_memory"][0])
+        note("GiB", record_of(newest("bf16,_channels_last"))["peak_memory"][0])
     rate("bf16, channels_last, compile", *flags, *half, "--model.compile", "default")
 
 
 def mlp() -> None:
     """The MLP at two widths: precision of products, and where the images are."""
     for repeats in (1, 2) if CPU else (24, 64):
-        flags = ["--model", "FashionMLP", "--model.repeats", str(repeats), "--data", "Synthetic", "--data.like"]
-        flags += ["FashionMNIST", "--data.size", str(SIZE if CPU else 60_000), "--data.batch_size", "0.25", *SPEED]
-        flags += ["--trainer.log_every_n_steps", "1", "--trainer.max_epochs", "6"]
+        flags = ["--model", "FashionMLP", "--model.repeats", str(repeats), "--data", "Synthetic", *SPEED]
+        flags += options(like="FashionMNIST", size=SIZE if CPU else 60_000, batch_size=0.25)
+        flags += options(log_every_n_steps=1, max_epochs=6)
         rate(f"{repeats}", *flags)
         rate(f"{repeats}, images on the host", *flags, "--data.placement", "memory")
-        note(f"{repeats}: GiB", record(newest(f"{repeats}"))["peak_memory"][0])
+        note(f"{repeats}: GiB", record_of(newest(f"{repeats}"))["peak_memory"][0])
         if not CPU:
             rate(f"{repeats}, TF32", *flags, "--model.matmul_precision", "high")
 
@@ -408,21 +396,21 @@ def transfers() -> None:
     for batch in (64, 512):
         index, size = torch.randint(50_000, (batch,)), batch * 3072
         buffer = torch.empty((batch, 3072), dtype=torch.uint8).pin_memory()
-        note(
-            f"{batch}: gather, then pin",
-            timed(lambda i=index: rows[i].pin_memory().to(DEVICE, non_blocking=True), size),
-        )
+
+        def pin(index: torch.Tensor = index) -> None:
+            rows[index].pin_memory().to(DEVICE, non_blocking=True)
 
         def into(index: torch.Tensor = index, buffer: torch.Tensor = buffer) -> None:
             torch.index_select(rows, 0, index, out=buffer)
             buffer.to(DEVICE, non_blocking=True)
 
+        note(f"{batch}: gather, then pin", timed(pin, size))
         note(f"{batch}: gather into pinned", timed(into, size))
 
 
 def commands() -> None:
     """Recorded memory against nvidia-smi; doctor, plan and compare."""
-    found = record(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))["peak_memory"][0]
+    found = record_of(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))["peak_memory"][0]
     note("recorded", {key: value for key, value in found.items() if key.endswith("gib")})
     if not CPU:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]

@@ -38,8 +38,7 @@ class Clock(Callback):
     """Measures the epochs after the first, without validation; `$CLOCK` names the file for what it finds."""
 
     def __init__(self) -> None:
-        self.began = (0.0, 0.0)
-        self.cpu, self.wall, self.steps = 0.0, 0.0, 0
+        self.began, self.cpu, self.steps = (0.0, 0.0), 0.0, 0
         self.epochs: list[float] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -49,13 +48,9 @@ class Clock(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End, before the checkpoint."""
         if trainer.current_epoch:
-            cpu, wall = time.process_time() - self.began[0], time.perf_counter() - self.began[1]
-            self.cpu, self.wall, self.steps = (
-                self.cpu + cpu,
-                self.wall + wall,
-                self.steps + trainer.num_training_batches,
-            )
-            self.epochs.append(wall)
+            self.cpu += time.process_time() - self.began[0]
+            self.epochs.append(time.perf_counter() - self.began[1])
+            self.steps += trainer.num_training_batches
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say it."""
@@ -64,12 +59,25 @@ class Clock(Callback):
 
     def figures(self) -> dict[str, float]:
         """All of them."""
-        return {
-            "cpu_us_per_step": 1e6 * self.cpu / self.steps,
-            "ms_per_step": 1e3 * self.wall / self.steps,
-            "epoch_s": statistics.median(self.epochs),
-            "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        }
+        return figures(self.cpu, self.epochs, self.steps)
+
+
+def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
+    """Figures of the epochs that were measured, from their seconds and the number of their steps."""
+    return {
+        "cpu_us_per_step": 1e6 * cpu / steps,
+        "ms_per_step": 1e3 * sum(epochs) / steps,
+        "epoch_s": statistics.median(epochs),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def cpu_of(command: list[str], **settings: Any) -> float:
+    """Seconds of processor time that a command takes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, **settings)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def ours(*flags: str, clock: bool = True) -> dict[str, float]:
@@ -78,13 +86,8 @@ def ours(*flags: str, clock: bool = True) -> dict[str, float]:
         environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
         more = ["--trainer.callbacks+=speed.Clock"] if clock else []
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "app", *FIT, *flags, *more, "--run.root", folder],
-            check=True, cwd=ROOT, env=environment, stdout=sys.stderr,
-        )  # fmt: skip
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        command = [sys.executable, "-m", "app", *FIT, *flags, *more, "--run.root", folder]
+        cpu = cpu_of(command, cwd=ROOT, env=environment, stdout=sys.stderr)
         found = json.loads(Path(environment["CLOCK"]).read_text()) if clock else {}
     return {**found, "cpu_s": cpu}
 
@@ -97,22 +100,17 @@ def loop(
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
 ) -> dict[str, float]:
     """A loop by hand."""
-    clock, walls, cpus, steps = time.perf_counter, [], [], 0
+    walls, cpus, steps = [], [], 0
     for _ in range(epochs):
-        wall, cpu, steps = clock(), time.process_time(), 0
+        wall, cpu, steps = time.perf_counter(), time.process_time(), 0
         for images, labels in batches():
             optimizer.zero_grad()
             loss(network(images), labels).backward()
             optimizer.step()
             steps += 1
-        walls.append(clock() - wall)
+        walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
-    return {
-        "cpu_us_per_step": 1e6 * sum(cpus[1:]) / len(cpus[1:]) / steps,
-        "ms_per_step": 1e3 * sum(walls[1:]) / len(walls[1:]) / steps,
-        "epoch_s": statistics.median(walls[1:]),
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+    return figures(sum(cpus[1:]), walls[1:], (epochs - 1) * steps)
 
 
 def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
@@ -176,9 +174,8 @@ def _stock(**settings: Any) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CLOCK"] = f"{folder}/clock.json"
         stdout, sys.stdout = sys.stdout, sys.stderr
-        Trainer(max_epochs=4, accelerator="cpu", callbacks=[clock], default_root_dir=folder, **settings).fit(
-            Module(), Batches()
-        )
+        trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[clock], default_root_dir=folder, **settings)
+        trainer.fit(Module(), Batches())
         sys.stdout = stdout
     return clock.figures()
 
@@ -227,9 +224,7 @@ class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
         images, labels = synthetic("CIFAR10", 50_000)
         self.images, self.labels = images.permute(0, 2, 3, 1).numpy(), labels.tolist()
-        self.transform = transforms.Compose(
-            [transforms.ToTensor(), transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))]
-        )
+        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.5,) * 3)])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -256,10 +251,7 @@ def lenet_ours() -> dict[str, float]:
 
 def start_import() -> dict[str, float]:
     """`python -c "import lightning"`."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", "import lightning"], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+    return {"cpu_s": cpu_of([sys.executable, "-c", "import lightning"])}
 
 
 def start_ours() -> dict[str, float]:
@@ -347,16 +339,7 @@ def _mlp_raw(repeats: int) -> dict[str, float]:
 
 def _mlp_ours(repeats: int) -> dict[str, float]:
     flags = ["--model", "FashionMLP", "--model.hidden", "[256]", "--model.repeats", str(repeats), "--data", "Synthetic"]
-    flags += [
-        "--data.like",
-        "FashionMNIST",
-        "--data.size",
-        "60000",
-        "--data.val_size",
-        "0",
-        "--data.batch_size",
-        "0.25",
-    ]
+    flags += ["--data.like", "FashionMNIST", "--data.size", "60000", "--data.val_size", "0", "--data.batch_size=0.25"]
     return ours(*flags, "--trainer.max_epochs", "3", *UNTOUCHED, *QUIET)
 
 
@@ -461,11 +444,8 @@ def main() -> None:
         threads, contenders = ITEMS[item]
         names = [each.__name__ for each in contenders]
         turns = [{name: measure(name, threads) for name in names} for _ in range(given.turns)]
-        print(
-            f"\n## {item}, {threads} thread(s)",
-            *(f"\n* {each.__name__}: {each.__doc__}" for each in contenders),
-            sep="",
-        )
+        described = [f"\n* {each.__name__}: {each.__doc__}" for each in contenders]
+        print(f"\n## {item}, {threads} thread(s)", *described, sep="")
         print(*table(names, turns), sep="\n", flush=True)
 
 

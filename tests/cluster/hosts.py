@@ -89,9 +89,8 @@ class Network:
     def switch_on(self, command: str = "sleep infinity") -> Host:
         """Make `ctl` and its switch, and start a command there."""
         switch = self._make("ctl", command)
-        switch.run("ip", "link", "add", "br0", "type", "bridge")
-        switch.run("ip", "addr", "add", "10.77.0.254/24", "dev", "br0")
-        switch.run("ip", "link", "set", "br0", "up")
+        for words in ("link add br0 type bridge", "addr add 10.77.0.254/24 dev br0", "link set br0 up"):
+            switch.run("ip", *words.split())
         switch.go()
         return switch
 
