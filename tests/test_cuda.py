@@ -53,15 +53,6 @@ def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, app: App, tmp_p
     assert record["peak_memory"][0]["device"] == "cpu"
 
 
-HOOK = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.batched_powerSGD_hook"
-
-
-@pytest.mark.parametrize("strategy", [["ddp_powersgd"], ["ddp", "--trainer.strategy.ddp_comm_hook", HOOK]])
-def test_powersgd_on_the_cpu_of_a_machine_that_has_a_gpu(strategy: list[str], gpu: None, app: App) -> None:
-    said = error_of(*app("fit", *SMALL, *CPU, "--trainer.devices", "2", "--trainer.strategy", *strategy))
-    assert "CUDA_VISIBLE_DEVICES= before the command" in said
-
-
 def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"max_memory_allocated": 2**29, "max_memory_reserved": 2**30, "mem_get_info": (2**30, 2**32)}
     for name, value in {**figures, "get_device_properties": SimpleNamespace(total_memory=2**32)}.items():

@@ -37,7 +37,7 @@ OBJECTS = [
     ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
     (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
     (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
-    ("--trainer.profiler xla", "--trainer.profiler xla: the package torch_xla is not installed: install it"),
+    ("--trainer.profiler xla", "Requirement 'torch_xla>=1.13' not met"),
     ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
 ]
 

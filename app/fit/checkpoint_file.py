@@ -35,12 +35,10 @@ class CheckpointFiles(TorchCheckpointIO):
         buffer, file = io.BytesIO(), Path(path)
         torch.save(checkpoint, buffer)
         try:
-            with whole(file) as stream:
-                stream.write(buffer.getbuffer())
-                stream.flush()
-                os.fsync(stream.fileno())
-                if file.name == LAST and file.exists():
-                    _keep(file, file.with_name(PREVIOUS))
+            try:
+                _write(buffer, file)
+            except FileNotFoundError:  # the folder vanished in this moment: make it again
+                _write(buffer, file)
         except OSError as error:
             kept = "the one before it is kept" if file.exists() else "there is none before it"
             raise UserError(
@@ -53,6 +51,15 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
         return _load(Path(path))
+
+
+def _write(buffer: io.BytesIO, file: Path) -> None:
+    with whole(file) as stream:
+        stream.write(buffer.getbuffer())
+        stream.flush()
+        os.fsync(stream.fileno())
+        if file.name == LAST and file.exists():
+            _keep(file, file.with_name(PREVIOUS))
 
 
 def _keep(file: Path, name: Path) -> None:

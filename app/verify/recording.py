@@ -41,7 +41,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        module, name = max(self.tracker.parents, key=len), func._schema.name.partition("::")[2]
+        module, name = max(self.tracker.parents, key=len), func.name().partition("::")[2].partition(".")[0]
         for value in () if func.is_view else tensors(output):
             split = value.ndim and len(value) == self.samples
             self.rows.append((module, name, [digest(each) for each in (value if split else [value])]))
