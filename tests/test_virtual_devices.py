@@ -149,7 +149,7 @@ PLAIN += ["--trainer.log_every_n_steps", "1"]
 @pytest.fixture(scope="module", params=["shuffled", "weighted"])
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     """Flags for a module and a loader of plain Lightning, and a run of one process."""
-    flags = [*PLAIN, "--run.virtual_devices", "4", "--data.weighted", str(request.param == "weighted").lower()]
+    flags = [*PLAIN, "--run.virtual_devices", "4", "--data.kind", request.param]
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
 
 
@@ -161,6 +161,16 @@ def test_anybodys_loader(plain: tuple[list[str], Path], ranks: int, workers: int
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
     logged = [read_csv(each / "metrics.csv")[["loss_step", "loss_epoch"]].to_csv() for each in (run, alone)]
     assert logged[0] == logged[1]
+
+
+def test_anybodys_buffers(tmp_path: Path) -> None:
+    """Instance norm's statistics, and buffers of one's own, are means over shards, or the same on all."""
+    flags = [*PLAIN, "--run.virtual_devices", "4", "--model", "user_code.WithBuffers"]
+    runs = [train(tmp_path / str(ranks), flags, ranks) for ranks in (1, 3)]
+    assert digest(runs[0] / "checkpoints/last.ckpt") == digest(runs[1] / "checkpoints/last.ckpt")
+    buffers = torch.load(runs[0] / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    assert buffers["steps"] == 8, "two epochs of four steps"
+    assert 0 < buffers["mean"] < 1
 
 
 def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) -> None:
@@ -198,10 +208,15 @@ REFUSED = {
     "--model user_code.TheirModel --data user_code.TheirData": "add --run.global_order true",
     "--run.global_order true": "which has one: leave it out",
     "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.batch_size 3": "3 or less",
-    "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.own_sampler true": (
-        "PlainData.train_dataloader has a OwnSampler, whose order cannot be seeded: use one of RandomSampler"
-    ),
 }
+OWN_LOADERS = {
+    "own_sampler": "has a OwnSampler, whose order cannot be seeded: use one of RandomSampler",
+    "own_batches": "has a batch sampler of its own, or no batches: give the DataLoader a batch_size",
+    "iterable": "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__",
+    "several": "returns CombinedLoader: return one DataLoader",
+}
+THEIRS = "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.kind"
+REFUSED |= {f"{THEIRS} {kind}": f"PlainData.train_dataloader {reason}" for kind, reason in OWN_LOADERS.items()}
 
 
 @pytest.mark.parametrize("flags", REFUSED)

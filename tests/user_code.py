@@ -21,12 +21,20 @@ from cluster.hosts import awaited
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchvision import transforms
 
 from app.data import ImageData, Synthetic
@@ -86,8 +94,28 @@ class PlainModel(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
+class WithBuffers(PlainModel):
+    """Keeps statistics in buffers: of instances, a moving mean, and a count of shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.InstanceNorm2d(8, track_running_stats=True)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean()
+            self.steps += 1
+        return super().forward(x)
+
+
 class OwnSampler(SequentialSampler):
     """A sampler of the user's own."""
+
+
+class Streamed(IterableDataset[Any]):
+    """A data set without an order."""
 
 
 class PlainPictures(Dataset[tuple[Tensor, int]]):
@@ -109,23 +137,26 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 class PlainData(LightningDataModule):
     """Data as people write them: a shuffling DataLoader."""
 
-    def __init__(
-        self,
-        size: int = 50,
-        batch_size: int = 16,
-        num_workers: int = 0,
-        weighted: bool = False,
-        own_sampler: bool = False,
-    ) -> None:
+    def __init__(self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled") -> None:
         super().__init__()
-        self.train, self.val = PlainPictures(size), PlainPictures(11)
+        self.kind, self.train, self.val = kind, PlainPictures(size), PlainPictures(11)
         self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
-        self.sampler: Any = OwnSampler(self.train) if own_sampler else None
-        if weighted:
-            self.sampler = WeightedRandomSampler(torch.arange(1.0, size + 1).tolist(), size)
 
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, shuffle=self.sampler is None, sampler=self.sampler, **self.options)
+    def train_dataloader(self) -> Any:
+        size = len(self.train)
+        match self.kind:
+            case "weighted":
+                weights = torch.arange(1.0, size + 1).tolist()
+                return DataLoader(self.train, sampler=WeightedRandomSampler(weights, size), **self.options)
+            case "own_sampler":
+                return DataLoader(self.train, sampler=OwnSampler(self.train), **self.options)
+            case "own_batches":
+                return DataLoader(self.train, batch_sampler=[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])
+            case "iterable":
+                return DataLoader(Streamed(), **self.options)
+            case "several":
+                return CombinedLoader([DataLoader(self.train, **self.options)] * 2)
+        return DataLoader(self.train, shuffle=True, **self.options)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.val, **self.options)

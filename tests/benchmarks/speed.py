@@ -323,6 +323,30 @@ def one_ours() -> dict[str, float]:
     return ours(*SHARDED, "--run.virtual_devices", "1")
 
 
+class Pinned(Callback):
+    """Gives each rank a core of its own."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Choose the core."""
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[trainer.global_rank % CORES]})
+
+
+def balance_equal(*flags: str) -> dict[str, float]:
+    """ResNet-18 under ddp × 2 over 16 virtual devices; another program takes half of the second rank's core."""
+    loop = "import os\nos.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[1]})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", loop]) as neighbour:
+        try:
+            more = ["--run.virtual_devices", "16", "--trainer.max_epochs", "4", "--trainer.callbacks+=speed.Pinned"]
+            return ours(*SHARDED, *TWO, *more, *flags)
+        finally:
+            neighbour.kill()
+
+
+def balance_ours() -> dict[str, float]:
+    """The same with --run.balance true."""
+    return balance_equal("--run.balance", "true")
+
+
 def _mlp_raw(repeats: int) -> dict[str, float]:
     from app.modules import smooth_l1
     from app.networks import MLP
@@ -399,6 +423,7 @@ ITEMS: dict[str, tuple[int, tuple[Callable[[], dict[str, float]], ...]]] = {
     "start": (1, (start_import, start_ours)),
     "ddp": (1, (ddp_raw, ddp_ours)),
     "shards": (1, (shards_parts, shards_plain, shards_ours)),
+    "balance": (1, (balance_equal, balance_ours)),
     "one": (CORES, (one_plain, one_ours)),
     "mlp": (CORES, (mlp24_raw, mlp24_ours, mlp64_ours)),
     "feed": (CORES, (feed_torchvision, feed_ours)),
