@@ -36,7 +36,7 @@ FOUR = {"variant": "four", "devices": 4, "samples_per_s": 3600.0}
 def test_advice_names_the_fastest() -> None:
     said = told(ONE, FOUR)
     assert said.startswith("four is the fastest: 3,600 samples/s, 3.60 times as fast as one\n")
-    assert "**Take four**: it is 3.60 times as fast as one, more than runs of the same differ." in said
+    assert "**Take four**: it is 3.60 times as fast as one, more than the spread of its runs." in said
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
