@@ -11,7 +11,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         report, command
     plan                predicts scaling: measure (a step), cost_model (the formulas), report, command
     doctor              tests which features work on this machine
-    variant             flags of fit, what they resolve to, and their processes on this machine
+    variant             flags of fit, their resolved configuration, and commands for this machine
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
                         flag), help, configuration (all flags), resolved (strategy, devices, processes), rules,
                         flag_rules, machine_rules (whether a run can work), command (launches or trains), assembly (of

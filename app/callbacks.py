@@ -11,7 +11,7 @@ from app.parallel import SplitForward
 
 
 class BatchShapes(Callback):
-    """Prints the shapes of every replica's input and output, once per distinct set of shapes.
+    """Callback that prints the shapes of each replica's input and output, once per distinct set of shapes.
 
     Shows how a global batch is split; an epoch's last batch may be smaller. Under `dp`, a line for the gathered output
     follows. Rank zero prints the shapes of all ranks: at once for one rank, else at the end of an epoch.

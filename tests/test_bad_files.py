@@ -129,8 +129,8 @@ def test_what_a_folder_of_images_must_not_hold(
     odd.unlink()
     for target, problem in (
         ("/etc/passwd", f"{odd} cannot be read (not an image)"),
-        (tmp_path, f"{odd}/images/train/cat leads back to {odd.parent}, which holds it"),
-        (image_root / "train", f"{odd}/cat leads back to {odd.parent}, which holds it"),
+        (tmp_path, f"{odd}/images/train/cat links back to its parent folder {odd.parent}"),
+        (image_root / "train", f"{odd}/cat links back to its parent folder {odd.parent}"),
         (tmp_path / "gone", f"{odd} is a link to {tmp_path / 'gone'}, which is missing"),
         (odd, f"{odd} is a link to {odd}, which is missing"),
     ):

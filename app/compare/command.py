@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
         Exit code: 0 when every variant was measured or skipped, 1 when one failed.
 
     Raises:
-        UserError: For a user's mistake, or when no variant can run here.
+        UserError: For invalid settings, or when no variant can run here.
         KeyboardInterrupt: On Ctrl-C, after a report of the runs so far.
     """
     options, experiment, typed = _parse(arguments)

@@ -18,12 +18,12 @@ Seconds = restricted_number_type("Seconds", float, [(">=", 1), ("<", math.inf)])
 
 @dataclass
 class PublishedRow:
-    """Figures published for one configuration.
+    """Row of published figures, for one configuration.
 
     Args:
         what: Name of the configuration.
         figures: Figures by their names in results.csv: numbers, or text such as `over 3000`.
-        variant: The corresponding variant here.
+        variant: Name of the corresponding variant, or None.
     """
 
     what: str
@@ -33,12 +33,12 @@ class PublishedRow:
 
 @dataclass
 class Published:
-    """Figures published elsewhere.
+    """Published figures to compare with.
 
     Args:
-        hardware: Hardware of the measurement.
-        rows: The figures.
-        note: A caution.
+        hardware: Hardware of the published measurement.
+        rows: Published figures.
+        note: Remark about the figures.
     """
 
     hardware: str
@@ -48,11 +48,11 @@ class Published:
 
 @dataclass
 class Experiment:
-    """An experiment: its variants, and how to measure them.
+    """Experiment: variants, and settings of their measurement.
 
     Args:
         name: Name of the experiment; by default its file's name.
-        description: Its question, in a sentence or two; the report opens with it.
+        description: Question of the experiment, in a sentence or two, for the top of the report.
         configs: Config files of `fit` under every variant.
         flags: Flags of `fit` under every variant: `trainer.precision: bf16-mixed`. A null drops a flag.
         variants: Flags of `fit` for each variant, by its name.
@@ -91,14 +91,14 @@ class Experiment:
 
 
 def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:
-    """Make the variants of an experiment, and check every flag.
+    """Return the variants of an experiment, and check every flag.
 
     Args:
         experiment: The experiment.
         flags: Flags of `fit` from the command line, added to every variant.
 
     Raises:
-        UserError: When there is no variant, or `fit` rejects one.
+        UserError: When the experiment has no variants, or `fit` rejects one.
     """
     for name in ("configs", "flags", "variants", "grid", "exclude", "repeats", "warmup_epochs", "time_limit"):
         if getattr(experiment, name) is None:

@@ -17,7 +17,7 @@ FIRST = itemgetter(0)
 
 
 class Column(NamedTuple):
-    """A column of results.csv.
+    """Column of results.csv.
 
     Attributes:
         heading: Heading in the report, with the unit.

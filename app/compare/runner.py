@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs an experiment in a directory, and continues one that was interrupted.
+    """Runner of an experiment in a directory; continues an interrupted experiment.
 
     Args:
         experiment: The experiment.

@@ -30,7 +30,7 @@ def stream(*key: int) -> torch.Generator:
 
 
 class Shards(list[Any]):
-    """A rank's shards of a global batch, one for each of its virtual devices.
+    """List of a rank's shards of a global batch, one for each of its virtual devices.
 
     Args:
         shards: The shards.

@@ -168,7 +168,7 @@ def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:
     entries, state = _entries(folder), os.stat(folder)
     files, folders, here = [], [], (state.st_dev, state.st_ino)
     if here in above:
-        raise UserError(f"{folder} leads back to {above[here]}, which holds it: correct this link")
+        raise UserError(f"{folder} links back to its parent folder {above[here]}: correct this link")
     for entry in entries:
         if entry.is_dir():
             folders += _images(entry.path, {**above, here: folder})
@@ -193,7 +193,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     except OSError as error:
         raise UserError(f"{folder} cannot be read ({error.strerror})") from error
     for entry in entries:
-        with suppress(OSError):  # a link to itself
+        with suppress(OSError):  # a link to itself raises
             if entry.is_dir() or entry.is_file():
                 continue
         if entry.is_symlink():

@@ -33,7 +33,7 @@ READS: dict[str, Sequence[SplitName]] = {
 
 
 class ImageData(LightningDataModule):
-    """Images of a source in global batches; each rank takes its share.
+    """Data module that yields each rank's share of global batches of images.
 
     Args:
         source: The source of the images.

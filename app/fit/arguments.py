@@ -57,7 +57,7 @@ def tokenise(words: Sequence[str]) -> list[Token]:
 
 
 class Arguments:
-    """Arguments of `fit`, `validate`, `test` or `predict`.
+    """Command line of `fit`, `validate`, `test` or `predict`.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.

@@ -237,7 +237,7 @@ def _check_resumable(
     """Reject a checkpoint that training cannot resume from, or that contradicts the flags."""
     for key in ("global_step", "callbacks", "optimizer_states", "lr_schedulers", "loops"):
         if key not in checkpoint:
-            raise UserError(f"--ckpt_path {path}: it holds no {key}, without which no training resumes: give another")
+            raise UserError(f"--ckpt_path {path}: it has no {key}, so training cannot resume from it: give another")
     try:
         loop = checkpoint["loops"]["fit_loop"]
         epochs, state = loop["epoch_progress"]["current"]["processed"], loop.get("epoch_loop.state_dict", {})
@@ -269,4 +269,4 @@ def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -
     for key in here.keys() - {"params", *IMPLEMENTATION} - scheduled:
         if saved[key] != here[key]:
             problem = f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer"
-            raise UserError(f"{problem}, where it is {saved[key]}: leave it out, or begin a new run")
+            raise UserError(f"{problem}, whose value is {saved[key]}: leave it out, or start a new run")

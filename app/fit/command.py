@@ -98,7 +98,7 @@ class CLI(Flags):
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
         self.decided: dict[str, Any] = {}  # rank zero's decision
-        self.rendezvous: NodeRendezvous | None = None  # of nodes without a launcher
+        self.rendezvous: NodeRendezvous | None = None  # set for nodes without a launcher
         self.record: RunRecord | None = None
         super().__init__(argv)
 

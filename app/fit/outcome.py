@@ -70,7 +70,7 @@ def fail(directory: str, reason: str) -> None:
 
 
 def write_report(directory: str) -> None:
-    """Write a run's report. Import it here, because matplotlib takes a fifth of all import time."""
+    """Write a run's report. The import is local, because matplotlib takes a fifth of all import time."""
     from app.monitor.report import leave_report
 
     leave_report(directory)

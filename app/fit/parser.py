@@ -107,7 +107,7 @@ def find_class(section: str, name: str) -> type | None:
     except Exception:  # raised by the user's module; parsing reports it
         return None
     except SystemExit as end:
-        if ExitStatus.of(end).status == "interrupted":  # by SIGTERM
+        if ExitStatus.of(end).status == "interrupted":  # SIGTERM
             raise
         return None
     return cls if isinstance(cls, type) else None

@@ -20,7 +20,7 @@ from app.launch.cluster_environment import Launched, launched
 
 
 class Built(NamedTuple):
-    """Sizes of a built Trainer; a user's strategy may start other processes than the configuration."""
+    """Sizes of a built Trainer; with a user's strategy, they may differ from the configuration."""
 
     launcher: Launched | None
     nodes: int

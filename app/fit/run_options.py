@@ -154,7 +154,7 @@ def _folder(
         return _held(claim_version(used, subcommand)), None
     record, file = read_earlier(used / "run.json"), used / "config.yaml"
     flags, before = _settings(dump()), _settings(file.read_text() if file.is_file() else "")
-    reason = next((f"--{name} is another" for name in flags if before.get(name, flags[name]) != flags[name]), None)
+    reason = next((f"--{name} differs" for name in flags if before.get(name, flags[name]) != flags[name]), None)
     if reason is None and not is_newest(Path(str(checkpoint))):
         reason = "it has newer checkpoints"
     if reason is None:
@@ -162,7 +162,7 @@ def _folder(
             return _held(used), record
         except BlockingIOError:
             reason = "it is still running"
-    rank_zero_info(f"this is another run than {used}: {reason}")
+    rank_zero_info(f"not continuing {used}: {reason}")
     return _held(claim_version(new)), None
 
 

@@ -126,7 +126,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
         strategy.setup_environment()
         return store  # keeps the store alive until the group exists
 
-    try:  # in a thread, because torch ignores the timeout if another program listens there
+    try:  # a thread, because torch ignores the timeout if another program listens there
         Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:

@@ -71,7 +71,7 @@ def launch_id() -> str | None:
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    began = Path(f"/proc/{agent}/stat")  # in ticks since boot, because psutil's time changes when the clock is set
+    began = Path(f"/proc/{agent}/stat")  # ticks since boot, because psutil's time changes when the clock is set
     when = began.read_text().rpartition(")")[2].split()[19] if began.exists() else psutil.Process(agent).create_time()
     return f"{launcher.by} {socket.gethostname()} {agent} {when}"
 

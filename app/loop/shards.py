@@ -207,7 +207,7 @@ class Logged:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self.options: dict[str, dict[str, Any]] = {}
-        self.means: dict[str, Any] = {}  # of the current shard
+        self.means: dict[str, Any] = {}  # values of the current shard
         self.sums: dict[str, Any] = {}
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:

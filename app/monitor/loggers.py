@@ -113,7 +113,7 @@ class Tracker(WandbLogger):
             # not in the home directory, because wandb prints its log if that is read-only
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
         }
-        for variable, value in variables.items():  # in the environment, for spawned processes
+        for variable, value in variables.items():  # environment variables reach spawned processes
             os.environ.setdefault(variable, value)
         import wandb
 

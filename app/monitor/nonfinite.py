@@ -52,7 +52,7 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._looked:  # at the same step as the sums of `app.modules`
+        if step % self._window == 0 and step != self._looked:  # same step as the sums of `app.modules`
             self._looked = step
             self._look(trainer)
 

@@ -199,7 +199,7 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
     label_lines(axes, [(line[1][-1], name, colour) for name, line, colour in drawn])
 
 
-# -- what is confused -------------------------------------------------------------------------------------------------
+# -- confusion matrix -------------------------------------------------------------------------------------------------
 
 
 def _confusion(path: Path) -> tuple[list[str], np.ndarray]:
@@ -250,7 +250,7 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
     axes.axis("off")
     for cell, (image, caption) in enumerate(rows):
         image = image if len(image) in (1, 3) else image[:1]
-        if image.is_floating_point():  # normalised
+        if image.is_floating_point():  # rescale normalised pixels to 0…1
             image = image.nan_to_num(0.0, 0.0, 0.0)
             image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
         centre, bottom = (cell % columns + 0.5) * width, (lines - cell // columns - 1) * height + 0.05
@@ -290,7 +290,7 @@ def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: d
     return "\n\n".join(parts)
 
 
-# -- what limited the run ---------------------------------------------------------------------------------------------
+# -- bottleneck -------------------------------------------------------------------------------------------------------
 
 
 def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:

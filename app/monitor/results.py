@@ -97,7 +97,7 @@ class TestFigures(Callback):
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:
             return
-        # imported here, because matplotlib takes a fifth of all import time
+        # a local import, because matplotlib takes a fifth of all import time
         from app.monitor.report import draw_confusion_matrix, draw_images
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]

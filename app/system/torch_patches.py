@@ -27,8 +27,7 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
     """Return copies of a module that share its parameters; only the first copy shares its buffers.
 
     Separate buffers keep threads from writing to the same running statistics. `torch.nn.parallel.replicate` works only
-    on CUDA.
-    At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.
+    on CUDA. At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.
     """
     modules = list(module.modules())
     copies = []

@@ -74,8 +74,8 @@ def _samples(case: Case) -> Cause | None:
     if _other_pixels(case):
         return Cause(
             everything,
-            "the same samples with other pixels: augmentation is drawn from global random state, which is not "
-            "that of the reference",
+            "the same samples with other pixels: augmentation uses the global random state, which differs "
+            "from the reference's",
             "--run.global_order true where a data set draws it, --run.virtual_devices 4 where a module does; or seed "
             "a generator by seed, epoch and sample",
         )
@@ -114,7 +114,7 @@ def _samples(case: Case) -> Cause | None:
     if same == [True, False]:
         return Cause(
             everything,
-            "every epoch has the same order: nobody calls set_epoch of the sampler",
+            "every epoch has the same order: the sampler's set_epoch is never called",
             "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start",
         )
     ours, theirs = (each.facts["sampler"] for each in (way, reference))
@@ -195,8 +195,8 @@ def _rates(case: Case) -> Cause | None:
         by = "the number of ranks" if ratio == len(way.ranks) else "something that differs"
         return Cause(
             columns,
-            f"the learning rate is {ratio:g} times that of the reference from the first step on: it is scaled by {by}",
-            "leave it as it is where the global batch stays; scale it only with the global batch",
+            f"the learning rate is {ratio:g} times the reference's from the first step on: it is scaled by {by}",
+            "keep it while the global batch is the same; scale it only with the global batch",
         )
     if way.resumed_at is not None and place.step is not None and place.step >= way.resumed_at:
         return Cause(
@@ -340,7 +340,7 @@ def _state(case: Case) -> Iterator[Cause]:
         elif way.facts["strategy"] == "dp":
             yield Cause(
                 NUMBERS,
-                f"what forward keeps in attributes is lost with dp's replicas: {_some(lost)}",
+                f"attributes that forward sets are lost with dp's replicas: {_some(lost)}",
                 "return it from forward and keep it in training_step; or use ddp",
             )
 

@@ -15,7 +15,7 @@ from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
 TOLERANCE = 1e-5  # tolerance for float32: relative for losses, gradients, and other values above 1
-# smallest scale of a relative difference of losses, and of gradients as a share of the largest: smaller values may be
+# losses below this size, and gradients below this share of the largest, are compared absolutely, because they may be
 # differences of larger numbers
 TINY = 1e-3
 EXACT = 1e-10  # tolerance for float64; smaller differences are rounding
@@ -254,14 +254,14 @@ def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Itera
     """Yield the weights and buffers that differ at the end."""
     for name in {*reference.weights, *way.weights}:
         if name not in reference.weights or name not in way.weights:
-            yield Parting(name, "there in one of them only")
+            yield Parting(name, "present in only one run")
             continue
         here, there = way.weights[name].double(), reference.weights[name].double()
         if here.shape != there.shape:
             yield Parting(name, f"{tuple(here.shape)}, {tuple(there.shape)} in the reference")
         elif here.numel():
             size = float(((here - there).abs() / there.abs().clamp(min=1)).max())
-            if not size <= tolerance:  # also true for NaN
+            if not size <= tolerance:  # true for NaN, too
                 yield Parting(name, f"differs by up to {size:.2g}", math.inf if math.isnan(size) else size)
     for rank, recorded in enumerate(way.ranks):
         for name in way.ranks[0]["parameters"]:

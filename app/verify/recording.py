@@ -94,7 +94,7 @@ class Recording(Callback):
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
-            if trainer.val_check_batch == float("inf"):  # data without a length; Lightning then validates at this limit
+            if trainer.val_check_batch == float("inf"):  # without a length, Lightning validates only at this limit
                 trainer.limit_train_batches = batches
             elif trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, batches)

@@ -33,7 +33,7 @@ class Remedied:
         if self.result.failed:
             return f"{flags}: does not run: {self.result.failed}"
         still = ", ".join(self.result.differences)
-        return f"{flags}: {f'still other {still}' if still else 'the same training'}"
+        return f"{flags}: {f'still different {still}' if still else 'the same training'}"
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Result:
         if self.in_float64 is not None and not self.rounding:
             yield f"  in float64 the difference is {self.in_float64:.1g}; rounding would nearly vanish"
         if self.operation:
-            yield f"  first other bits: {self.operation}"
+            yield f"  first different bits: {self.operation}"
         for cause in self.by_effect:
             change = f" (changes the loss by up to {cause.effect:.1g})" if cause.effect else ""
             yield f"  because {cause.text}{change}"
