@@ -50,7 +50,9 @@ class Variant:
             UserError: When `fit` rejects the flags.
         """
         given = [(flag, value) for flag, value in flags.items() if value is not None]
-        given.sort(key=lambda item: item[0] not in ("model", "data", "trainer.strategy"))  # before their settings
+        given.sort(
+            key=lambda item: item[0] not in ("model", "data", "trainer.strategy")
+        )  # classes before their settings
         pairs = [*(("--config", config) for config in configs), *((f"--{flag}", typed(value)) for flag, value in given)]
         arguments = ["fit", *itertools.chain.from_iterable(pairs)]
         try:

@@ -9,7 +9,7 @@ from app.record import PHASES
 from app.record.words import bottleneck
 from app.system.page import plain
 
-NEARLY_FULL = 80.0  # percent of a device's memory
+NEARLY_FULL = 80.0  # share of a device's memory in percent from which memory is the limit
 BUSY = 0.1  # share of the cores that other programs may take without disturbing a run
 NAMED = 3  # most variants to name in a sentence
 
@@ -190,7 +190,7 @@ def _limit(row: pd.Series) -> list[str]:
             f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try `--trainer.precision bf16-mixed` or a "
             "smaller `--data.batch_size`."
         )
-    if row["rest_ms"] >= 0:  # a step was timed
+    if row["rest_ms"] >= 0:  # false for NaN, if no step was timed
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
         limit, remedy = bottleneck(times, row["accelerator"] == "cuda", row["placement"])
         sentences.append(f"**{name} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}.")

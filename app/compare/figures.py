@@ -176,7 +176,7 @@ def _groups(lines: dict[str, pd.DataFrame], baseline: str) -> list[list[str]]:
 
 
 def _coinciding(lines: dict[str, pd.DataFrame], groups: list[list[str]]) -> str:
-    """Return a title that counts the curves equal to the baseline's."""
+    """Return the plot's title, with the number of curves that coincide with the baseline's."""
     group, count = groups[0], len(lines)
     if len(group) == 1:
         return "Training loss against epochs"
@@ -203,7 +203,7 @@ def _loss(
 
 
 def _colours(names: Sequence[str], baseline: str, taken: str | None) -> dict[str, str]:
-    """Choose a colour for each variant; of many, only the recommended one and the baseline stand out."""
+    """Choose a colour for each variant; with many variants, only for the recommended one and the baseline."""
     if len(names) <= NAMED:
         return dict(zip(names, COLOURS, strict=False))
     return {name: BLUE if name == taken else ORANGE if name == baseline else GREY for name in names}

@@ -164,7 +164,7 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
         arguments.spell_out_strategy()
         return parser.parse_args([*arguments.command, *arguments.words])
     except SystemExit as end:
-        if ExitStatus.of(end).status != "failed":  # --help and such, or SIGTERM
+        if ExitStatus.of(end).status != "failed":  # an exit by --help, for example, or by SIGTERM
             raise
         raise UserError(f"a module that the arguments name ends the process when it is imported ({end.code})") from end
     except PARSING as error:  # raised by jsonargparse for odd values, or by the user's module

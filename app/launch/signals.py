@@ -102,7 +102,7 @@ class StopTogether(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop if a rank received a signal, after a step of the optimizer."""
+        """After an optimizer step, stop training if any rank received a signal."""
         has_stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if has_stepped and self._agree(trainer):
             stop_training(trainer, batch_idx)

@@ -56,7 +56,7 @@ class StraightLoop(EpochLoop):
         return None if self.reason else Step(self)
 
     def teardown(self) -> None:
-        """Drop the step."""
+        """Drop the step at the end of training."""
         self._step = None
         super().teardown()
 

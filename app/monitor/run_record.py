@@ -217,7 +217,7 @@ class RunRecord(Callback):
         self.record.model = model
         self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
-            if device.type == "cuda":  # not for a run on the CPU of a machine with a GPU
+            if device.type == "cuda":  # not in a CPU run on a machine with a GPU
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -91,19 +91,19 @@ class SplitForward(Traits, Strategy):
         super().teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward spread over the replicas."""
+        """Run the module's step with its forward pass split over the replicas."""
         return self._spread(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward spread over the replicas."""
+        """Run the module's step with its forward pass split over the replicas."""
         return self._spread(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward spread over the replicas."""
+        """Run the module's step with its forward pass split over the replicas."""
         return self._spread(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward spread over the replicas."""
+        """Run the module's step with its forward pass split over the replicas."""
         return self._spread(super().predict_step, args, kwargs)
 
     def _spread(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

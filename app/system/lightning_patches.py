@@ -51,7 +51,7 @@ HIDDEN = (  # first words of hidden lines
 
 
 def hide_lines() -> None:
-    """Hide Lightning's advertisements, and lines that repeat ours; not with --verbose."""
+    """Hide Lightning's advertisements and lines that repeat ours, unless --verbose is set."""
     for name in SPEAKERS:
         logging.getLogger(name).addFilter(_is_shown)
 

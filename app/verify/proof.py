@@ -208,7 +208,7 @@ class Prover:
         return result
 
     def _resume(self, reference: Recorded, more: Mapping[str, Any], series: str = "") -> Result:
-        """Stop in the middle of the first epoch, and resume from the checkpoint."""
+        """Run a training that stops in the middle of the first epoch, and resume it from the checkpoint."""
         flags, middle = {**ALONE, **more}, max(len(reference.epoch(0)) // 2, 1)
         stopped = self._run(STOPPED, flags, steps=middle, more=series)
         if stopped.recorded is None:
