@@ -74,7 +74,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
 
 
 def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
-    """Return a warning if other programs took more than `BUSY` of the usable cores, else None.
+    """Return a warning if other programs left less than `1 - BUSY` of the usable cores, else None.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.

@@ -143,7 +143,10 @@ def _guessed(record: Record) -> float | None:
 
 
 def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:
-    """Return the peak memory, GiB and percent, of the first device or of the others; on a CPU, of the process."""
+    """Return peak memory, in GiB and percent, of the first device or of the other devices.
+
+    On a CPU, this is the memory of the process.
+    """
     peaks = list({(peak.rank, peak.device): peak for peak in record.peak_memory}.values())
     gib = [(peak.allocated_gib or peak.host_rss_gib or 0.0, peak.total_gib) for peak in peaks]
     return [(used, 100 * used / total if total else math.nan) for used, total in (gib[:1] if first else gib[1:])]

@@ -379,7 +379,7 @@ class Synthetic(ImageData):
 
     Args:
         like: Data set whose image shape and normalisation to use.
-        size: Number of training images, such as 60,000 as in FashionMNIST; the test split has a fifth as many.
+        size: Number of training images; 60,000 is FashionMNIST's. The test split has a fifth as many.
         data_seed: Seed of the images, independent of the seed of split and order.
         **kwargs: As for `ImageData`.
     """

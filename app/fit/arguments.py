@@ -229,7 +229,7 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     """Read a YAML mapping.
 
     Raises:
-        UserError: When the path is missing or no file, or the file is not text, not a mapping, or repeats a key.
+        UserError: When the file is missing or unreadable, is not a YAML mapping, or repeats a key.
     """
     try:
         with open_file(shipped(name)) as file:

@@ -131,7 +131,7 @@ class CLI(Flags):
         self.asked_for, self.flags.ckpt_path = self.flags.ckpt_path, None
 
     def more_arguments(self) -> dict[str, Any]:
-        """Return rank zero's checkpoint, and flags that suppress Lightning's own tables of results."""
+        """Return rank zero's checkpoint, and arguments that suppress Lightning's result tables and predictions."""
         quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(str(self.subcommand), self._quiet)
         return {"ckpt_path": self.checkpoint, **quiet}
 

@@ -123,7 +123,7 @@ def launch(
                 return code
             error = explain(rank, failure)
             if type(error) is RankError and failure.local_rank:
-                for log in reversed(files(f"{failure.local_rank}/*.log")):  # stdout, stderr
+                for log in reversed(files(f"{failure.local_rank}/*.log")):  # stderr is printed after stdout
                     for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
                         print(f"[rank {rank}] {line}", file=sys.stderr)
         mark(str(error))

@@ -120,7 +120,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
     def is_consequence(rank: int) -> tuple[bool, bool, bool, bool]:
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         lost = message.startswith(RankLostError.__name__)
-        # a message with the lost node's number is better than "another rank"
+        # prefer a message that names the lost node to one about "another rank"
         order = (lost, lost and ANOTHER in message, code == -signal.SIGKILL)
         return code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values()), *order
 

@@ -68,7 +68,7 @@ class Deadline:
         Args:
             missing: Missing nodes or processes.
             remark: Possible cause.
-            quiet: Whether not to print, because another process of this node does.
+            quiet: Whether to suppress the message, because another process of this node prints it.
 
         Raises:
             UserError: After the deadline.

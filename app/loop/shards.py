@@ -126,7 +126,7 @@ class ShardSums:
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = buffer  # holds the merged node, because `_plus` adds in place
+            flats[node] = buffer  # the hook's buffer holds this node, because `_plus` adds in place
             if node in self.nodes:
                 flats[node] = torch.zeros_like(buffer)
                 for view, gradient in zip(views(flats[node]), gradients, strict=True):

@@ -31,9 +31,9 @@ KEPT = 1000  # windows kept for the medians
 class RankTimes:
     """Exchange of step times among ranks, once per window in the background, and detection of slow ranks.
 
-    A rank is slow if it is slower than the others in more than half of the windows, by four standard deviations of a
-    fair coin. The wait for a core does not count for ranks that share cores, because chance decides which of them
-    waits.
+    A rank is slow if it is slower than the others in significantly more than half of the windows: by four standard
+    deviations of a fair coin. For ranks that share cores, the wait for a core does not count, because chance decides
+    which rank waits.
 
     Args:
         timeout: Seconds to wait for another rank.

@@ -147,7 +147,10 @@ class StepClock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Store the step's times; at the end of a window, share the last window's."""
+        """Store the step's times; at the end of a window, share the times of the window before it.
+
+        A GPU has finished the earlier window, so reading its times does not block.
+        """
         now = self._now()
         self._steps.append((self._ended, self._began, self._ready, self._averaged, now))
         self._ended = now

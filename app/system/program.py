@@ -10,7 +10,7 @@ IGNORED = (  # patterns of the first words of ignored warnings
     r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True",  # synchronized before logging
     "The number of training batches",  # fewer batches than log_every_n_steps; epochs are logged anyway
     "Experiment logs directory",  # the tracker creates the folder first
-    "The `srun` command is available",  # the rules of fit check for srun
+    "The `srun` command is available",  # covered by the rules of fit
 )
 
 
