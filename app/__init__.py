@@ -3,15 +3,15 @@
 Imports go one way, from the top of this map to its bottom; `tests/test_layout.py` holds it to that.
 
     __main__            calls cli.main
-    cli                 routes a command line; turns what happened into an exit status and one line
-    replay              repeats a step of a run, and shows its samples
+    cli                 routes a command line; maps an exception to an exit status and one line
+    replay              repeats one step of a run, and prints its samples
     verify              proves that variants are the same training: recording (of a run), differences (between two),
                         causes, proof (runs them), verdict, report, command
-    compare             many runs: experiment (what), runner (each in processes of its own), results, advice, figures,
+    compare             many runs: experiment (variants), runner (separate processes), results, advice, figures,
                         report, command
     plan                predicts scaling: measure (a step), cost_model (the formulas), report, command
-    doctor              says what this machine can run, and tests it
-    variant             flags of fit, what they resolve to, and their processes on this machine
+    doctor              tests which features work on this machine
+    variant             flags of fit, their resolved configuration, and commands for this machine
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
                         flag), help, configuration (all flags), resolved (strategy, devices, processes), rules,
                         flag_rules, machine_rules (whether a run can work), command (launches or trains), assembly (of
@@ -19,18 +19,18 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         checkpoint_file
     runs                starter: one training run as a function, run_fit
     callbacks           callbacks that a user may add to a run: BatchShapes
-    monitor             watches one run: run_record (fills the record), step_clock, rank_times (who is slow), balance
+    monitor             watches one run: run_record (fills the record), step_clock, rank_times (slow ranks), balance
                         (shares that follow speed), course (of a figure), results (of a test or prediction), nonfinite,
                         progress_bar, loggers, header and summary (printed at the start and the end), report (its page)
     launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
                         tree (sums over shards)
-    loop                straight_step (a training step at little cost), shards (of a batch, for virtual devices),
+    loop                straight_step (a fast training step), shards (of a batch, for virtual devices),
                         lightning_step_patches
     modules             LightningModules: loss, metrics, optimizer, predictions
-    data                sources (where images come from), image_files (the user's own), synthetic (drawn), cache
-                        (decoded once, mapped), batches (a rank's share), global_order (for anybody's loader),
+    data                sources (data sets), image_files (the user's own), synthetic (drawn), cache
+                        (decoded once, mapped), batches (a rank's share), global_order (for a user's DataLoader),
                         transforms (pixels), module (--data)
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
@@ -40,7 +40,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         program (set-up of a process), tracebacks (origin of an exception); and patches:
                         lightning_patches, torch_patches, wandb_patches and deferred_imports. Code elsewhere that uses a
                         private name of a library declares it with patches.expects
-    errors              what a user did wrong, and how a run ends
+    errors              user errors, and exit status of a run
 """
 
 import os
@@ -49,5 +49,5 @@ from app.system.program import set_up
 
 __version__ = "0.1.0"
 
-if "APP_SPAWNED" in os.environ:  # a process of ddp_spawn: multiprocessing does not run `app.__main__` in it
+if "APP_SPAWNED" in os.environ:  # a ddp_spawn process, which does not run `app.__main__`
     set_up()

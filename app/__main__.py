@@ -1,4 +1,4 @@
-"""`python -m app …`."""
+"""Entry point of `python -m app`."""
 
 import sys
 

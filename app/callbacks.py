@@ -11,10 +11,10 @@ from app.parallel import SplitForward
 
 
 class BatchShapes(Callback):
-    """Prints the shapes of every replica's input and output, once per distinct set of shapes.
+    """Callback that prints the shapes of each replica's input and output, once per distinct set of shapes.
 
-    Shows how a global batch is split, and that the last one of an epoch is smaller. Under `dp`, the gathered output
-    follows. Rank zero prints the shapes of all ranks; with several ranks at the end of an epoch.
+    Shows how a global batch is split; an epoch's last batch may be smaller. Under `dp`, a line for the gathered output
+    follows. Rank zero prints the shapes of all ranks: at once for one rank, else at the end of an epoch.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class BatchShapes(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
         if not self._seen:
-            rank_zero_warn(f"BatchShapes saw nothing: {type(pl_module).__name__} never calls self(batch) in its step")
+            rank_zero_warn(f"BatchShapes saw no batch: {type(pl_module).__name__} never calls self(batch) in its step")
         for handle in self._handles:
             handle.remove()
         self._handles = []

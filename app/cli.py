@@ -1,4 +1,4 @@
-"""The command line: it routes a command to its module, and maps exceptions to exit codes.
+"""Command line: routes a command to its module, and maps exceptions to exit codes.
 
     python -m app fit                                                      one device
     python -m app fit --trainer.strategy ddp --trainer.devices 4           four processes of one machine
@@ -32,18 +32,19 @@ commands:
   validate   measure a checkpoint on the validation split
   test       measure a checkpoint on the test split
   predict    write predictions.csv for the test split or a folder of images
-  compare    measure which way of running is best on this machine, with a report and advice
+  compare    measure which way of running is fastest on this machine, with a report and advice
   verify     prove that all ways of running are the same training, on your model and data
-  replay     repeat a step of a run, and show its samples ranked by loss
-  plan       predict what more devices or nodes would gain
-  doctor     report what this machine has, and test what works on it
+  replay     repeat one step of a run, and print its samples by loss
+  plan       predict the speed-up from more devices or nodes
+  doctor     print this machine's hardware, and test which features work on it
 
   python -m app fit --config configs/quickstart.yaml     try it: no download, no account, no GPU
   python -m app COMMAND --help                           all flags of a command
   python -m app fit --print_config                       all settings and their defaults
 
---verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another module
-than those of the application, torch, torchvision, lightning, torchmetrics and the current folder: their code is run."""
+--verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another
+module, and runs its code. No flag is needed for the application, torch, torchvision, lightning, torchmetrics and the
+current folder."""
 
 MEANT = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
 OWN = {  # modules of the commands that Lightning lacks
@@ -96,11 +97,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _say(error: BaseException) -> int:
-    """Print in one line why the command ended, and return its exit code."""
+    """Print the reason of the exit in one line, and return the exit code."""
     status = ExitStatus.of(error)
     if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
-    if status.status == "failed" and AGENT not in os.environ:  # the agent reports for its ranks
+    if status.status == "failed" and AGENT not in os.environ:  # torchrun's agent reports its ranks' errors
         rank = os.environ.get("SLURM_PROCID" if is_task_of_srun() else "RANK", "0")
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
     return status.code
@@ -130,7 +131,7 @@ def _route(argv: list[str]) -> int:
         gc.disable()  # imports leave no garbage, and searching for it takes a sixth of the time
     module = importlib.import_module(OWN.get(argv[0], "app.fit.command"))
     if is_first:
-        if "triton" not in sys.modules:  # nanobind, on which triton is built, would report leaks at exit
+        if "triton" not in sys.modules:  # because triton's nanobind would report leaks at exit
             gc.freeze()
         gc.enable()
     print("\r\033[K" * is_seen, end="", file=sys.stderr, flush=True)

@@ -1,8 +1,7 @@
-"""Report of this machine, and a test of the strategies on it: `python -m app doctor`.
+"""Command `python -m app doctor`: checks of this machine, and a test of each strategy.
 
-Every line is green, yellow (it works, with a caution) or red (it does not work), with a remedy. The report ends with a
-training step under each strategy that can run here. A timeout is red on a quiet machine only, because a busy or slow
-one proves nothing.
+Each check is green, yellow (works, with a caution) or red (does not work), with a remedy. The last checks run one
+training step under each strategy. A timeout is red only on a quiet machine, because a busy one proves nothing.
 """
 
 import importlib.metadata
@@ -38,12 +37,12 @@ from app.system.terminal import working
 USAGE = """\
 python -m app doctor [--json] [--data_root DIR]
 
-Says what this machine has and what will work on it, and tests it. Exit code 1
-where something does not work."""
+Prints this machine's hardware and software, and tests which features work.
+Exit code 1 if a check is red."""
 
 Level = Literal["green", "yellow", "red"]
 LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
-LONGEST = 300.0  # seconds for a run of one step; on a quiet machine with two cores it takes 4
+LONGEST = 300.0  # timeout of a one-step run in seconds; a quiet machine with two cores needs 4
 ONE_STEP = (
     *("--data=Synthetic", "--data.size=80", "--data.batch_size=8", "--trainer.max_steps=1"),
     *("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", "--run.wandb=false"),
@@ -52,13 +51,13 @@ ONE_STEP = (
 
 @dataclass
 class Check:
-    """A line of the report.
+    """Line of the report.
 
     Attributes:
         name: Name of the check.
         level: `green`, `yellow` or `red`.
-        found: The result.
-        remedy: The remedy, or an empty string.
+        found: Result.
+        remedy: Remedy, or an empty string.
     """
 
     name: str
@@ -68,19 +67,19 @@ class Check:
 
 
 def run(arguments: list[str]) -> int:
-    """Look at the machine and report.
+    """Run all checks, and print the report.
 
     Args:
         arguments: The arguments after `doctor`.
 
     Returns:
-        Exit code: 1 where something is red.
+        Exit code: 1 if a check is red, else 0.
     """
     parser = PlainParser(prog="python -m app doctor", usage=USAGE)
     parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
-    parser.add_argument("--data_root", default="data", help="where the data sets are, or will be")
+    parser.add_argument("--data_root", default="data", help="folder of the data sets, present or still to download")
     options = parser.parse_args(arguments)
-    width = None if sys.stdout.isatty() else 110  # a pipe has none
+    width = None if sys.stdout.isatty() else 110  # a pipe has no width
     console = Console(stderr=options.json, highlight=False, width=width)
     checks, began = [], monotonic()
     with working(console) as say:
@@ -100,7 +99,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _line(check: Check) -> Table:
-    """Set level, name and result side by side, and the remedy below."""
+    """Return a table row with level, name and result, and the remedy below."""
     grid = Table.grid(Column(width=6), Column(width=14), Column(overflow="fold"), padding=(0, 2, 0, 0))
     text = Text(check.found)
     if check.remedy:
@@ -110,11 +109,11 @@ def _line(check: Check) -> Table:
 
 
 def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) -> Iterator[Check]:
-    """Make every check, in order; the self-test comes last.
+    """Yield all checks in order; the self-test comes last.
 
     Args:
         data_root: Folder of the data sets.
-        say: Receives the name of the next check, if it takes more than a moment.
+        say: Function called with the name of each slow check before it runs.
     """
     say("this machine")
     load, _, remedy = (busy() or f"{psutil.getloadavg()[0]:.1f} on {usable_cores()} cores").partition("; ")
@@ -134,7 +133,7 @@ def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) 
 
 def _packages() -> Iterator[Check]:
     installed = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "lightning", "wandb")}
-    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # the rest of it takes seconds
+    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # other entries take seconds
     libraries = ", ".join(f"{name} {version}" for name, version in installed.items())
     yield Check("versions", "green", f"Python {sys.version.split()[0]}, {libraries}; {system}")
     try:
@@ -157,7 +156,7 @@ def _accelerators() -> Check:
 
 
 def _cores() -> Check:
-    """Examine processor and memory."""
+    """Check processor and memory."""
     usable, cores, memory = usable_cores(), os.cpu_count() or 1, psutil.virtual_memory()
     free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
     threads = os.environ.get("OMP_NUM_THREADS", str(cores))
@@ -168,7 +167,7 @@ def _cores() -> Check:
 
 
 def _room() -> Iterator[Check]:
-    """Examine the space for batches of workers, and for runs."""
+    """Check the free space of /dev/shm, which loader workers use, and of the disk."""
     shared = "workers hand over batches there; docker run --shm-size=8g, or --data.num_workers 0"
     for name, place, least, enough, remedy in (
         ("/dev/shm", Path("/dev/shm"), 0.06, 1, shared),
@@ -190,7 +189,7 @@ def _backends() -> Check:
 
 
 def environment(variables: Mapping[str, str]) -> Check:
-    """Check which variables a launcher has set, or left behind."""
+    """Check for variables that a launcher has set, or that are left over."""
 
     def values(names: Iterable[str]) -> str:
         return ", ".join(f"{name}={variables[name]}" for name in names)
@@ -198,13 +197,13 @@ def environment(variables: Mapping[str, str]) -> Check:
     left = [name for name in RANKS if name in variables]
     addresses = [name for name in ADDRESSES if name in variables]
     if variables.keys() & {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}:
-        return Check("launcher", "yellow", "MPI", "runs are not started by mpirun: use torchrun or srun")
+        return Check("launcher", "yellow", "MPI", "mpirun cannot start runs: use torchrun or srun")
     if "SLURM_JOB_ID" in variables:
         return Check("launcher", "green", f"SLURM job {variables['SLURM_JOB_ID']}")
     if variables.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}:
         return Check("launcher", "green", "torchrun")
     if left:
-        remedy = f"a run would be one rank of several and wait for the others: unset {' '.join(left + addresses)}"
+        remedy = f"a run would wait for other ranks: unset {' '.join(left + addresses)}"
         return Check("launcher", "red", f"none, but {values(left)} left over", remedy)
     if addresses:
         remedy = f"ddp would meet there: right on several nodes, else unset {' '.join(addresses)}"
@@ -229,7 +228,7 @@ def _data(root: str) -> Iterator[Check]:
 
 
 def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
-    """Train a step under every strategy."""
+    """Train one step under each strategy."""
     gpus = torch.cuda.device_count()
     several = "2" if gpus != 1 else "1"
     runs = {"auto": "1", **dict.fromkeys(("dp", "ddp", "ddp_spawn"), several)}
@@ -247,7 +246,7 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
 
 
 def _one_step(strategy: str, devices: str, folder: Path, losses: dict[str, float]) -> tuple[Level, str, str]:
-    """Train one step on the same batch as the other strategies, and compare the losses.
+    """Train one step under a strategy, and compare its loss with one device's.
 
     Returns:
         Level, result and remedy.

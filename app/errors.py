@@ -1,4 +1,4 @@
-"""Exceptions of users' mistakes and failed ranks, and the exit status of a run."""
+"""Exceptions for user errors and failed ranks, and the exit status of a run."""
 
 import difflib
 import re
@@ -10,14 +10,14 @@ EXIT_CODES = {"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}
 
 
 class UserError(Exception):
-    """A user's mistake: one line that names the thing, the place and the remedy. Exit code 2."""
+    """Error that the user can correct. The message is one line with problem, place and remedy. Exit code 2."""
 
 
 class RankError(Exception):
-    """A process of the run has failed.
+    """Failure of a process of the run.
 
     Args:
-        message: The reason.
+        message: Reason of the failure.
         exit_code: Exit code of the command.
     """
 
@@ -27,28 +27,28 @@ class RankError(Exception):
 
     @classmethod
     def ended(cls, rank: int, pid: int | None, code: int, message: str = "") -> "RankError":
-        """Make the error of a rank from its exit code, negative for a signal, and its exception's message."""
+        """Return the error for a rank's exit code, negative for a signal, and its exception's message."""
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         reason = f": {message.splitlines()[0]}" if message else ""
         return cls(f"rank {rank} (process {pid}) {how}{reason}", 2 if code == 2 else 1)
 
 
 class RankLostError(RankError):
-    """Another rank is gone; the cause is there."""
+    """Lost connection to another rank; that rank's messages show the cause."""
 
 
 class RankSilentError(RankError):
-    """Another rank did not answer in time."""
+    """Timeout while waiting for another rank."""
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a command or a run ended.
+    """Exit status of a command or a run.
 
     Attributes:
         code: Exit code of the process.
-        status: Status of the run record: `completed`, `interrupted` or `failed`.
-        reason: One line; None for a completed run.
+        status: Status in the run record: `completed`, `interrupted` or `failed`.
+        reason: Reason in one line; None for a completed run.
     """
 
     code: int = 0
@@ -57,7 +57,7 @@ class ExitStatus:
 
     @classmethod
     def stopped_by(cls, name: str) -> "ExitStatus":
-        """Return the status of a run that a signal ended, `Ctrl-C` or `SIGTERM`."""
+        """Return the status of a run that a signal ended: `Ctrl-C` or `SIGTERM`."""
         return cls(EXIT_CODES[name], "interrupted", f"by {name}")
 
     @classmethod
@@ -79,8 +79,8 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-PARTS = "--data.micro_batch"  # begins a note with a size, on an out-of-memory error
-# messages of torch for an accelerator, and for the host
+PARTS = "--data.micro_batch"  # start of the note with a smaller size on an out-of-memory error
+# torch's messages for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
     r"(?P<device>CUDA) error: out of memory",
@@ -89,7 +89,7 @@ NO_MEMORY = (
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return requested and free memory, and settings that need less; None for other errors."""
+    """Return a message with requested and free memory and a remedy; None for other errors."""
     matches = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
     match = next(filter(None, matches), None)
     if match is None:
@@ -112,9 +112,9 @@ SYNONYMS = {  # flag names of other programs
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Phrase `: did you mean …?` for the nearest known name; nothing when none is near.
+    """Return `: did you mean …?` with the nearest known names, or an empty string.
 
-    Flags match by their last part; flags of the same section rank higher. Case is ignored.
+    Flags are compared by their last part. Flags of the same section rank higher. Case is ignored.
     """
     if name.startswith("--"):
         name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)
@@ -129,12 +129,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() - 0.15 * elsewhere
 
     ranked = sorted({(likeness(candidate), candidate) for candidate in known}, reverse=True)
-    near = 0.135 if len(name) <= 3 else 0.0  # short names have several neighbours: dpp is near dp and ddp
+    near = 0.135 if len(name) <= 3 else 0.0  # tolerance of ties: the short name dpp is near dp and ddp
     found = [candidate for score, candidate in ranked if score >= 0.6 and score >= ranked[0][0] - near]
     found = found if near else sorted(found)
     return f": did you mean {' or '.join(found[:3])}?" if found else ""
 
 
 def one_line(text: str) -> str:
-    """Fold all white space into single spaces."""
+    """Replace each run of whitespace by one space."""
     return " ".join(text.split())

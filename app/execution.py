@@ -1,6 +1,6 @@
-"""Execution of a network: memory layout, precision of products, compilation, fused updates.
+"""Execution of a network: memory layout, matmul precision, compilation, fused updates.
 
-It changes results by rounding only.
+These settings change results only by rounding.
 """
 
 import inspect
@@ -15,18 +15,19 @@ from app.errors import UserError
 Compile = Literal["off", "default", "reduce-overhead"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 
-# settings of an optimizer's implementation: a resumed run keeps its own, not the checkpoint's
+# implementation settings of an optimizer; a resumed run keeps its own instead of the checkpoint's
 IMPLEMENTATION = {"fused", "foreach", "capturable"}
 
 
 class Execution:
-    """Requested execution of a model.
+    """Execution settings of a model.
 
     Args:
-        channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory. `auto`: if there are
-            convolutions, on the CPU, and on a GPU in 16 bits.
+        channels_last: Whether to store images and convolution weights as (N, H, W, C). `auto`: for a network with
+            convolutions on the CPU, or on a GPU in 16 bits.
         compile: Mode of `torch.compile`, or `off`.
-        matmul_precision: Precision of float32 products and convolutions on a GPU: full, TF32 (`high`), or less.
+        matmul_precision: Precision of float32 matrix products and convolutions on a GPU: `highest` is float32, `high`
+            is TF32, `medium` is lower.
     """
 
     def __init__(
@@ -83,25 +84,25 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
 
 
 def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, captured: bool = False) -> Optimizer:
-    """Return the optimizer with a fused update, if the device has one and the user requested no other.
+    """Return the optimizer with a fused update if the device supports it, unless the user chose an implementation.
 
     With float16's loss scaler, a fused update also saves the step's only device read.
 
     Args:
         optimizer: An optimizer that has not stepped.
         device: Device of the weights.
-        clips_scaled: Whether gradients are clipped under float16's loss scaler; a fused update cannot do that.
+        clips_scaled: Whether gradients are clipped under float16's loss scaler, which rules out a fused update.
         captured: Whether a CUDA graph captures the update.
 
     Raises:
-        UserError: When the update cannot be captured.
+        UserError: When a CUDA graph cannot capture the update.
     """
     cls, options = type(optimizer), inspect.signature(type(optimizer)).parameters
     chosen = any(group.get(name) for group in optimizer.param_groups for name in {*IMPLEMENTATION, "differentiable"})
     refused = any(group.get("fused") is False for group in optimizer.param_groups)
     changes: dict[str, Any] = {}
     if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
-        changes = {"foreach": None, "fused": True}  # Adagrad's fused update is for CPUs only
+        changes = {"foreach": None, "fused": True}  # not Adagrad, whose fused update is for CPUs only
     if captured and "capturable" not in options and cls is not SGD:
         raise UserError(f"--model.cuda_graph true: {cls.__name__} cannot be captured: use SGD, Adam or AdamW")
     if captured and device.type == "cuda" and "capturable" in options:
@@ -116,7 +117,7 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, capt
 
 
 def _implemented_as_here(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Adapt the optimizer state of another device's checkpoint to this device."""
+    """Replace a checkpoint's implementation settings by this optimizer's."""
     groups = [
         {**theirs, **{name: ours[name] for name in IMPLEMENTATION if name in ours}}
         for ours, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False)  # torch reports the error
@@ -125,7 +126,7 @@ def _implemented_as_here(optimizer: Optimizer, saved: dict[str, Any]) -> dict[st
 
 
 def _laid_out_as_here(optimizer: Optimizer) -> None:
-    """Give the optimizer state the weights' memory layout, which a fused update needs."""
+    """Copy optimizer states into the weights' memory layout, because a fused update needs equal layouts."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

@@ -1,4 +1,4 @@
-"""The LightningModules: loss, metrics, optimizer and predictions around a network of `app.networks`."""
+"""LightningModules: loss, metrics, optimizer and predictions for the networks of `app.networks`."""
 
 import inspect
 import math
@@ -26,12 +26,12 @@ Loss = Literal["cross_entropy", "smooth_l1"]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each sample: (B, classes), (B,) -> (B,)."""
+    """Return each sample's cross-entropy: (B, classes), (B,) -> (B,)."""
     return F.cross_entropy(logits, labels, reduction="none")
 
 
 def smooth_l1(logits: Tensor, labels: Tensor) -> Tensor:
-    """Smooth L1 between softmax and one-hot target, mean over classes: (B, classes), (B,) -> (B,)."""
+    """Return each sample's smooth L1 of softmax and one-hot target, mean over classes: (B, classes), (B,) -> (B,)."""
     target = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
     return F.smooth_l1_loss(logits.softmax(1), target, reduction="none").mean(1)
 
@@ -45,15 +45,15 @@ def log_window(trainer: Trainer) -> int:
 
 
 class Sums:
-    """Sums of losses and correct answers, kept on the device until a logging window ends.
+    """Sums of losses and correct predictions, kept on the device until a logging window ends.
 
-    Float64 hides the order of additions.
+    The sums are float64, so that the order of additions does not change the logged values.
 
     Args:
         device: Device of the losses.
 
     Attributes:
-        epoch: Losses, correct answers and samples of the epoch's completed windows, over all ranks.
+        epoch: Sum of losses, correct predictions and samples of the epoch's completed windows, over all ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,16 +69,16 @@ class Sums:
         self.count += labels.shape[0]
 
     def _of_window(self, trainer: Trainer) -> list[float]:
-        """Read losses, correct answers and samples of the window so far. Collective."""
+        """Return losses, correct predictions and samples of the window so far. Collective."""
         self.samples.fill_(self.count)
         return trainer.strategy.reduce(self.window.clone(), reduce_op="sum").tolist()
 
     def of_epoch(self, trainer: Trainer) -> list[float]:
-        """Read losses, correct answers and samples of the epoch so far. Collective."""
+        """Return losses, correct predictions and samples of the epoch so far. Collective."""
         return [before + now for before, now in zip(self.epoch, self._of_window(trainer), strict=True)]
 
     def end_window(self, trainer: Trainer) -> Tensor:
-        """Return the mean loss of the window, on the host, and begin the next. Collective."""
+        """Return the window's mean loss on the host, and reset the window. Collective."""
         window = self._of_window(trainer)
         self.epoch = [before + now for before, now in zip(self.epoch, window, strict=True)]
         self.window.zero_()
@@ -86,7 +86,7 @@ class Sums:
         return _mean(window[0], window[2])
 
     def end_epoch(self, trainer: Trainer) -> tuple[Tensor, Tensor]:
-        """Return the epoch's mean loss and accuracy, on the host, and begin the next. Collective."""
+        """Return the epoch's mean loss and accuracy on the host, and reset the sums. Collective."""
         self.end_window(trainer)
         losses, correct, samples = self.epoch
         self.epoch = [0.0] * 3
@@ -101,30 +101,29 @@ class ImageClassifier(LightningModule):
     """LightningModule for image classification: loss, metrics, optimizer, predictions.
 
     A batch is a pair of images (B, C, H, W) and labels (B,). Metrics accumulate on the device and are means over the
-    samples of every rank. Training metrics are read once per logging window, which logs `train_loss_step`; the other
-    metrics once per epoch.
+    samples of all ranks. `train_loss_step` is logged once per logging window, the other metrics once per epoch.
 
     Args:
-        network: Maps images to logits; its optional `image_shape` is the shape of its images.
+        network: Network from images to logits. Its optional `image_shape` is the shape of its images.
         num_classes: Number of classes.
         loss: Name of the loss.
-        optimizer: Makes the optimizer from the parameters.
-        scheduler: Makes the learning-rate scheduler from the optimizer, or None for a constant rate.
+        optimizer: Function that creates the optimizer from the parameters.
+        scheduler: Function that creates the learning-rate scheduler from the optimizer; None for a constant rate.
         scheduler_interval: Whether the scheduler advances after each epoch or each step.
-        channels_last: Keep images and weights of convolutions as (N, H, W, C) in memory; `auto`: if there are
-            convolutions, on the CPU, and on a GPU in 16 bits.
+        channels_last: Whether to store images and convolution weights as (N, H, W, C). `auto`: for a network with
+            convolutions on the CPU, or on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
-        cuda_graph: Launch a training step, update included, as one CUDA graph; on one GPU.
+        cuda_graph: Whether to run a training step, with its update, as one CUDA graph; on one GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest`, TF32 (`high`), or `medium`.
 
     Attributes:
-        executed: How the network is executed, for the run record.
+        executed: Execution settings in effect, for the run record.
         images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of a loaded checkpoint's training images; None
             before a checkpoint is loaded, and for the user's own data class.
     """
 
     convolutional = True
-    _sums: Sums  # from setup on
+    _sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make default lambdas picklable for `ddp_spawn`; jsonargparse reads settings only from lambdas."""
@@ -152,8 +151,8 @@ class ImageClassifier(LightningModule):
         self.execution = Execution(channels_last, compile, matmul_precision)
         self.cuda_graph = cuda_graph
         self.step_graph: StepGraph | None = None
-        self.micro_batch: int | None = None  # from setup on
-        self._has_gradients = False  # from earlier micro-batches
+        self.micro_batch: int | None = None  # set in setup
+        self._has_gradients = False  # whether earlier micro-batches left gradients
         self.executed: dict[str, Any] = {}
         self.images: dict[str, Any] | None = None
         self.criterion = LOSSES[loss]
@@ -174,8 +173,8 @@ class ImageClassifier(LightningModule):
     def setup(self, stage: str) -> None:
         """Prepare network and metrics.
 
-        Reset the metrics, because spawned processes share their states' memory. Sum losses in float64, which hides the
-        order of additions.
+        Reset the metrics, because spawned processes share their states' memory. Sum losses in float64, so that the
+        order of additions does not change the logged values.
         """
         device = self.trainer.strategy.root_device
         self.executed = self.execution.prepare(self.network, device, str(self.trainer.precision))
@@ -194,13 +193,13 @@ class ImageClassifier(LightningModule):
                 self.optimizer_zero_grad = self._zero_unless_in_parts  # type: ignore[method-assign]
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
-        """Raise a UserError for images (C, H, W) that the network does not take."""
+        """Raise a UserError if the network does not accept images of a shape (C, H, W)."""
         wanted: Any = getattr(self.network, "image_shape", shape)
         if len(shape) != len(wanted) or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
             text = "×".join("any" if w is None else str(w) for w in wanted)
             raise UserError(
                 f"{type(self).__name__} with {type(self.network).__name__} takes images of {text} (channels × "
-                f"height × width), but the data set gives {'×'.join(map(str, shape))}: choose another --data or "
+                f"height × width), but the data set has {'×'.join(map(str, shape))}: choose another --data or "
                 "--model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
             )
 
@@ -209,12 +208,12 @@ class ImageClassifier(LightningModule):
         return self.network(images)
 
     def _score(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the samples' losses (B,) and the logits (B, classes) of images (B, C, H, W)."""
+        """Return losses (B,) and logits (B, classes) of images (B, C, H, W) with labels (B,)."""
         logits = self(images)
         return self.criterion(logits, labels), logits
 
     def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> Tensor:
-        """Update metrics by a batch, and return its logits (B, classes)."""
+        """Update the metrics with a batch, and return its logits (B, classes)."""
         images, labels = batch
         losses, logits = self._score(images, labels)
         if len(labels):  # a rank's share of the last batch may be empty
@@ -222,12 +221,12 @@ class ImageClassifier(LightningModule):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss whose gradient, averaged over ranks and summed over batches, is the mean over samples."""
+        """Return the scaled loss: averaged over ranks and accumulated over batches, it is the mean over samples."""
         images, labels = batch
         trainer = self.trainer
         loader = trainer.train_dataloader
         self._has_gradients = False
-        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:  # the plain mean; zero for an empty shard
+        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:  # plain mean; 0 if empty
             return self._training_losses(images, labels, batch_idx).sum() / max(len(labels), 1)
         accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:
@@ -241,7 +240,7 @@ class ImageClassifier(LightningModule):
         return self._training_losses(images, labels, batch_idx).sum() * scale
 
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
-        """Return the samples' losses (B,) of images (B, C, H, W), and add them to the sums."""
+        """Return the losses (B,) of images (B, C, H, W), and add them to the sums."""
         try:
             losses, logits = (self.step_graph or self._score)(images, labels)
         except ValueError as error:
@@ -259,7 +258,7 @@ class ImageClassifier(LightningModule):
             optimizer.zero_grad()
 
     def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float, count: int) -> Tensor:
-        """Return a batch's loss, after the backward pass of all micro-batches but the last.
+        """Run all micro-batches' backward passes except the last one's, and return the batch's loss.
 
         Every rank has the same number of micro-batches, because SyncBatchNorm synchronizes each. DDP averages gradients
         only in the backward pass of the returned loss, because this method runs inside its forward pass.
@@ -279,14 +278,14 @@ class ImageClassifier(LightningModule):
         return self._training_losses(*parts[-1], batch_idx).sum() * scale + earlier
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the mean loss of a logging window at its last step."""
+        """Log the mean loss at the end of a logging window."""
         trainer = self.trainer
         if (trainer.global_step + 1) % log_window(trainer) == 0:
             loss = self._sums.end_window(trainer)
             self.log("train_loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
 
     def on_train_epoch_end(self) -> None:
-        """Log the epoch's means."""
+        """Log the epoch's mean loss and accuracy."""
         loss, accuracy = self._sums.end_epoch(self.trainer)
         self.log_dict({"train_loss": loss, "train_acc": accuracy})
 
@@ -318,7 +317,7 @@ class ImageClassifier(LightningModule):
         metrics.reset()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Make the optimizer and the scheduler."""
+        """Create the optimizer and the scheduler."""
         clips_scaled = self.trainer.precision == "16-mixed" and bool(self.trainer.gradient_clip_val)
         device = self.trainer.strategy.root_device
         optimizer = fastest(self.make_optimizer(self.parameters()), device, clips_scaled, self.cuda_graph)
@@ -338,9 +337,9 @@ class ImageClassifier(LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the unfinished epoch's sums over all ranks, and the image facts that predictions need.
+        """Save the unfinished epoch's sums over all ranks, and properties of the images for predictions.
 
-        A resumed epoch reports its true mean. Collective, as `Trainer.save_checkpoint` is.
+        With the sums, a resumed epoch logs its true mean. Collective, like `Trainer.save_checkpoint`.
         """
         checkpoint["epoch_sums"] = self._sums.of_epoch(self.trainer)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -349,7 +348,7 @@ class ImageClassifier(LightningModule):
             checkpoint["images"] = {name: list(getattr(data.source, name)) for name in names}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the unfinished epoch's sums, and the image facts."""
+        """Restore the unfinished epoch's sums, and the properties of the images."""
         self.images = checkpoint.get("images")
         if is_attached(self) and self.trainer.state.fn == "fit":
             self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
@@ -359,12 +358,12 @@ NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifa
 
 
 class CIFARCNN(ImageClassifier):
-    """A CNN for CIFAR-10: LeNet by default, or a ResNet-18.
+    """CNN for CIFAR-10: LeNet by default, or a ResNet-18.
 
     Args:
         network: `lenet`: the CNN of PyTorch's CIFAR-10 tutorial, 62,006 parameters. `resnet18`: torchvision's,
-            as it comes. `resnet18_cifar`: with the usual stem for small images.
-        num_classes: Number of classes; the CLI takes it from the data.
+            unchanged. `resnet18_cifar`: with the usual stem for small images.
+        num_classes: Number of classes; on the command line, it comes from the data.
         loss: Cross-entropy, or smooth L1 between softmax and one-hot target.
         optimizer: Optimizer class with its arguments.
         scheduler: Learning-rate scheduler class with its arguments.
@@ -388,12 +387,12 @@ class CIFARCNN(ImageClassifier):
 
 
 class FashionMLP(ImageClassifier):
-    """A multilayer perceptron for FashionMNIST whose size scales by repeating the image.
+    """Multilayer perceptron for FashionMNIST; repeating the image scales its first layer.
 
     Args:
-        repeats: Number of repeats of each image: the input layer is 28·28·repeats wide.
+        repeats: Number of copies of each image; the input layer is 28·28·repeats wide.
         hidden: Widths of the hidden layers.
-        num_classes: Number of classes; the CLI takes it from the data.
+        num_classes: Number of classes; on the command line, it comes from the data.
         loss: Smooth L1 between softmax and one-hot target, or cross-entropy.
         optimizer: Optimizer class with its arguments.
         scheduler: Learning-rate scheduler class with its arguments.
@@ -401,7 +400,7 @@ class FashionMLP(ImageClassifier):
         **kwargs: As for `ImageClassifier`.
 
     Raises:
-        UserError: When `repeats` or a width is below 1, or memory does not suffice for the weights.
+        UserError: When `repeats` or a width is below 1, or the weights do not fit into memory.
     """
 
     convolutional = False
@@ -418,7 +417,7 @@ class FashionMLP(ImageClassifier):
         **kwargs: Any,
     ) -> None:
         if repeats < 1:
-            raise UserError(f"--model.repeats {repeats}: an image is repeated at least once")
+            raise UserError(f"--model.repeats {repeats}: give 1 or more")
         if any(width < 1 for width in hidden):
             raise UserError(f"--model.hidden {list(hidden)}: give widths of at least 1")
         try:
@@ -427,7 +426,7 @@ class FashionMLP(ImageClassifier):
             if "memory" not in str(error):
                 raise
             raise UserError(
-                f"--model.repeats {repeats}, --model.hidden {list(hidden)}: no memory for so many weights: give less"
+                f"--model.repeats {repeats}, --model.hidden {list(hidden)}: the weights need too much memory: give less"
             ) from error
         super().__init__(network, num_classes, loss, optimizer, scheduler, scheduler_interval, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

@@ -1,4 +1,4 @@
-"""The networks: torch only, no training. Every forward maps images to class scores (logits)."""
+"""Networks in plain torch; each forward pass maps images to class scores (logits)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class LeNet(nn.Module):
-    """The small CNN of PyTorch's CIFAR-10 tutorial: 62,006 parameters with ten classes.
+    """Small CNN of PyTorch's CIFAR-10 tutorial: 62,006 parameters with ten classes.
 
     Source: https://docs.pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html, after LeCun et al.,
     "Gradient-based learning applied to document recognition", 1998.
@@ -20,7 +20,7 @@ class LeNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 6, 5),
-            nn.MaxPool2d(2),  # before ReLU: the same values, at a quarter of the cost
+            nn.MaxPool2d(2),  # before ReLU, for the same values at a quarter of the cost
             nn.ReLU(),
             nn.Conv2d(6, 16, 5),
             nn.MaxPool2d(2),
@@ -31,7 +31,7 @@ class LeNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Score images.
+        """Compute the logits of images.
 
         Args:
             images: (B, 3, 32, 32).
@@ -44,11 +44,10 @@ class LeNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """A multilayer perceptron over a flattened image that is repeated to scale the input layer.
+    """Multilayer perceptron over a flattened image, repeated to scale the input layer.
 
-    With ``repeats`` N the input is 28·28·N wide, so that the parameters of the first layer, and with them
-    the gradients that data parallelism has to communicate, grow with N. The repetition is made here, on the
-    device and per batch: the data set itself stays one copy.
+    With ``repeats`` N, the input is 28·28·N wide. The first layer's parameters grow with N, and so do the gradients
+    that data parallelism communicates. Each batch is repeated on the device; the data set is not.
     """
 
     image_shape = (1, 28, 28)
@@ -63,7 +62,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Score images.
+        """Compute the logits of images.
 
         Args:
             images: (B, 1, 28, 28).
@@ -76,7 +75,7 @@ class MLP(nn.Module):
 
 
 def resnet18(num_classes: int) -> nn.Module:
-    """Torchvision's ResNet-18 as it comes, with a head of ``num_classes``: (B, 3, H, W) -> (B, num_classes).
+    """Return torchvision's ResNet-18 with a head of ``num_classes``: (B, 3, H, W) -> (B, num_classes).
 
     Source: He et al., "Deep Residual Learning for Image Recognition", https://arxiv.org/abs/1512.03385.
     """
@@ -86,10 +85,10 @@ def resnet18(num_classes: int) -> nn.Module:
 
 
 def resnet18_cifar(num_classes: int) -> nn.Module:
-    """ResNet-18 with the usual stem for small images: (B, 3, H, W) -> (B, num_classes).
+    """Return a ResNet-18 with the usual stem for small images: (B, 3, H, W) -> (B, num_classes).
 
-    A 3×3 convolution of stride 1 and no max-pool, so that 32×32 images reach the first block at full size;
-    see section 4.2 of https://arxiv.org/abs/1512.03385.
+    The stem is a 3×3 convolution of stride 1 without max-pool, so that 32×32 images reach the first block at full size.
+    Source: section 4.2 of https://arxiv.org/abs/1512.03385.
     """
     network = resnet18(num_classes)
     network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)

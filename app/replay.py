@@ -1,8 +1,8 @@
-"""`python -m app replay`: repeats a training step, and shows its samples, the one with the largest loss first.
+"""Command `python -m app replay`: repeats a training step, and prints its samples, the largest loss first.
 
-Seed, step and checkpoint determine a step. `replay` resumes the run from the nearest earlier checkpoint, on one device,
-and scores the step's samples with the weights before it. Each sample is scored alone: without dropout, and with
-BatchNorm's running statistics, so that one bad sample does not spoil the others.
+Seed, checkpoint and number determine a step. `replay` resumes the run from the nearest earlier checkpoint on one
+device, and scores the step's samples with the weights before the step. Each sample is a batch of its own, without
+dropout and with BatchNorm's running statistics, so that a bad sample does not affect the others.
 """
 
 import itertools
@@ -41,19 +41,19 @@ USAGE = """\
 python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]
 
 Repeats a step of a finished, stopped or failed run on one device, and shows its samples, ranked by loss. --step worst
-finds the first loss that is no number, or else the sharpest rise of the loss."""
+selects the first step with a non-finite loss, or else the sharpest rise of the loss."""
 
 FILE = "replay.pt"
-SHOWN = 25  # samples on the page
-LIMIT = 7 * 86400.0  # seconds
+SHOWN = 25  # number of samples with images in the report
+LIMIT = 7 * 86400.0  # timeout of the run in seconds
 
 
 class Replay(Callback):
-    """Records the samples of the step with the largest loss, among some steps.
+    """Callback that records the samples of the step with the largest loss in a range of steps.
 
     Args:
-        first: The first step, from 1.
-        last: The last step.
+        first: First step of the range, counted from 1.
+        last: Last step of the range.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -62,7 +62,7 @@ class Replay(Callback):
         self._worst: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Score the samples of a batch, with the weights before the step."""
+        """Score the batch's samples with the weights before the step."""
         step, epoch = trainer.global_step + 1, trainer.current_epoch
         if not self.first <= step <= self.last:
             return
@@ -84,7 +84,7 @@ class Replay(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the step if its loss is the largest so far, or the first that is no number."""
+        """Keep the step if its loss is the largest so far, or the first non-finite one."""
         if trainer.global_step < self.first or self._step["step"] < self.first:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -94,18 +94,18 @@ class Replay(Callback):
             self._worst = self._step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the step."""
+        """Write the kept step."""
         if self._worst:
             torch.save(self._worst, Path(str(trainer.log_dir), FILE))
 
 
 def key(loss: float) -> float:
-    """Return a loss for sorting: one that is no number is the largest."""
+    """Return a sort key of a loss; non-finite losses are largest."""
     return loss if math.isfinite(loss) else math.inf
 
 
 def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
-    """Return file or index of each sample of a batch; an empty list for a loader without a global order."""
+    """Return the file or index of each sample of a batch; an empty list for a loader without a global order."""
     loader = trainer.train_dataloader
     if isinstance(loader, GlobalBatches):
         rows, files = loader.samples(batch_idx).tolist(), loader.split.names
@@ -116,7 +116,11 @@ def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
 
 @contextmanager
 def untouched(module: LightningModule, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Restore buffers, modes and random streams after computations beside the training; nothing is logged."""
+    """Isolate computations from the training: restore buffers, modes and random streams afterwards; disable logging.
+
+    Yields:
+        A function that seeds the random streams.
+    """
     buffers, modes = Buffers(module), [(each, each.training) for each in module.modules()]
     buffers.save()
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
@@ -131,7 +135,7 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
 
 
 def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
-    """Return the mean loss over the samples of a batch."""
+    """Return a batch's mean loss."""
     if isinstance(module, ImageClassifier):
         return module.criterion(module(batch[0]), batch[1]).mean()
     output: Any = module.training_step(batch, index)
@@ -139,7 +143,7 @@ def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
 
 
 def gradient_norm(module: LightningModule, batch: Any, index: int) -> float:
-    """Return the norm of the gradient of a batch's mean loss."""
+    """Return the gradient norm of a batch's mean loss."""
     parameters = [each for each in module.parameters() if each.requires_grad]
     with torch.enable_grad():
         gradients = torch.autograd.grad(mean_loss(module, batch, index), parameters, allow_unused=True)
@@ -148,7 +152,7 @@ def gradient_norm(module: LightningModule, batch: Any, index: int) -> float:
 
 @torch.no_grad()
 def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
-    """Return loss, label, predicted class and image of a sample, a batch of one."""
+    """Return loss, label, predicted class and image of a sample, given as a batch of one."""
     outputs: list[Tensor] = []
     handles = [
         each.register_forward_hook(lambda _module, _args, output: outputs.extend(tensors(output)))
@@ -167,13 +171,13 @@ def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
 
 
 def run(arguments: list[str]) -> int:
-    """Repeat a step and write its page.
+    """Repeat a step, and write its report.
 
     Args:
         arguments: The arguments after `replay`.
 
     Raises:
-        UserError: For a user's mistake, or when the run cannot be repeated.
+        UserError: For invalid flags, or when the run cannot be repeated.
     """
     options, flags = _parse(arguments)
     config = next((Path(value) for flag, value in flags if flag == "--config"), None)
@@ -208,7 +212,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
-    """Read the options of replay itself, and the flags of `fit`."""
+    """Return the options of `replay`, and the flags of `fit`."""
     own, flags = split_flags(arguments)
     parser = PlainParser(prog="python -m app replay", usage=USAGE)
     parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
@@ -216,10 +220,10 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:
-    """Return the steps among which the loss first is no number, or else rises most.
+    """Return the first and last step of the range in which the loss becomes non-finite, or else rises most.
 
     Raises:
-        UserError: When the run has not logged the loss of steps.
+        UserError: When the run did not log losses of steps.
     """
     if record.not_finite_step is not None:
         return record.not_finite_step, record.not_finite_step
@@ -234,13 +238,13 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
 
 
 def before(folder: Path, step: int) -> Path | None:
-    """Return the last checkpoint made before a step, or None."""
+    """Return the last checkpoint before a step, or None."""
     made = [(torch.load(path, weights_only=True, mmap=True)["global_step"], path) for path in folder.glob("*.ckpt")]
     return max(((steps, path) for steps, path in made if steps < step), default=(0, None))[1]
 
 
 def described(sample: dict[str, Any], names: list[str]) -> list[str]:
-    """Describe a sample: file or index, shard, label, prediction, loss."""
+    """Return a sample's cells for the table: file or index, shard, label, prediction, loss."""
     numbers = (sample["label"], sample["predicted"])
     classes = ["—" if number is None else names[number] if names else str(number) for number in numbers]
     return [str(sample["sample"]), str(sample["shard"]), *classes, f"{sample['loss']:.4g}"]
@@ -249,15 +253,15 @@ def described(sample: dict[str, Any], names: list[str]) -> list[str]:
 def write_report(
     title: str, samples: list[dict[str, Any]], rows: list[list[str]], norms: list[float], command: str, file: Path
 ) -> Path:
-    """Write the page, and return its path.
+    """Write the report, and return its path.
 
     Args:
         title: Step and loss.
-        samples: The samples, the largest loss first.
-        rows: Their descriptions.
+        samples: Samples, the largest loss first.
+        rows: Cells of each sample.
         norms: Gradient norm of each shard.
-        command: The command line.
-        file: The page.
+        command: Command line of `replay`.
+        file: Path of the report.
     """
     shown = [
         (sample["image"], f"{label}, predicted {predicted}\nloss {loss}")

@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph: forward pass, loss, backward pass and update in one launch.
+"""Training step as one CUDA graph: forward pass, loss, backward pass and update in one launch.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-capture.
 """
@@ -11,40 +11,40 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-WARM_UP = 3  # steps in which libraries choose kernels and the optimizer creates its state
+WARM_UP = 3  # steps without a graph, while libraries choose kernels and the optimizer creates its state
 
 Scores = tuple[Tensor, Tensor]  # loss of each sample (B,), logits (B, classes)
 
 
 class Graph:
-    """Work on the GPU, recorded once and replayed on the same memory.
+    """CUDA graph of a function, recorded once and replayed on the same memory.
 
     Args:
-        work: Returns tensors that each replay overwrites.
+        work: Function to record; each replay overwrites the tensors that it returns.
     """
 
     def __init__(self, work: Callable[[], Scores]) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # other threads may use the GPU meanwhile, such as a loader's thread that pins memory
+        # "thread_local", because other threads may use the GPU, such as a loader's thread that pins memory
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._results = work()
 
     def replay(self) -> Scores:
-        """Repeat the work."""
+        """Replay the graph, and return the recorded tensors."""
         self._graph.replay()
         return self._results
 
 
 class StepGraph:
-    """Scores training batches, and updates the weights in the same CUDA graph.
+    """Training step that scores a batch and updates the weights in one CUDA graph.
 
-    The first batches, and batches of another size, such as the last of an epoch, run without the graph: Lightning calls
-    backward and update. Other batches replay the graph, without gradients that hooks could see. A change of the
-    optimizer's settings records a new graph.
+    The first batches and batches of another size, such as an epoch's last one, run without the graph: Lightning calls
+    backward and update. Other batches replay the graph, so that hooks see no gradients. A change of the optimizer's
+    settings records a new graph.
 
     Args:
-        score: Scores images and labels.
-        optimizer: Updates the weights; its `step` does nothing after a replay.
+        score: Function from images and labels to losses and logits.
+        optimizer: Optimizer of the weights. Its `step` does nothing after a replay.
     """
 
     def __init__(self, score: Callable[[Tensor, Tensor], Scores], optimizer: Optimizer) -> None:
@@ -63,10 +63,10 @@ class StepGraph:
             self._is_updated = False
             return loss
 
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # a scheduler wraps its function
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers need a method
 
     def __call__(self, images: Tensor, labels: Tensor) -> Scores:
-        """Score a batch of images (B, C, H, W) and labels (B,)."""
+        """Return losses (B,) and logits (B, classes) of images (B, C, H, W) and labels (B,)."""
         if self._seen == 0:
             self._images, self._labels = images.clone(), labels.clone()
         is_same_size = images.shape == self._images.shape
@@ -91,6 +91,6 @@ class StepGraph:
         return losses.detach(), logits.detach()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Replace `LightningModule.backward`: do nothing after a replay."""
+        """Run the backward pass, except after a replay; replaces `LightningModule.backward`."""
         if not self._is_updated:
             loss.backward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A variant: flags of `fit` by name, what they resolve to, and the processes that run it on this machine."""
+"""Variant of a training: flags of `fit`, their resolved configuration, and the commands that run it here."""
 
 import itertools
 import json
@@ -18,23 +18,23 @@ from app.fit.resolved import Resolved
 from app.runs.starter import CommandLine
 from app.system.machine import usable_cores
 
-# flags that the command that starts a variant sets
+# flags that the starting command sets itself
 RESERVED = (
     *("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group", "run.on_nonfinite"),
     *("cluster.init_method", "cluster.node_rank"),
 )
-INHERITED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables that change a run
+INHERITED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # environment variables that affect a run
 
 
 @dataclass
 class Variant:
-    """A configuration to run.
+    """Configuration to run.
 
     Attributes:
-        name: Its name in reports.
+        name: Name in reports.
         arguments: Arguments of `python -m app`, from `fit` on.
-        settings: The resolved configuration, defaults included.
-        lacking: A device that this machine lacks for it, in words, or None.
+        settings: Resolved configuration with defaults.
+        lacking: Description of the devices that this machine lacks for the variant, or None.
     """
 
     name: str
@@ -44,13 +44,15 @@ class Variant:
 
     @classmethod
     def of_flags(cls, name: str, flags: Mapping[str, Any], configs: Sequence[str] = ()) -> "Variant":
-        """Make a variant of flags without dashes; a null drops a flag.
+        """Create a variant from flags without dashes; a null drops a flag.
 
         Raises:
-            UserError: When `fit` rejects them.
+            UserError: When `fit` rejects the flags.
         """
         given = [(flag, value) for flag, value in flags.items() if value is not None]
-        given.sort(key=lambda item: item[0] not in ("model", "data", "trainer.strategy"))  # before their settings
+        given.sort(
+            key=lambda item: item[0] not in ("model", "data", "trainer.strategy")
+        )  # classes before their settings
         pairs = [*(("--config", config) for config in configs), *((f"--{flag}", typed(value)) for flag, value in given)]
         arguments = ["fit", *itertools.chain.from_iterable(pairs)]
         try:
@@ -67,7 +69,7 @@ class Variant:
 
     @property
     def replicas(self) -> int:
-        """Devices that share a global batch, on all nodes."""
+        """Number of devices on all nodes."""
         return Resolved(self.settings).replicas
 
     def nodes(self) -> list[dict[str, str]]:
@@ -86,7 +88,7 @@ class Variant:
         return [inherited | loopback | {"CUDA_VISIBLE_DEVICES": ",".join(visible[i : i + count])} for i in starts]
 
     def commands(self, threads: int | None = None) -> str:
-        """Write the commands that run it, a line for each node.
+        """Return the commands that run the variant, one line per node.
 
         Args:
             threads: CPU threads to set, unless the environment sets them.
@@ -99,12 +101,12 @@ class Variant:
 
 
 def typed(value: Any) -> str:
-    """Write a value as on a command line."""
+    """Format a value for a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _lacking(variant: Variant) -> str | None:
-    """Name the devices that this machine has too few of: every replica needs a GPU, or a core, of its own."""
+    """Return a description of missing devices, or None; each replica needs its own GPU or core."""
     trainer, needed = variant.settings.trainer, variant.replicas
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         return "there is no GPU"

@@ -36,7 +36,7 @@ FOUR = {"variant": "four", "devices": 4, "samples_per_s": 3600.0}
 def test_advice_names_the_fastest() -> None:
     said = told(ONE, FOUR)
     assert said.startswith("four is the fastest: 3,600 samples/s, 3.60 times as fast as one\n")
-    assert "**Take four**: it is 3.60 times as fast as one, more than runs of the same differ." in said
+    assert "**Take four**: it is 3.60 times as fast as one, more than the spread of its runs." in said
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
@@ -118,7 +118,7 @@ def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() ->
     said = told(ONE, FOUR | {"not_finite_since": 2})
     assert "The loss of four is not finite" in said
     assert "**Take one**" in said
-    assert "compare losses, too" in told(ONE, FOUR | {"global_batch": 256})
+    assert "compare losses as well" in told(ONE, FOUR | {"global_batch": 256})
 
 
 def test_advice_without_results() -> None:

@@ -129,8 +129,8 @@ def test_what_a_folder_of_images_must_not_hold(
     odd.unlink()
     for target, problem in (
         ("/etc/passwd", f"{odd} cannot be read (not an image)"),
-        (tmp_path, f"{odd}/images/train/cat leads back to {odd.parent}, which holds it"),
-        (image_root / "train", f"{odd}/cat leads back to {odd.parent}, which holds it"),
+        (tmp_path, f"{odd}/images/train/cat links back to its parent folder {odd.parent}"),
+        (image_root / "train", f"{odd}/cat links back to its parent folder {odd.parent}"),
         (tmp_path / "gone", f"{odd} is a link to {tmp_path / 'gone'}, which is missing"),
         (odd, f"{odd} is a link to {odd}, which is missing"),
     ):
@@ -164,7 +164,7 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     flags = {"on_bad_image": "skip", "cache": tmp_path / "cache"}
     said = error_of(*app(*images_at(image_root, cache=tmp_path / "cache")))
     assert f"error: {cats / '00.jpg'} cannot be read (not an image): {REPLACE}" in said
-    assert "leave --data.cache off out" in error_of(*app(*images_at(image_root, on_bad_image="skip", cache="off")))
+    assert "remove --data.cache off" in error_of(*app(*images_at(image_root, on_bad_image="skip", cache="off")))
     runs = []
     for version, way in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
         out = output_of(*app(*images_at(image_root, **flags), *way))

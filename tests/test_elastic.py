@@ -80,9 +80,9 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
     with started(tmp_path, *flags) as run:
         out = run.end(120)
     assert run.process.returncode == 0, out
-    assert "rank 1 has failed: RuntimeError: only once: all are started again" in out
+    assert "rank 1 has failed: RuntimeError: only once: restarting all ranks" in out
     first = record_of(run.directory.with_name("version_0"))
-    assert first["error"] == "rank 1 has failed: RuntimeError: only once, and all were started again"
+    assert first["error"] == "rank 1 has failed: RuntimeError: only once, and all ranks were restarted"
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
         assert killed.directory == first, "one training is one run"
         (part,) = killed.record["parts"]
         assert part["status"] == "failed"
-        assert part["error"].endswith("all were started again") == (name == "agent")
+        assert part["error"].endswith("all ranks were restarted") == (name == "agent")
         assert killed.record["resumed_from"].startswith(str(first))
         assert killed.record["status"] == "completed"
         assert [row["epoch"] for row in killed.record["epochs"]] == list(range(30))

@@ -72,7 +72,7 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
         ({"variants": {"a": {"run.name": "b"}}}, "run.name is set by compare itself"),
         ({"variants": {"a": {}}, "max_epochs": 1}, "leaves nothing to measure after --warmup_epochs 1"),
         ({"variants": {"a": {"trainer.max_epochs": 1}}, "max_epochs": None}, "'a': --trainer.max_epochs 1 leaves"),
-        ({"variants": {5: {}}}, "5 is no name of a variant or flag"),
+        ({"variants": {5: {}}}, "5 is not a name of a variant or flag"),
         ({"variants": {"a": None}}, "--variants None: expected dict"),
         ({"variants": None}, "variants: null: give its settings"),
         ({"variants": {"a": {}}, "time_limit": float("nan")}, "--time_limit nan: give 1 or more"),
@@ -122,7 +122,7 @@ def test_the_small_form_and_what_is_typed(app: App, experiment: Write) -> None:
     assert "5 runs to do" in out, "what is typed wins, wherever it stands"
     for flag in ("--data.size 120", "--data.batch_size 24", "--trainer.max_epochs 4"):
         assert flag in command
-    message = "has no quick_form: leave --quick out"
+    message = "has no quick_form: remove --quick"
     assert message in error_of(*app("compare", "--experiment", experiment(variants={"a": {}}), "--quick", "true"))
 
 

@@ -178,7 +178,7 @@ def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Ne
     out = ended(processes, 10)
     assert f"{SILENCE}rank {node} is in step " in out[1 - node]
     assert f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]  # gradients, or whether to stop
-    assert "was stopped for longer than --cluster.timeout (20 s): it was ended" in out[node]
+    assert "was stopped for longer than --cluster.timeout (20 s): it was killed" in out[node]
     assert all(process.returncode for process in processes)
     assert "Traceback" not in "".join(out) or way == "torchrun"  # its own
 
@@ -189,7 +189,7 @@ def test_a_rank_alone_on_its_host_that_loops(hosts: Network, tmp_path: Path) -> 
     out = ended(processes, 120)
     where = r"rank 1 is in step 13, stuck_code.py:\d+ on_after_batch_transfer"
     assert re.search(f"{SILENCE}{where}; rank 0 waits for its gradients", out[0])
-    assert re.search(f"error: {where}; the others have given up, and it was ended", out[1])
+    assert re.search(f"error: {where}; the other ranks timed out, and it was killed", out[1])
     assert [process.returncode for process in processes] == [1, 1], out
     assert "Traceback" not in "".join(out)
 

@@ -81,7 +81,7 @@ def test_who_is_missing_is_said_and_the_wait_ends(go: Go, capfd: pytest.CaptureF
 
 def test_node_0_that_is_not_there(go: Go) -> None:
     port = free_port()
-    with pytest.raises(UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(nobody listens there yet\)"):
+    with pytest.raises(UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(no program listens there yet\)"):
         go(tcp(port), 1, timeout=1).result()
 
 

@@ -168,7 +168,7 @@ def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     html = (folder / "report.html").read_text()
     assert html.count("<svg") == 2
     assert re.findall(r"<h1>lenet, batch 64: take .*</h1>", html)
-    assert "on paper only" not in html
+    assert "hypothetical" not in html
     assert not re.findall(r'(?:src|href)="(?!data:|#)', html), "it needs no other file"
     table = pd.read_csv(folder / "plan.csv")
     ddp = table[table["strategy"] != "dp"]
@@ -193,7 +193,7 @@ def test_a_fixed_batch_has_an_end(app: App, run_dir: Path) -> None:
     table = pd.read_csv(run_dir / "plan" / "version_0" / "plan.csv")
     assert list(table["devices"]) == [1, 2, 4, 6, 12, 24, 48]
     assert list(table["shared_equally"]) == [True, True, True, False, False, False, False]
-    assert "on paper only" in out
+    assert "hypothetical" in out
     out = output_of(*app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--data.batch_size", "8"))
     assert "More than 8 devices have no images of a batch of 8" in " ".join(out.split())
 
@@ -254,7 +254,7 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     assert planned((0.5, 1.6))[0].endswith("take ddp on 4 devices of 2 nodes: at least 2.50 × one device, predicted")
     said, why = planned((0.5, 2.1))
     assert said == "lenet, batch 64: take one device"
-    assert why.startswith("No other way is sure to use half of each device. Try a larger `--data.batch_size`, or")
+    assert why.startswith("No other variant surely uses half of each device. Try a larger `--data.batch_size`, or")
 
 
 MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--data", "Synthetic"]

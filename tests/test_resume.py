@@ -76,7 +76,7 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     assert not (runs / "version_2").exists(), "one training is one run"
     pd.testing.assert_frame_equal(*(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6)
     said = error_of(*app("fit", *flags, "--trainer.max_epochs=4", "--ckpt_path", "last", "--model.optimizer.lr", "0"))
-    assert "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, where it is 0.05" in said
+    assert "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, whose value is 0.05" in said
 
 
 def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -> None:
@@ -171,11 +171,11 @@ def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
     with held(first):
         code, out = app("fit", *flags, "2", *newest)
     assert code == 0, out
-    assert f"this is another run than {first}: it is still running" in out
+    assert f"not continuing {first}: it is still running" in out
     out = output_of(*app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7]))
-    assert f"this is another run than {first}: it has newer checkpoints" in out
+    assert f"not continuing {first}: it has newer checkpoints" in out
     out = output_of(*app("fit", *flags, "3", "--data.flip", "false", *newest))
-    assert f"this is another run than {runs}/version_2: --data.flip is another" in out
+    assert f"not continuing {runs}/version_2: --data.flip differs" in out
     found = [record_of(runs / f"version_{n}") for n in range(4)]
     assert [len(each["epochs"]) for each in found] == [1, 2, 2, 3]
     assert not any(each["parts"] for each in found)
@@ -257,7 +257,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     for key in ("global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
         torch.save({name: value for name, value in good.items() if name != key}, bad)
         said = error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
-        assert said.startswith(f"error: --ckpt_path {bad}: it holds no {key}, without which no training resumes"), said
+        assert said.startswith(f"error: --ckpt_path {bad}: it has no {key}, so training cannot resume"), said
     for key, value in (
         *((key, 3.5) for key in ("loops", "callbacks", "optimizer_states", "lr_schedulers")),
         ("loops", {"fit_loop": {}}),

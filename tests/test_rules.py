@@ -37,8 +37,12 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
     ("settings", "launcher", "said"),
     [
         ({"trainer.devices": "0"}, None, "--trainer.devices 0: give a count from 1 on, a list such as 0,1, or auto"),
-        ({"trainer.devices": "-1"}, None, "--trainer.devices '-1': the cpu accelerator cannot give that: give a count"),
-        ({"trainer.devices": [0, 1]}, None, "the cpu accelerator cannot give that"),
+        (
+            {"trainer.devices": "-1"},
+            None,
+            "--trainer.devices '-1': the cpu accelerator has no such devices: give a count",
+        ),
+        ({"trainer.devices": [0, 1]}, None, "the cpu accelerator has no such devices"),
         ({"trainer.num_nodes": 0}, None, "--trainer.num_nodes 0: give 1 or more"),
         ({"trainer.accelerator": "cudo"}, None, "--trainer.accelerator cudo: unknown: did you mean cuda?"),
         ({"trainer.accelerator": "tpu"}, None, "--trainer.accelerator tpu: there is none on this machine"),

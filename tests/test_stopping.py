@@ -192,7 +192,8 @@ def test_a_stopped_command_does_not_stay_for_ever(strategy: str, tmp_path: Path)
         run.get("SIGSTOP", "main")
         out = run.end(seconds=15 + 20)
     assert run.process.returncode == -signal.SIGKILL, out
-    assert f"error: process {run.process.pid} was stopped for longer than --cluster.timeout (15 s): it was ended" in out
+    message = f"process {run.process.pid} was stopped for longer than --cluster.timeout (15 s): it was killed"
+    assert f"error: {message}" in out
 
 
 @SLOW

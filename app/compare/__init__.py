@@ -1,10 +1,10 @@
-"""Comparison of configurations on this machine: runs each with `fit`, measures all alike, and reports.
+"""Comparison of configurations on this machine: runs each with `fit`, and reports the measurements.
 
 experiment   variants and grids
-runner       runs each variant, repeats in turn, and records the outcome
+runner       runs the variants in turn, several times each, and records the outcomes
 results      figures of each variant, from its runs' records
-advice       sentences about the figures
-figures      pictures of the figures
+advice       recommendation, in sentences
+figures      plots
 report       the report as Markdown, HTML, CSV and JSON
 command      `python -m app compare`
 """

@@ -1,4 +1,4 @@
-"""Sentences about the figures of a comparison, which claim only what the figures show."""
+"""Recommendation from a comparison's measurements, in sentences."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,17 +9,17 @@ from app.record import PHASES
 from app.record.words import bottleneck
 from app.system.page import plain
 
-NEARLY_FULL = 80.0  # percent of a device's memory
-BUSY = 0.1  # above this share of the cores, other programs disturb
-NAMED = 3  # variants that a sentence names
+NEARLY_FULL = 80.0  # share of a device's memory in percent from which memory is the limit
+BUSY = 0.1  # share of the cores that other programs may take without disturbing a run
+NAMED = 3  # most variants to name in a sentence
 
 
 class Verdict(NamedTuple):
     """Result of a comparison.
 
     Attributes:
-        said: The result in a line of plain text.
-        taken: The recommended variant, or None without a measurement.
+        said: Result, one line of plain text.
+        taken: Recommended variant, or None without a measurement.
         reason: The recommendation and its reason, a sentence of Markdown.
     """
 
@@ -29,18 +29,18 @@ class Verdict(NamedTuple):
 
 
 def ranked(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the variants with samples/s and a finite loss, by their names, the fastest first."""
+    """Return the rows of variants with samples/s and a finite loss, indexed by name, the fastest first."""
     measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
     measured = measured[measured["not_finite_since"].isna()]
     return measured.sort_values("samples_per_s", ascending=False)
 
 
 def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
-    """Name the fastest variant, or state that the runs do not decide.
+    """Recommend the fastest variant, or report a tie.
 
-    Two variants differ when the ranges of their runs do not overlap and their medians differ by more than either
-    range; a single run has no range, and decides nothing. Of equally fast variants, the one with the fewest devices is
-    recommended. A variant whose loss is not finite is excluded.
+    Two variants differ if the ranges of their runs do not overlap and their medians differ by more than either range.
+    A single run has no range, so it decides nothing. Among equally fast variants, recommend the one with the fewest
+    devices. Exclude a variant whose loss is not finite.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -60,7 +60,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     tied = [best, *_as_good(rows, best)]
     if len(tied) == 1:
         other = rows.loc[[baseline]].iloc[0] if baseline in rows.index[1:] else rows.iloc[1]
-        reason = f"{take}: it is {plain(_times(best, rows.iloc[1]))}, more than runs of the same differ."
+        reason = f"{take}: it is {plain(_times(best, rows.iloc[1]))}, more than the spread of its runs."
         return Verdict(f"{name} is the fastest: {rate}, {_times(best, other)}", name, reason)
     fewest = min(tied, key=lambda row: (row["replicas"], row.name != baseline))
     few, most = fewest["replicas"], max(row["replicas"] for row in tied)
@@ -74,7 +74,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
 
 
 def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
-    """Return a sentence on the cores that other programs took, or None where they left enough.
+    """Return a warning if other programs left less than `1 - BUSY` of the usable cores, else None.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
@@ -87,11 +87,11 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 
 
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
-    """Decide whether a variant may be slower than the fastest only because other programs took its cores.
+    """Return whether the load of other programs may explain a variant's deficit to the fastest.
 
-    Each second that a core spends on another program delays a step by at most one second. On a quiet machine, a run
-    that lacked a share of a core would be at most 1 / (1 - share) times as fast. A run that lacked a whole core has no
-    such bound.
+    Each second that a core spends on another program delays a step by at most one second. So a run that lacked a share
+    of a core would be at most 1 / (1 - share) times as fast on a quiet machine. There is no bound for a run that lacked
+    a whole core.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
@@ -106,7 +106,7 @@ def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
 
 
 def diverged(table: pd.DataFrame) -> list[str]:
-    """Return a sentence of Markdown on the variants whose loss is not finite, if there are any."""
+    """Return a Markdown warning that names variants with a non-finite loss; an empty list without any."""
     names = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
     return [f"**The loss of {plain(', '.join(names))} is not finite**: excluded below."] if names else []
 
@@ -125,7 +125,7 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
         return sentences
     if rows["global_batch"].nunique() > 1:
         sentences.append(
-            "Their global batches differ: at the same epoch they have taken different steps, so compare losses, too."
+            "Their global batches differ: the number of steps per epoch differs, too, so compare losses as well."
         )
     sentences += [
         f"**{plain(variant)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
@@ -135,7 +135,7 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Name the first of several: `a, b and c`, `a, b, c and 4 more`."""
+    """Join names: `a, b and c`, or `a, b, c and 4 more`."""
     shown = [*names[:NAMED], *[f"{len(names) - NAMED} more"] * (len(names) > NAMED)]
     return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
@@ -145,7 +145,7 @@ def _times(one: pd.Series, other: pd.Series) -> str:
 
 
 def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str]:
-    """Explain results of several devices on one processor, from the threads of the runs."""
+    """Return caveats for devices that are processes or threads of one CPU."""
     several = rows[(rows["accelerator"] == "cpu") & (rows["replicas"] > 1)]
     if several.empty:
         return []
@@ -160,20 +160,20 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
 
 
 def _apart(one: pd.Series, other: pd.Series) -> bool:
-    """Decide whether all runs of one are faster than all of the other, and by more than runs of either differ."""
+    """Return whether `one` is faster than `other` by more than the spread of their runs."""
     spread = max(row["samples_per_s_max"] - row["samples_per_s_min"] for row in (one, other))
     faster = one["samples_per_s_min"] > other["samples_per_s_max"]
     return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)
 
 
 def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
-    """List the variants that equal the best one within the spread of the runs, if either has several runs."""
+    """Return the variants that tie with the best one; a pair of single runs cannot tie."""
     others = [row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1]
     return [row for row in others if not _apart(best, row)]
 
 
 def ranks(table: pd.DataFrame) -> dict[str, int]:
-    """Rank the variants, the fastest first; variants that equal it within the spread share the first place."""
+    """Return the place of each variant; variants that tie with the fastest share place 1."""
     rows = ranked(table)
     if rows.empty:
         return {}
@@ -182,7 +182,7 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
 
 
 def _limit(row: pd.Series) -> list[str]:
-    """Name a variant's bottleneck, and a remedy."""
+    """Return sentences on a variant's bottleneck, each with a remedy."""
     fullest, name = row[["memory_main_percent", "memory_others_percent"]].max(), plain(row.name)
     sentences = []
     if fullest >= NEARLY_FULL:
@@ -190,7 +190,7 @@ def _limit(row: pd.Series) -> list[str]:
             f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try `--trainer.precision bf16-mixed` or a "
             "smaller `--data.batch_size`."
         )
-    if row["rest_ms"] >= 0:  # a step was timed
+    if row["rest_ms"] >= 0:  # false for NaN, if no step was timed
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
         limit, remedy = bottleneck(times, row["accelerator"] == "cuda", row["placement"])
         sentences.append(f"**{name} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}.")

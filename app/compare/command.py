@@ -1,4 +1,4 @@
-"""`python -m app compare`: reads its flags, shows the runs, and says where the report is."""
+"""Command `python -m app compare`: parses flags, runs the experiment, and writes the report."""
 
 import datetime
 import os
@@ -34,13 +34,13 @@ DEFAULT = "configs/compare/this_machine.yaml"
 USAGE = """\
 python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]
 
-Runs every variant of an experiment as `python -m app fit …` and reports what is best on this machine. Every
+Runs every variant of an experiment as `python -m app fit …` and reports the fastest on this machine. Every
 setting of the experiment file is a flag, too; flags of fit, such as --data.root or --trainer.precision, are added to
 every variant."""
 
 
 def run(arguments: list[str]) -> int:
-    """Compare, and write the report.
+    """Run the comparison, and write the report.
 
     Args:
         arguments: The arguments after `compare`.
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
         Exit code: 0 when every variant was measured or skipped, 1 when one failed.
 
     Raises:
-        UserError: For a user's mistake, or when no variant can run here.
+        UserError: For invalid settings, or when no variant can run here.
         KeyboardInterrupt: On Ctrl-C, after a report of the runs so far.
     """
     options, experiment, typed = _parse(arguments)
@@ -81,7 +81,7 @@ def run(arguments: list[str]) -> int:
     if done:
         print_(f"{done} runs are done already; --fresh starts over")
     if head["load"] > usable_cores() / 4:
-        print_(f"warning: the load average is {head['load']:.1f}: what else runs here will disturb the figures")
+        print_(f"warning: the load average is {head['load']:.1f}: other programs will disturb the measurement")
     try:
         _Screen(console, runner).follow()
     finally:
@@ -106,13 +106,13 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
-    """Read the options of compare itself, the experiment, and the flags of `fit` that were typed."""
+    """Return the options of `compare`, the experiment, and the command line's flags of `fit`."""
     own, flags = split_flags(arguments, ["--experiment"])
     file = shipped(dict(flags).get("--experiment", DEFAULT))
     parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
     parser.add_argument("--dry_run", type=bool, default=False, help="only print the commands and the estimated time")
-    parser.add_argument("--fresh", type=bool, default=False, help="measure again what was measured before")
+    parser.add_argument("--fresh", type=bool, default=False, help="start a new report; do not continue the last one")
     parser.add_argument("--wandb", type=bool, default=False, help="track the runs and the report in Weights & Biases")
     parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
     parser.add_class_arguments(Experiment)
@@ -125,7 +125,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     if options.quick:
         form = options.quick_form
         if not form:
-            raise UserError(f"--experiment {file} has no quick_form: leave --quick out")
+            raise UserError(f"--experiment {file} has no quick_form: remove --quick")
         form["flags"] = {**options.flags, **(form.get("flags") or {})}
         options = parser.parse_args(["--experiment", file, "--experiment", yaml.safe_dump(form), *own])
     options = parser.instantiate_classes(options)
@@ -137,7 +137,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Collect the settings that must be equal for runs to belong together."""
+    """Return the settings that all runs of one report share."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},
@@ -149,7 +149,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
-    """Choose the report's directory: the newest one if its fingerprint is equal, else a new one."""
+    """Return the newest version if its fingerprint is equal, else a new version."""
     version = next_version(str(folder.parent), folder.name)
     newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
     if fresh or not (newest / "experiment.json").exists():
@@ -163,7 +163,7 @@ def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
 
 
 def _announce(runner: Runner, console: Console) -> None:
-    """Print the commands, and the longest time that they may take."""
+    """Print the commands, and an upper bound of their time."""
     for outcome in runner.outcomes:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
@@ -175,7 +175,7 @@ def _announce(runner: Runner, console: Console) -> None:
 
 
 class _Screen:
-    """Prints each command, and a line for each run that ended; a terminal also shows the current run."""
+    """Progress display: each command and a line per finished run; on a terminal, also the current run."""
 
     def __init__(self, console: Console, runner: Runner) -> None:
         self.console, self.runner = console, runner

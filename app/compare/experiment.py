@@ -1,4 +1,4 @@
-"""Experiment files: their settings, and the variants they expand to."""
+"""Experiment files: settings, and expansion into variants."""
 
 import itertools
 import math
@@ -12,18 +12,18 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 from app.errors import UserError, nearest
 from app.variant import RESERVED, Variant, typed
 
-MOST_VARIANTS = 1000  # each is several runs of minutes
+MOST_VARIANTS = 1000  # because each variant takes several runs of minutes
 Seconds = restricted_number_type("Seconds", float, [(">=", 1), ("<", math.inf)])
 
 
 @dataclass
 class PublishedRow:
-    """Figures published for one configuration.
+    """Row of published figures, for one configuration.
 
     Args:
         what: Name of the configuration.
         figures: Figures by their names in results.csv: numbers, or text such as `over 3000`.
-        variant: The corresponding variant here.
+        variant: Name of the corresponding variant, or None.
     """
 
     what: str
@@ -33,12 +33,12 @@ class PublishedRow:
 
 @dataclass
 class Published:
-    """Figures published elsewhere.
+    """Published figures to compare with.
 
     Args:
-        hardware: Hardware of the measurement.
-        rows: The figures.
-        note: A caution.
+        hardware: Hardware of the published measurement.
+        rows: Published figures.
+        note: Remark about the figures.
     """
 
     hardware: str
@@ -48,27 +48,26 @@ class Published:
 
 @dataclass
 class Experiment:
-    """An experiment: its variants, and how to measure them.
+    """Experiment: variants, and settings of their measurement.
 
     Args:
         name: Name of the experiment; by default its file's name.
-        description: Its question, in a sentence or two; the report opens with it.
+        description: Question of the experiment, in a sentence or two, for the top of the report.
         configs: Config files of `fit` under every variant.
         flags: Flags of `fit` under every variant: `trainer.precision: bf16-mixed`. A null drops a flag.
-        variants: Name of each variant, and its flags of `fit`.
+        variants: Flags of `fit` for each variant, by its name.
         grid: Values of each flag; every combination is a variant, in addition to `variants`.
         exclude: Combinations to drop from the grid, each given by some of its flags.
-        baseline: The variant to which speed-up and efficiency refer; by default the first.
+        baseline: Reference of speed-up and efficiency; by default the first variant.
         repeats: Runs of each variant, in turn: A B C, A B C.
-        warmup_epochs: First epochs, which do not count for throughput.
+        warmup_epochs: Number of first epochs to exclude from throughput.
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
-        time_limit: Seconds after which a run is stopped. A run that stops in order is slow, and measured on its steps
-            so far; otherwise it is hanging, or starting if it had no step yet.
-        scale_batch: Let the global batch and the learning rate grow with the number of replicas, instead of fixing
-            both.
+        time_limit: Seconds after which a run is stopped. A run that stops cleanly is `slow`, and its steps so far are
+            measured. A run that must be killed is `hanging`, or `starting` before its first step.
+        scale_batch: Multiply the global batch and the learning rate by the number of replicas.
         quick: Use the experiment's small form, for any machine with two cores.
-        quick_form: Settings that replace the others in the small form; its `flags` are added to the others.
+        quick_form: Settings of the small form, which override the others; its `flags` are merged.
         published: Figures published elsewhere, shown beside those measured here.
     """
 
@@ -92,21 +91,23 @@ class Experiment:
 
 
 def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:
-    """Make the variants of an experiment, and check every flag.
+    """Return the variants of an experiment, and check every flag.
 
     Args:
         experiment: The experiment.
         flags: Flags of `fit` from the command line, added to every variant.
 
     Raises:
-        UserError: When there is no variant, or `fit` rejects one.
+        UserError: When the experiment has no variants, or `fit` rejects one.
     """
     for name in ("configs", "flags", "variants", "grid", "exclude", "repeats", "warmup_epochs", "time_limit"):
         if getattr(experiment, name) is None:
             raise UserError(f"{name}: null: give its settings, or leave it out")
     for name in itertools.chain(experiment.variants, experiment.flags, experiment.grid, *experiment.variants.values()):
         if not isinstance(name, str) or not name.strip():
-            raise UserError(f"{name!r} is no name of a variant or flag: quote what YAML reads as a number or a word")
+            raise UserError(
+                f"{name!r} is not a name of a variant or flag: quote a name that YAML reads as a number or a boolean"
+            )
     combinations = math.prod(len(values) for values in experiment.grid.values())
     if max(combinations + len(experiment.variants), experiment.repeats) > MOST_VARIANTS:
         raise UserError(
@@ -136,7 +137,7 @@ def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({
 
 
 def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    """Combine the grid's values, and name each combination: `strategy=ddp devices=2`."""
+    """Return each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
     grid, exclude = experiment.grid, experiment.exclude
     for key, values in grid.items():
         if not values:

@@ -1,4 +1,4 @@
-"""Draws the figures of a comparison, for the page and as files."""
+"""Plots of a comparison, for the HTML report and as PNG files."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,19 +18,19 @@ from app.monitor.report import stacked_bars
 from app.record import PHASES
 from app.system.page import BLUE, COLOURS, GREEN, GREY, INK, ORANGE, PALE, label_lines
 
-ALIKE = 0.005  # of the range of all losses: less than a line is wide
-NAMED = 5  # lines that have a colour and a name each; of more, only some
+ALIKE = 0.005  # share of the losses' range, less than the width of a line
+NAMED = 5  # most lines with a colour and a name each; with more lines, only some have one
 
 
 class Picture(NamedTuple):
-    """A figure.
+    """Plot of a report.
 
     Attributes:
-        title: The observation, or else the content.
-        alt: The content in words, for screen readers.
-        paint: Fills its axes.
-        width: Inches.
-        height: Inches.
+        title: Observation, or else a description.
+        alt: Description for screen readers.
+        paint: Function that draws on the axes.
+        width: Width in inches.
+        height: Height in inches.
     """
 
     title: str
@@ -41,12 +41,12 @@ class Picture(NamedTuple):
 
 
 def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, taken: str | None) -> dict[str, Picture]:
-    """Return the pictures whose figures were measured, by name.
+    """Return the plots that have data, by file name.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
         outcomes: The variants and their runs.
-        baseline: The variant from which the ideal is computed.
+        baseline: Reference of the ideal speed-up.
         taken: The recommended variant.
     """
     rows, found = ranked(table), {}
@@ -85,7 +85,7 @@ def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, ta
 
 
 def curves(outcomes: Sequence[Outcome]) -> dict[str, pd.DataFrame]:
-    """Return the training loss of each variant by epoch: median, least and most of the runs."""
+    """Return each variant's training loss by epoch: median, minimum and maximum over the runs."""
     found = {}
     for outcome in outcomes:
         runs = [pd.DataFrame([vars(row) for row in record.epochs if row.whole]) for record in outcome.records.values()]
@@ -99,7 +99,7 @@ def curves(outcomes: Sequence[Outcome]) -> dict[str, pd.DataFrame]:
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> range:
-    """Give each variant a row, the first on top."""
+    """Label one row for each variant, from top to bottom, and return the rows' positions."""
     places = range(len(names))
     axes.set_yticks(places, [_short(name, 32) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -127,7 +127,7 @@ def _throughput(
     if ideals.notna().any():
         axes.vlines(ideals, np.array(places) - 0.38, np.array(places) + 0.38, color=ORANGE, linewidth=2)
         legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
-    room = 0.2 * most.max()  # for a value; it stands beyond an ideal that would cross it
+    room = 0.2 * most.max()  # width of a label; move the label beyond an ideal that would cross it
     ends = most.where(~ideals.between(most, most + room), ideals)
     for place, (name, end) in enumerate(ends.items()):
         axes.annotate(rate(rates[str(name)]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
@@ -160,7 +160,7 @@ def _step(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 def _groups(lines: dict[str, pd.DataFrame], baseline: str) -> list[list[str]]:
-    """Group variants whose curves coincide, the baseline's group first."""
+    """Return groups of variants with coinciding curves, the baseline's group first."""
     losses = [line["loss"] for line in lines.values()]
     close = ALIKE * (max(loss.max() for loss in losses) - min(loss.min() for loss in losses))
     groups: list[list[str]] = []
@@ -176,7 +176,7 @@ def _groups(lines: dict[str, pd.DataFrame], baseline: str) -> list[list[str]]:
 
 
 def _coinciding(lines: dict[str, pd.DataFrame], groups: list[list[str]]) -> str:
-    """Return a title that counts the curves equal to the baseline's."""
+    """Return the plot's title, with the number of curves that coincide with the baseline's."""
     group, count = groups[0], len(lines)
     if len(group) == 1:
         return "Training loss against epochs"
@@ -203,7 +203,7 @@ def _loss(
 
 
 def _colours(names: Sequence[str], baseline: str, taken: str | None) -> dict[str, str]:
-    """Choose a colour for each variant; of many, only the recommended one and the baseline stand out."""
+    """Choose a colour for each variant; with many variants, only for the recommended one and the baseline."""
     if len(names) <= NAMED:
         return dict(zip(names, COLOURS, strict=False))
     return {name: BLUE if name == taken else ORANGE if name == baseline else GREY for name in names}

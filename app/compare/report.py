@@ -1,4 +1,4 @@
-"""Writes the report of an experiment: a page, the same as Markdown, CSV, JSON, and the figures as PNG."""
+"""Report of a comparison: HTML, Markdown, CSV, JSON, and plots as PNG."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from app.system.files import write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
 AGAIN = "Measure again when it is quiet, with `--fresh`."
-ROUNDING = 1e-5  # largest relative difference of two losses that agree
+ROUNDING = 1e-5  # relative tolerance of equal losses
 
 
 def write_report(
@@ -26,7 +26,7 @@ def write_report(
 ) -> tuple[str, str | None, pd.DataFrame, dict[str, Path]]:
     """Write report.html, report.md, results.csv, results.json and the pictures.
 
-    If the load of other programs may explain the differences, the report has no verdict, ranking or advice.
+    Omit verdict, ranking and advice if the load of other programs may explain the differences.
 
     Args:
         experiment: The experiment.
@@ -98,7 +98,7 @@ def _write_results(
 
 
 def _command(outcome: Outcome) -> str:
-    """Write what a person types to repeat the runs; on a CPU, with their threads."""
+    """Return the command that repeats the runs; on a CPU, with their number of threads."""
     records = outcome.records.values()
     threads = {record.threads for record in records if record.hardware and not record.hardware.gpus}
     return outcome.variant.commands(threads.pop() if len(threads) == 1 else None)
@@ -120,9 +120,9 @@ def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[st
 
 
 def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
-    """Return a sentence on how many steps each variant's loss agrees with the baseline's, or an empty string.
+    """Return a sentence with the number of steps whose loss equals the baseline's, or an empty string.
 
-    Variants that differ in the first step are omitted.
+    Omit variants that differ in the first step.
     """
     runs = {outcome.variant.name: next(iter(outcome.records.values())) for outcome in outcomes if outcome.records}
     if baseline not in runs:
@@ -130,7 +130,7 @@ def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
     wanted, parts = _step_losses(runs[baseline]), []
     for name, record in runs.items():
         agrees = (_step_losses(record) / wanted - 1).abs().dropna() <= ROUNDING
-        if name != baseline and agrees.iloc[:1].any():  # else it trains something else
+        if name != baseline and agrees.iloc[:1].any():  # otherwise the training itself differs
             last = "in every logged step" if agrees.all() else f"until step {agrees.index[int(agrees.argmin()) - 1]:,}"
             parts.append(f"{plain(name)}: {last}")
     if not parts:
@@ -154,7 +154,7 @@ def _number(value: Any, form: str = ",.6g") -> str:
 
 
 def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
-    """Return a table of the variants in order of place; unmeasured ones follow, with the reason."""
+    """Return the table of variants by place; unmeasured variants come last, with the reason."""
     rows = []
     for row, outcome in zip(found.to_dict("records"), outcomes, strict=True):
         name = row["variant"]
@@ -181,18 +181,18 @@ def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, pl
     words = [index for index, name in enumerate(kept) if name in ("", "variant", "note")]
     text = table(kept, [[row[name] for name in kept] for row in rows], words)
     if list(place.values()).count(1) > 1 and (found["n"] > 1).any():
-        text += "\n\nTheir runs do not tell those in place 1 apart."
+        text += "\n\nVariants in place 1 tie within the spread of their runs."
     return text
 
 
 def _figures(found: pd.DataFrame) -> str:
-    """Return a table of all figures, a row for each."""
+    """Return the table of all measurements, one row each."""
     names = [name for name in COLUMNS if name not in ("variant", "slow_rank") and found[name].notna().any()]
     return table(["", *found["variant"]], [[COLUMNS[name].heading, *map(_number, found[name])] for name in names])
 
 
 def _published(experiment: Experiment, found: pd.DataFrame) -> str:
-    """Set published figures beside those measured here."""
+    """Return the table of published figures beside this machine's."""
     published = experiment.published
     if not published:
         return ""
@@ -214,7 +214,7 @@ def _published(experiment: Experiment, found: pd.DataFrame) -> str:
 
 
 def _tails(outcomes: Sequence[Outcome]) -> str:
-    """Return the last lines of output of failed runs."""
+    """Return the last output lines of each failed run."""
     failed = [outcome for outcome in outcomes if outcome.tail]
     return "\n\n".join(f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in failed)
 
@@ -223,20 +223,20 @@ def _method(experiment: Experiment) -> str:
     batch = (
         "The global batch and the learning rate grow with the number of replicas (linear rule), so that losses differ."
         if experiment.scale_batch
-        else "The global batch is the same unless a variant sets it, so that losses differ by rounding alone."
+        else "The global batch is the same unless a variant sets it, so that losses differ only by rounding."
     )
     return (
         f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). samples/s is the "
         f"median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then over the "
         "runs; ± is the largest deviation of a run. Two variants differ when the ranges of their runs do not overlap, "
-        "and their medians differ by more than either range. Accuracies that guessing may reach are omitted. Training "
+        "and their medians differ by more than either range. Accuracies near chance are omitted. Training "
         "time includes validation; set-up lasts until the first step. Peak memory is torch's on an accelerator, the "
         "process's on a CPU. Phases are those of 20 early steps on rank zero, scaled to samples/s."
     )
 
 
 def _head(head: dict[str, Any]) -> str:
-    """Describe the circumstances of the measurement, and the command to repeat it."""
+    """Return a description of the machine and versions, with the command to repeat the comparison."""
     hardware, versions = head["hardware"], head["versions"]
     gpus = f"{', '.join(hardware['gpus'])} (driver {head['driver']})" if hardware["gpus"] else "no GPU"
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)

@@ -1,4 +1,4 @@
-"""Collects the figures of each variant from the records of its runs."""
+"""Table of results: one row per variant, from its runs' records."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ FIRST = itemgetter(0)
 
 
 class Column(NamedTuple):
-    """A column of results.csv.
+    """Column of results.csv.
 
     Attributes:
-        heading: Its heading in the report, with its unit.
-        field: Its field of the run record; None for a column that is computed.
-        combine: Combines the values of several runs.
+        heading: Heading in the report, with the unit.
+        field: Field of the run record; None for a computed column.
+        combine: Function that combines the values of several runs.
     """
 
     heading: str
@@ -67,25 +67,26 @@ COLUMNS = {
 }
 TEXT = ("variant", "status", "precision", "placement", "accelerator", "slow_rank")
 WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
-OF_THE_WHOLE = ("loss_middle", "loss_last", "val_acc", "train_s")  # figures that a run without its end does not have
+OF_THE_WHOLE = ("loss_middle", "loss_last", "val_acc", "train_s")  # columns that need a complete run
 
 
 def rate(rates: Sequence[float]) -> str:
-    """Write samples/s of several runs: their median, and the largest deviation of a run from it."""
+    """Format samples/s of several runs: their median ± the largest deviation from it."""
     middle = median(rates)
     spread = max(max(rates) - middle, middle - min(rates))
     return f"{middle:,.0f} ± {spread:,.0f}" if len(rates) > 1 else f"{middle:,.0f}"
 
 
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
-    """Make one row for each variant, in order; the columns are those of `COLUMNS`, missing figures NaN.
+    """Return one row for each variant, in order, with the columns of `COLUMNS`; a missing value is NaN.
 
-    samples_per_s is the median over the runs of each run's median over its windows, with min and max of the same
-    medians. Times, losses and accuracies are medians over the runs; peak memory is the largest. Accuracies are dropped
-    if guessing may reach most of them. Speed-up is the ratio of samples/s to the baseline's. Efficiency is the speed-up
-    divided by the ratio of device counts; except for the baseline, it is NaN if these counts are equal or the baseline
-    uses all cores. The phases of a step add up to the step time of samples_per_s, in the proportions of the timed
-    steps.
+    - samples_per_s: each run's median over its windows; then the median, minimum and maximum over the runs.
+    - Times, losses, accuracies: medians over the runs. Accuracies are dropped if most of them are near chance.
+    - Peak memory: maximum over the runs.
+    - speed_up: samples/s divided by the baseline's.
+    - efficiency: speed-up divided by the ratio of device counts. Except for the baseline, NaN if the counts are equal
+      or the baseline uses all cores.
+    - Phases of a step: proportions of the timed steps, scaled to the step time of samples_per_s.
     """
     table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=[*COLUMNS, "guessed"])
     table = table.astype({name: float for name in table if name not in TEXT})
@@ -103,7 +104,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:
-    """Combine the records of a variant's runs."""
+    """Return a variant's row, combined from its runs' records."""
     records = list(outcome.records.values())
     row: dict[str, Any] = {"variant": outcome.variant.name, "status": outcome.status}
     for name, column in COLUMNS.items():
@@ -125,7 +126,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 
 
 def _field(record: Record, path: str) -> Any:
-    """Return a field by its dotted path; None if a group on the way is missing."""
+    """Return a field by its dotted path; None if a parent is missing."""
     value: Any = record
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -133,7 +134,7 @@ def _field(record: Record, path: str) -> Any:
 
 
 def _guessed(record: Record) -> float | None:
-    """Return the accuracy that guessing hardly exceeds: chance plus three standard deviations."""
+    """Return an upper bound of the accuracy of guessing: chance plus three standard deviations."""
     images = record.data and record.data.images.get("val")
     if not record.data or not images:
         return None
@@ -142,7 +143,10 @@ def _guessed(record: Record) -> float | None:
 
 
 def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:
-    """List the peak memory of the first device, or of the others: GiB and percent; the process's on a CPU."""
+    """Return peak memory, in GiB and percent, of the first device or of the other devices.
+
+    On a CPU, this is the memory of the process.
+    """
     peaks = list({(peak.rank, peak.device): peak for peak in record.peak_memory}.values())
     gib = [(peak.allocated_gib or peak.host_rss_gib or 0.0, peak.total_gib) for peak in peaks]
     return [(used, 100 * used / total if total else math.nan) for used, total in (gib[:1] if first else gib[1:])]

@@ -1,4 +1,4 @@
-"""Runs every variant of an experiment, repeats in turn, and continues an experiment that was interrupted."""
+"""Runner of an experiment: runs the variants in turn, and continues an interrupted experiment."""
 
 import datetime
 import shutil
@@ -18,16 +18,16 @@ from app.variant import Variant
 
 @dataclass
 class Outcome:
-    """The outcome of a variant.
+    """Outcome of a variant.
 
     Attributes:
         variant: The variant.
         records: The records of its runs, by repeat.
         status: `waiting`, `running`, `measured`, `slow`, `skipped`, `failed`, `starting` or `hanging`. The time limit
-            ended a slow run, which has a record of its steps so far, a starting one before its first step, and a
-            hanging one by force.
-        reason: Why it was skipped, failed or ended, in one line.
-        tail: The last lines of output of a run that failed or hung.
+            stops a `slow` run (clean end, with a record of its steps so far), a `starting` run (before its first step)
+            and a `hanging` run (killed).
+        reason: Reason of a skip, failure or stop, in one line.
+        tail: Last output lines of a run that failed or hung.
     """
 
     variant: Variant
@@ -43,23 +43,23 @@ class Outcome:
 
 
 class Runner:
-    """Runs an experiment in a directory, and continues one that was interrupted.
+    """Runner of an experiment in a directory; continues an interrupted experiment.
 
     Args:
         experiment: The experiment.
         variants: Its variants.
         directory: Directory of the runs.
-        more: Arguments for every run that do not change its training, such as those of the tracker.
+        more: Arguments of every run that do not affect training, such as those of the tracker.
 
     Attributes:
-        show: Called whenever something changes, and twice a second during a run.
-        running: The current outcome, its repeat, and the time of its start; None between runs.
+        show: Function called at each change, and twice a second during a run.
+        running: Current outcome, its repeat, and its start time in seconds; None between runs.
     """
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
         self.show: Callable[[], None] = lambda: None
-        flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # such a run is measured, too
+        flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # a NaN loss is measured, too
         self.more = [part for name, value in flags.items() for part in (f"--run.{name}", str(value))] + more
         self.outcomes = [Outcome(variant) for variant in variants]
         self.running: tuple[Outcome, int, float] | None = None
@@ -84,7 +84,7 @@ class Runner:
         try:
             return Record.load(path) if path.exists() else Record()
         except ValueError as error:
-            print(f"{error}: it counts as not run", file=sys.stderr)
+            print(f"{error}: the run is repeated", file=sys.stderr)
             return Record()
 
     def measured_at(self) -> str | None:
@@ -100,19 +100,19 @@ class Runner:
         return last.isoformat(timespec="seconds")
 
     def commands(self, variant: Variant, repeat: int) -> str:
-        """Write the command lines of one run, a line for each node."""
+        """Return the command lines of one run, one for each node."""
         flags = [*variant.arguments[1:], *self.more]
         return " &\n".join(map(str, fit_commands(flags, self.folder(variant, repeat), variant.nodes())))
 
     def todo(self) -> Iterator[tuple[int, Outcome]]:
-        """List the missing runs in turn: A B C, A B C. A failed variant is not retried."""
+        """Yield the missing runs in turn: A B C, A B C. A failed variant is not retried."""
         for repeat in range(1, self.experiment.repeats + 1):
             for outcome in self.outcomes:
                 if repeat not in outcome.records and outcome.status in ("waiting", "running"):
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Estimate the seconds of the missing runs from earlier ones; None before the first."""
+        """Estimate the seconds of the missing runs from earlier runs; return None without one."""
         means = {
             outcome.variant.name: statistics.mean(record.wall_s or 0.0 for record in outcome.records.values())
             for outcome in self.outcomes
@@ -125,7 +125,7 @@ class Runner:
         return max(left - (time.monotonic() - self.running[2] if self.running else 0.0), 0.0)
 
     def run(self) -> None:
-        """Make the missing runs.
+        """Start the missing runs, one after the other.
 
         Raises:
             KeyboardInterrupt: On Ctrl-C, after the current run has ended.
@@ -145,7 +145,7 @@ class Runner:
     def _run_one(self, outcome: Outcome, repeat: int) -> None:
         variant, limit = outcome.variant, self.experiment.time_limit
         folder = self.folder(variant, repeat)
-        shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
         flags = [*variant.arguments[1:], *self.more]
         record = run_fit(flags, limit, folder, variant.nodes(), self.show)
         if record.status == "completed":
@@ -165,7 +165,7 @@ class Runner:
                 outcome.reason += ": see --time_limit"
 
     def _keep_slow(self, outcome: Outcome, repeat: int, record: Record) -> None:
-        """Keep the record of a run that the time limit stopped; without other windows, its warm-up counts."""
+        """Keep the record of a run that the time limit stopped; use its warm-up if it has no later window."""
         outcome.records[repeat], outcome.status = record, "slow"
         after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]

@@ -1,4 +1,4 @@
-"""Data: sources of images, each rank's share, and augmentation."""
+"""Data: image sources, rank shares, and augmentation."""
 
 from app.data.module import CIFAR10, FashionMNIST, ImageData, ImageFolder, Synthetic
 

@@ -30,13 +30,13 @@ def stream(*key: int) -> torch.Generator:
 
 
 class Shards(list[Any]):
-    """A rank's shards of a global batch, one for each of its virtual devices.
+    """List of a rank's shards of a global batch, one for each of its virtual devices.
 
     Args:
         shards: The shards.
-        first: Number of the first one among those of all ranks.
-        counts: Samples of each shard; a shard without one may hold a stand-in.
-        samples: Samples of all ranks.
+        first: Global index of the first shard.
+        counts: Samples of each shard. A shard with 0 samples may hold a placeholder.
+        samples: Samples of the global batch.
     """
 
     def __init__(self, shards: Iterable[Any], first: int, counts: Sequence[int], samples: int) -> None:
@@ -45,18 +45,23 @@ class Shards(list[Any]):
 
 
 def equal_shares(world_size: int, count: int) -> list[int]:
-    """Return the number of shards of each rank, equal or nearly equal, of `count` in all."""
+    """Divide `count` shards among the ranks as equally as possible; return each rank's number."""
     return [(rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)]
 
 
 def run_of(rank: int, shares: Sequence[int]) -> range:
-    """Return the numbers of a rank's shards, by the number of shards of each rank."""
+    """Return the indices of a rank's shards.
+
+    Args:
+        rank: The rank.
+        shares: Number of shards of each rank.
+    """
     first = sum(shares[:rank])
     return range(first, first + shares[rank])
 
 
 def shards_beyond(virtual_devices: int, batch_size: int) -> str:
-    """Return the message for more shards than a global batch has samples."""
+    """Return the error message for a global batch with fewer samples than shards."""
     return (
         f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards: give "
         f"{batch_size} or less, or a larger batch"
@@ -64,17 +69,17 @@ def shards_beyond(virtual_devices: int, batch_size: int) -> str:
 
 
 class GlobalOrder:
-    """A rank's share of each global batch: one of `world_size` parts, or its run of shards.
+    """Global order of samples, and a rank's share of each global batch: one of `world_size` parts, or several shards.
 
     Args:
         samples: Samples of an epoch.
         batch_size: Size of the global batch.
         drop_last: Whether to drop the last, smaller batch.
-        rank: This process.
+        rank: Rank of this process.
         world_size: Number of processes.
-        virtual_devices: Number of shards of a global batch, or None for a part per process.
+        virtual_devices: Number of shards of a global batch, or None for one part per process.
         seed: Seed of the order.
-        position: Returns the step at which the epoch begins: above zero for a resumed one.
+        position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 
     def __init__(
@@ -89,14 +94,14 @@ class GlobalOrder:
         position: Callable[[], int],
     ) -> None:
         self.seed, self.position = seed, position
-        self._samples = samples  # an attribute, because each step reads it
+        self._samples = samples  # not a property, because each step reads it
         self.batch_size, self.drop_last = batch_size, drop_last
         self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
         self._parts = virtual_devices or world_size
         self.deal(equal_shares(world_size, self._parts))
 
     def deal(self, shares: Sequence[int]) -> None:
-        """Set the number of parts of each rank; iterations that begin later follow it."""
+        """Set the number of parts of each rank, from the next iteration on."""
         own = run_of(self.rank, shares)
         self._ends = range(own.start, own.stop + 1)
 
@@ -109,12 +114,12 @@ class GlobalOrder:
         return min(self.batch_size, self._samples - step * self.batch_size)
 
     def window_count(self, step: int, length: int, steps: int) -> int:
-        """Return the number of samples, over all ranks, in a step's window of accumulated batches.
+        """Return the number of samples of all ranks in a window of accumulated batches.
 
         Args:
             step: Number of the batch in its epoch.
-            length: Batches whose gradients are accumulated; the last window of an epoch may have fewer.
-            steps: Batches of the epoch.
+            length: Number of accumulated batches; an epoch's last window may have fewer.
+            steps: Number of batches of the epoch.
         """
         first = step - step % length
         return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
@@ -124,18 +129,18 @@ class GlobalOrder:
 
         Args:
             step: Number of the batch in its epoch.
-            window: Batches whose gradients are accumulated, and batches of the epoch.
+            window: Number of accumulated batches, and number of batches of the epoch.
         """
         return self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
 
     def bounds(self, step: int) -> list[int]:
-        """Return the bounds of this rank's parts in the epoch's order."""
+        """Return the boundaries of this rank's parts of a step, as positions in the epoch's order."""
         size, rest = divmod(self.global_count(step), self._parts)
         first = step * self.batch_size
         return [first + part * size + min(part, rest) for part in self._ends]
 
     def span(self, step: int) -> slice:
-        """Return the slice of a step's samples of this rank in the epoch's order."""
+        """Return this rank's samples of a step, as a slice of the epoch's order."""
         bounds = self.bounds(step)
         return slice(bounds[0], bounds[-1])
 
@@ -145,24 +150,24 @@ class GlobalOrder:
         return span.stop - span.start
 
     def cut(self, items: list[Any], step: int, stand_in: Any) -> "Shards":
-        """Return this rank's parts of a global batch; an empty part gets a stand-in."""
+        """Cut this rank's parts out of the epoch's items; an empty part gets the stand-in."""
         parts = [items[start:end] or [stand_in] for start, end in pairwise(self.bounds(step))]
         return self.shards(parts, step)
 
     def shards(self, parts: Iterable[Any], step: int) -> "Shards":
-        """Label this rank's parts of a global batch."""
+        """Return this rank's parts of a step with their numbers of samples."""
         counts = [end - start for start, end in pairwise(self.bounds(step))]
         return Shards(parts, self._ends.start, counts, self.global_count(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings that a position in an epoch depends on; the trainer saves the position."""
+        """Return the settings that define the order; the trainer saves the position in it."""
         return {"seed": self.seed, "batch_size": self.batch_size, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the position of the checkpoint means the same here.
+        """Check that the checkpoint's order equals this one.
 
         Raises:
-            UserError: When seed, global batch or number of samples differ and the epoch is unfinished.
+            UserError: When seed, batch size or number of samples differ and the epoch is unfinished.
         """
         for key, value in self.state_dict().items():
             if state[key] != value and self.position() > 0:
@@ -193,11 +198,11 @@ class RawBatch(NamedTuple):
 
 
 class Reader:
-    """Data set of a worker process: reads images of a split, and augments each from its sample's seed.
+    """Image reader of a worker process, with augmentation seeded for each sample.
 
     Args:
         split: The images.
-        augment: Maps an image, uint8 (C, H, W), to one of the same shape, using torch's global random state.
+        augment: Augmentation of an image, uint8 (C, H, W), with torch's global random state. Keeps the shape.
     """
 
     def __init__(self, split: Split, augment: nn.Module | None) -> None:
@@ -224,7 +229,7 @@ class Reader:
 
 
 def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
-    """Make each batch in a thread while the previous one is used."""
+    """Yield batches, and prepare the next one in a thread."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, batches, None)
         while (batch := following.result()) is not None:
@@ -237,7 +242,7 @@ def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
     "lightning.pytorch.utilities.combined_loader:_shutdown_workers_and_reset_iterator",
 )
 class GlobalBatches(GlobalOrder):
-    """Iterates over one rank's share of every global batch.
+    """Loader that yields this rank's share of each global batch.
 
     The last, smaller batch is divided as evenly as possible. A rank without a sample gets a batch of size 0, so that
     all ranks take the same number of steps.
@@ -246,7 +251,7 @@ class GlobalBatches(GlobalOrder):
         split: Images and labels.
         rows: Rows of the split that belong to this loader, int64 (n,); sample i is row `rows[i]`.
         batch_size: Size of the global batch.
-        rank: This process.
+        rank: Rank of this process.
         world_size: Number of processes.
         placement: `disk` reads items through worker processes, `memory` indexes one tensor on the host,
             `device` the same tensor on `device`: all rows when shuffled, else only this rank's share.
@@ -256,10 +261,11 @@ class GlobalBatches(GlobalOrder):
         shuffle: Whether each epoch has its own permutation.
         drop_last: Whether to drop the last, smaller batch.
         virtual_devices: Number of shards of a global batch; batches are then `Shards`.
-        one_by_one: Whether each shard is a batch instead, for an evaluation whose bits depend on no number of ranks.
-        draws: Random numbers per sample.
+        one_by_one: Whether each shard is a separate batch, so that an evaluation has the same bits on any number of
+            ranks.
+        draws: Number of random numbers per sample.
         augment: Augmentation by the workers, for `disk` only.
-        position: Returns the step at which the epoch begins: above zero for a resumed one.
+        position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 
     batch_sampler = None  # Lightning requires it beside a `sampler`
@@ -307,7 +313,7 @@ class GlobalBatches(GlobalOrder):
             there = torch.empty((len(kept), *self._images.shape[1:]), dtype=torch.uint8, device=device)
             for to, part in zip(
                 there.split(4096), rows[kept].split(4096), strict=True
-            ):  # without a second copy on the host
+            ):  # in blocks, because one copy would double the host memory
                 to.copy_(self._images[part])
             self._images = there
             self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept))).to(device)
@@ -315,7 +321,7 @@ class GlobalBatches(GlobalOrder):
 
     @property
     def _iterator(self) -> Any:
-        """The worker processes; Lightning ends them by this name after a stage."""
+        """The worker processes' iterator; Lightning shuts it down by this name after a stage."""
         return self._workers and self._workers._iterator
 
     @_iterator.setter
@@ -324,11 +330,11 @@ class GlobalBatches(GlobalOrder):
             self._workers._iterator = iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation; Lightning calls it before each epoch."""
+        """Set the epoch, which seeds the permutation; Lightning calls this before each epoch."""
         self.epoch = epoch
 
     def samples(self, step: int) -> Tensor:
-        """Return the rows of the split that this rank has at a step of the epoch, int64 (n,)."""
+        """Return the rows of this rank's samples at a step of the epoch, int64 (n,)."""
         return self.rows[self._order(self.epoch)[self.span(step)]]
 
     def _order(self, epoch: int) -> Tensor:
@@ -379,21 +385,21 @@ class GlobalBatches(GlobalOrder):
         yield from one_ahead(batches) if self._pin else batches
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Copy rows once, for an accelerator into page-locked memory, so that its copies overlap with computation."""
+        """Copy rows; for an accelerator into pinned memory, so that transfers overlap with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
         return torch.index_select(values, 0, rows, out=out)
 
     def _items(self, order: Tensor, seeds: Tensor, step: int) -> list[tuple[int, int]]:
-        """Return row and augmentation seed of each of this rank's samples."""
+        """Return the row and the augmentation seed of each sample of this rank."""
         rows = self.rows[order[self.span(step)]].tolist()
         if not self._augmented:
             return [(row, 0) for row in rows]
         return list(zip(rows, seeds[self.span(step)].tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
-        """Draw for a whole epoch, so that a sample's draws depend neither on ranks nor on batch size."""
+        """Draw for a whole epoch, so that draws are independent of ranks and batch size."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)

@@ -1,6 +1,6 @@
-"""Cache of decoded images: one file per split, which every rank maps and no rank copies.
+"""Cache of decoded images: one file per split, memory-mapped by every rank.
 
-A file is a header (JSON in one page), the pixels, the labels and the file names (JSON). Its key describes its source; a
+A file holds a header (JSON, one page), pixels, labels and file names (JSON). The header's key describes the source; a
 file with another key is rebuilt.
 """
 
@@ -21,14 +21,14 @@ from app.data.sources import Source, Split, SplitName, mapped
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
-HEADER = 4096  # bytes: the pixels begin at a page
+HEADER = 4096  # bytes; a multiple of the page size, because pixels are memory-mapped
 
 
 class ImageCache:
-    """Files of decoded images.
+    """Folder of files with decoded images.
 
     Args:
-        folder: Where they lie; by default in the user's cache directory.
+        folder: Path of the folder; by default in the user's cache directory.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -98,7 +98,7 @@ class ImageCache:
             file.write(json.dumps(header).encode().ljust(HEADER))
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
-        """Return a split's file, and a key that changes with its images."""
+        """Return a split's cache file, and the key of its current images."""
         place = os.path.commonpath([min(files), max(files)])
         labelled = split != "predict" or getattr(source, "predict_dir", None) is None
         made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place), labelled, source.skips]

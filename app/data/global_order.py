@@ -1,7 +1,7 @@
-"""`--run.global_order`: anybody's DataLoader in one global order, the same on any number of processes.
+"""Global order for a user's DataLoader (`--run.global_order`), the same on any number of processes.
 
-A loader is rebuilt around one seeded order per epoch. Each rank reads its share of each global batch. Each item has its
-own random streams, in worker processes, too.
+The loader is rebuilt around one seeded order per epoch. Each rank reads its share of each global batch. Each item has
+its own random streams, also in worker processes.
 """
 
 import copy
@@ -44,12 +44,12 @@ class SeededItems(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # pickle looks these up before `dataset` is set
+        if name.startswith("__") or name == "dataset":  # because pickle reads these before `dataset` is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __getitems__(self, parts: Shards) -> Shards:
-        """Read the items of each part, pairs of an index and a seed."""
+        """Read the items of each part, in place; an item is a pair of index and seed."""
         with own_streams() as seed:
             for place, part in enumerate(parts):
                 parts[place] = []
@@ -60,10 +60,10 @@ class SeededItems(Dataset[Any]):
 
 
 class Collate:
-    """Collate function that makes a batch of each part: shards, or a rank's whole share.
+    """Collate function that makes one batch of each part: of each shard, or of the rank's share.
 
     Args:
-        collate: The loader's function.
+        collate: The loader's collate function.
         sharded: Whether to return `Shards`.
     """
 
@@ -71,7 +71,7 @@ class Collate:
         self.collate, self.sharded = collate, sharded
 
     def __call__(self, parts: Any) -> Any:
-        """Collate each part: a list of items."""
+        """Collate the items of each part."""
         for place, part in enumerate(parts):
             parts[place] = self.collate(part)
         return parts if self.sharded else parts[0]
@@ -81,8 +81,8 @@ class GlobalSampler(GlobalOrder):
     """Batch sampler that yields a rank's parts of each global batch, as pairs of an index and a seed.
 
     Args:
-        sampler: The loader's sampler; draws from a stream of the epoch.
-        train: Whether a part without a sample gets a stand-in, the batch's first; otherwise the batch is skipped.
+        sampler: The loader's sampler; it draws from the epoch's random stream.
+        train: Whether an empty part gets a stand-in, the global batch's first sample. Otherwise the batch is skipped.
         **order: As for `GlobalOrder`.
     """
 
@@ -92,7 +92,7 @@ class GlobalSampler(GlobalOrder):
         self.sampler = self  # Lightning calls its `set_epoch`
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order."""
+        """Set the epoch, which seeds the order."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -117,16 +117,16 @@ class GlobalSampler(GlobalOrder):
 
 
 class GlobalLoader(DataLoader[Any]):
-    """DataLoader in a global order."""
+    """DataLoader with a global order."""
 
     batch_sampler: GlobalSampler
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings that a position in an epoch depends on."""
+        """Return the settings that define the order."""
         return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the position of the checkpoint means the same here."""
+        """Check that the checkpoint's order equals this one."""
         self.batch_sampler.load_state_dict(state)
 
 
@@ -137,10 +137,10 @@ def order_of(loader: Any) -> GlobalOrder | None:
 
 
 def put_in_order(owner: LightningDataModule | LightningModule, virtual_devices: int | None, seed: int) -> None:
-    """Rebuild each loader that a data module or a module makes.
+    """Make a data module or module rebuild its loaders in the global order.
 
     Args:
-        owner: The module.
+        owner: The data module or module.
         virtual_devices: Number of shards of a training batch, or None.
         seed: Seed of the order and the items' streams.
     """
@@ -158,10 +158,10 @@ def _loaders(owner: Any, name: str, virtual_devices: int | None, seed: int) -> A
 
 
 def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices: int | None, seed: int) -> Any:
-    """Rebuild a loader.
+    """Return the loader rebuilt in the global order.
 
     Raises:
-        UserError: When its order cannot be seeded.
+        UserError: When the loader's order cannot be seeded.
     """
     if isinstance(loader, GlobalLoader):
         return loader
@@ -196,6 +196,6 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
         batch_sampler=sampler,
         collate_fn=Collate(loader.collate_fn, virtual_devices is not None),
         multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),  # without it, a loader draws from the global stream
+        generator=torch.Generator(),  # keeps the loader from drawing from the global random state
         **{name: getattr(loader, name) for name in kept},
     )

@@ -1,4 +1,4 @@
-"""The user's own images: files in class folders, decoded when they are read."""
+"""Source of a user's images: files in class folders."""
 
 import math
 import os
@@ -89,7 +89,7 @@ class FileSplit(Split):
 
 
 class FolderSource(Source):
-    """The user's own images: `root/train/<class>/*.jpg`, optional `val` and `test`; or `root/<class>/*.jpg`."""
+    """Source of a user's images: `root/train/<class>/*.jpg`, optional `val` and `test`; or `root/<class>/*.jpg`."""
 
     def __init__(
         self,
@@ -122,15 +122,15 @@ class FolderSource(Source):
                 f"{train} has no class folders: --data.root must hold train/<class>/*.jpg or *.png, or "
                 f"<class>/*.jpg{hint}, {EMBEDDED}"
             )
-        # a name that is not UTF-8 cannot be printed
+        # replace bytes that are not UTF-8, because they cannot be printed
         self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
 
     def prepare(self) -> None:
-        """Check that the folders can be read, that the classes of all splits match, and that they hold images."""
+        """Check that folders are readable, classes of all splits match, and classes have images."""
         for split, place in self._places.items():
             unknown = set(_folders(place)) - set(self._classes)
             if unknown:
-                raise UserError(f"{place} has classes that train/ has not: {', '.join(sorted(unknown))}")
+                raise UserError(f"{place} has classes that train/ lacks: {', '.join(sorted(unknown))}")
             labels = {label for _, label in self._samples(split)}
             empty = [name for label, name in enumerate(self._classes) if label not in labels]
             if empty and (split == "train" or not labels):
@@ -163,12 +163,12 @@ def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:
 
     Args:
         folder: Folder to search.
-        above: Its parent folders by device and inode, to detect a link back to one of them.
+        above: Parent folders by device and inode, to detect a link that leads back to one.
     """
     entries, state = _entries(folder), os.stat(folder)
     files, folders, here = [], [], (state.st_dev, state.st_ino)
     if here in above:
-        raise UserError(f"{folder} leads back to {above[here]}, which holds it: correct this link")
+        raise UserError(f"{folder} links back to its parent folder {above[here]}: correct this link")
     for entry in entries:
         if entry.is_dir():
             folders += _images(entry.path, {**above, here: folder})
@@ -183,17 +183,17 @@ def _folders(place: Path) -> list[str]:
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, sorted, without hidden ones; links are followed.
+    """Return the sorted, visible entries of a folder.
 
     Raises:
-        UserError: When the folder cannot be read, or holds a broken link, or a pipe, which would block.
+        UserError: When the folder is unreadable, or contains a broken link or a pipe, because a pipe blocks.
     """
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"{folder} cannot be read ({error.strerror})") from error
     for entry in entries:
-        with suppress(OSError):  # a link to itself
+        with suppress(OSError):  # a link to itself raises
             if entry.is_dir() or entry.is_file():
                 continue
         if entry.is_symlink():

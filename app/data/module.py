@@ -1,4 +1,4 @@
-"""The LightningDataModule: which images, in which batches, placed where; and the data sets that `--data` names."""
+"""LightningDataModule for image classification, and its subclasses for `--data`."""
 
 import math
 import os
@@ -33,20 +33,19 @@ READS: dict[str, Sequence[SplitName]] = {
 
 
 class ImageData(LightningDataModule):
-    """Images of a source in global batches; each rank takes its share.
+    """Data module that yields each rank's share of global batches of images.
 
     Args:
         source: The source of the images.
         batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
-        micro_batch: Images that a rank's network sees at once in training: the same step in less memory.
-        val_size: Images of the training set kept for validation, a count or a fraction, if the source has no
-            validation set.
+        micro_batch: Images per forward pass of a rank in training: the same step in less memory.
+        val_size: Training images held out for validation, a count or a fraction, if the source has no validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
             same tensor on the accelerator. `auto`: `device` if the images take less than a tenth of a GPU's free
             memory; else `memory` if they fit, else `disk`.
-        cache: Folder for decoded images, which a node's ranks map. `auto`: in the user's cache directory. `off`: each
+        cache: Folder for decoded images, shared by a node's ranks. `auto`: in the user's cache directory. `off`: each
             rank decodes at every start.
-        num_workers: Worker processes of this rank for reading and decoding; `auto`: its number of cores.
+        num_workers: Worker processes of each rank for reading and decoding; `auto`: the rank's number of cores.
         crop_padding: Augmentation: pixels of border for a random crop.
         flip: Augmentation: mirror half of the images.
         cutout: Augmentation: side in pixels of a square set to the mean.
@@ -109,11 +108,11 @@ class ImageData(LightningDataModule):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W)."""
+        """Shape of an image, (C, H, W)."""
         return self.source.image_shape
 
     def prepare_data(self, stage: str | None = None) -> None:
-        """Download, check and decode a stage's images: in one process per node, and once in a run.
+        """Download, check and decode a stage's images, in one process per node.
 
         Args:
             stage: `fit`, `validate`, `test` or `predict`; by default the trainer's.
@@ -133,7 +132,7 @@ class ImageData(LightningDataModule):
             if self.source.skips:
                 reason = f"decoded images cannot be kept in {self.cache.folder} ({error.strerror})"
                 raise UserError(f"--data.on_bad_image skip: {reason}: give another --data.cache") from error
-            rank_zero_info(  # a warning would be two lines
+            rank_zero_info(  # not a warning, because that prints two lines
                 f"Decoded images cannot be kept in {self.cache.folder} ({error.strerror or error}), so that each rank "
                 "decodes them for itself: give another --data.cache, or off"
             )
@@ -146,14 +145,14 @@ class ImageData(LightningDataModule):
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
         if stage in ("test", "predict"):
             self._load("test" if stage == "test" else "predict")
-        if not hasattr(self, "placement"):  # once, because loaded images change the free memory
+        if not hasattr(self, "placement"):  # choose once, because loaded images reduce the free memory
             self.placement = self._place()
         if stage == "fit":
             assert self.trainer is not None
             size, world = self.global_batch_size, self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
-            if size % world and self.virtual_devices is None:  # a fraction becomes a count only here
+            if size % world and self.virtual_devices is None:  # a fraction is known as a count only here
                 raise UserError(
                     f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
                     f"{self.nearest_shares(size, world)}, or another --trainer.devices"
@@ -179,7 +178,7 @@ class ImageData(LightningDataModule):
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
-        """Read the training split; split off validation by a seeded permutation if the source has none."""
+        """Read the training split; hold out validation images by a seeded permutation if the source has none."""
         if "train" in self._splits:
             return
         self._load("train")
@@ -201,7 +200,7 @@ class ImageData(LightningDataModule):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of images of each loaded split; training excludes the validation images."""
+        """Number of images of each loaded split, without images held out of it."""
         return {name: len(rows) for name, (_, rows) in self._splits.items()}
 
     @property
@@ -220,12 +219,12 @@ class ImageData(LightningDataModule):
 
     @staticmethod
     def nearest_shares(size: int, world: int) -> str:
-        """Return the sizes near a global batch that ranks can share equally."""
+        """Return the nearest batch sizes that the world size divides, as text."""
         below = size - size % world
         return f"{below} or {below + world}" if below else f"{world}"
 
     def _place(self) -> Placement:
-        """Choose one placement for all ranks, although their free memory differs."""
+        """Return one placement for all ranks, although their free memory differs."""
         if self.requested_placement != "auto":
             return self.requested_placement
         if self.augment is not None:
@@ -239,7 +238,7 @@ class ImageData(LightningDataModule):
             return "disk"
         if strategy.root_device.type != "cuda":
             return "memory"
-        # ranks that share a GPU see only the free rest of its memory
+        # all ranks agree, because each rank sees another amount of free GPU memory
         fits = size < torch.cuda.mem_get_info(strategy.root_device)[0] / 10
         return "device" if strategy.reduce_boolean_decision(fits, all=True) else "memory"
 
@@ -250,7 +249,7 @@ class ImageData(LightningDataModule):
 
     @property
     def num_workers(self) -> int:
-        """Worker processes of this rank: SLURM's cores of a task, else an equal part of the process' cores."""
+        """Number of this rank's worker processes: SLURM's cores per task, else an equal share of the cores."""
         if self.requested_workers != "auto":
             return self.requested_workers
         assert self.trainer is not None
@@ -289,23 +288,23 @@ class ImageData(LightningDataModule):
         )
 
     def train_dataloader(self) -> GlobalBatches:
-        """Shuffled batches of the training split."""
+        """Return the loader of the training split, shuffled."""
         return self._loader("train", train=True)
 
     def val_dataloader(self) -> GlobalBatches | list[Any]:
-        """Return the validation split, each sample once; no loader when it is empty."""
+        """Return the loader of the validation split, each sample once; an empty list for an empty split."""
         return self._loader("val") if len(self._splits["val"][1]) else []
 
     def test_dataloader(self) -> GlobalBatches:
-        """Return the test split, each sample once."""
+        """Return the loader of the test split, each sample once."""
         return self._loader("test")
 
     def predict_dataloader(self) -> GlobalBatches:
-        """Return the images to predict, each once: the test split, or `ImageFolder`'s `predict_dir`."""
+        """Return the loader of the images to predict, each once: the test split, or `ImageFolder`'s `predict_dir`."""
         return self._loader("predict")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Augment and normalise, on the device: images (n, C, H, W) in the precision of the run, labels (n,)."""
+        """Augment and normalise on the device; return images (n, C, H, W) in the run's precision, and labels (n,)."""
         assert isinstance(batch, RawBatch)
         assert self.trainer is not None
         images = self.transform(batch.images, batch.draws)
@@ -313,10 +312,10 @@ class ImageData(LightningDataModule):
 
 
 class CIFAR10(ImageData):
-    """CIFAR-10: 50,000 training and 10,000 test images of 32×32 in ten classes.
+    """CIFAR-10 data module: 50,000 training and 10,000 test images of 32×32 in ten classes.
 
     Args:
-        root: Directory that holds `cifar-10-batches-py`; downloaded there when it is missing.
+        root: Directory of `cifar-10-batches-py`; a missing data set is downloaded there.
         **kwargs: As for `ImageData`.
     """
 
@@ -325,10 +324,10 @@ class CIFAR10(ImageData):
 
 
 class FashionMNIST(ImageData):
-    """FashionMNIST: 60,000 training and 10,000 test images of 28×28 in ten classes.
+    """FashionMNIST data module: 60,000 training and 10,000 test images of 28×28 in ten classes.
 
     Args:
-        root: Directory that holds `FashionMNIST/raw`; downloaded there when it is missing.
+        root: Directory of `FashionMNIST/raw`; a missing data set is downloaded there.
         **kwargs: As for `ImageData`.
     """
 
@@ -337,17 +336,17 @@ class FashionMNIST(ImageData):
 
 
 class ImageFolder(ImageData):
-    """Your own images: `root/train/<class>/*.jpg` or `*.png`, optionally `val/` and `test/` of the same form.
+    """Data module for your own images: `root/train/<class>/*.jpg` or `*.png`, optional `val/` and `test/` likewise.
 
     Args:
-        root: Directory that holds `train`, or the class folders themselves.
+        root: Directory of `train`, or of the class folders.
         size: Height and width of every image after resizing.
         channels: 3 for colour, 1 for grey.
         mean: Per channel, of pixels scaled to 0…1; by default 0.5.
         std: Per channel, of pixels scaled to 0…1; by default 0.5.
         predict_dir: Image, or folder of images, labelled or not, for `predict`; by default the test split.
-        on_bad_image: Reaction to an unreadable image: `error`, or `skip`, which skips it on all ranks and counts it in
-            the run's record.
+        on_bad_image: Reaction to an unreadable image: `error`, or `skip`: skip it on all ranks, and count it in the
+            run's record.
         **kwargs: As for `ImageData`.
     """
 
@@ -372,16 +371,16 @@ class ImageFolder(ImageData):
         skips = on_bad_image == "skip"
         super().__init__(FolderSource(root, size, channels, mean or half, std or half, predict_dir, skips), **kwargs)
         if skips and self.cache is None:
-            raise UserError("--data.on_bad_image skip finds them when images are kept: leave --data.cache off out")
+            raise UserError("--data.on_bad_image skip needs the cache of decoded images: remove --data.cache off")
 
 
 class Synthetic(ImageData):
-    """The embedded data set: drawings of ten shapes, from a seed, in the exact size of CIFAR-10 or FashionMNIST.
+    """Data module of the embedded data set: seeded drawings of ten shapes, in the size of CIFAR-10 or FashionMNIST.
 
     Args:
-        like: Data set whose shape and normalisation to take.
-        size: Number of training images, 60,000 for FashionMNIST's size; a fifth as many for test.
-        data_seed: Seed of the images, apart from the seed of split and order.
+        like: Data set whose image shape and normalisation to use.
+        size: Number of training images; 60,000 is FashionMNIST's. The test split has a fifth as many.
+        data_seed: Seed of the images, independent of the seed of split and order.
         **kwargs: As for `ImageData`.
     """
 

@@ -1,4 +1,4 @@
-"""Sources of images: data sets, their files, and their decoding into uint8 tensors."""
+"""Image sources: data sets, their files, and decoding into uint8 tensors."""
 
 import ctypes
 import hashlib
@@ -31,14 +31,14 @@ EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
 def work_apart(worker: int) -> None:
-    """Leave the process group, so that Ctrl-C and SIGTERM reach the rank alone; the loader ends its workers."""
-    if sys.platform == "linux":  # end a hung worker with its rank; 1 is PR_SET_PDEATHSIG in linux/prctl.h
+    """Move this loader worker into its own process group, so that Ctrl-C and SIGTERM reach only the rank."""
+    if sys.platform == "linux":  # kill a hung worker with its rank; 1 is PR_SET_PDEATHSIG in linux/prctl.h
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setpgrp()
 
 
 class _Items(Dataset[Any]):
-    """Data set that returns a UserError as an item, because a DataLoader would replace its message by a traceback."""
+    """Data set that returns a UserError as an item, because DataLoader would turn its message into a traceback."""
 
     def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int]) -> None:
         self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY  # for spawned workers
@@ -55,20 +55,20 @@ class _Items(Dataset[Any]):
             return wrong
 
     def stack(self, images: list[Tensor | UserError]) -> tuple[Tensor, dict[int, UserError]]:
-        """Return the readable images, (n, C, H, W), and the errors of the others by place; n may be 0."""
+        """Return the readable images, (n, C, H, W), and the errors of the others by index; n may be 0."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         return torch.stack(right) if right else torch.empty((0, *self.image_shape), dtype=torch.uint8), wrong
 
 
 class Workers(DataLoader[Tensor]):
-    """Loader whose worker processes read images; a reader's error is raised in this process.
+    """Loader whose worker processes read images; it raises their errors in this process.
 
     Args:
-        read: Makes an image, uint8 (C, H, W), of an item.
-        batches: A sequence of items for each batch.
-        image_shape: (C, H, W).
-        num_workers: Number of processes; with 0 this one reads.
+        read: Function that reads an item's image, uint8 (C, H, W).
+        batches: Items of each batch.
+        image_shape: Shape of an image, (C, H, W).
+        num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
 
@@ -89,7 +89,7 @@ class Workers(DataLoader[Tensor]):
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=work_apart,
-            generator=torch.Generator(),  # without it, a loader draws from global random state
+            generator=torch.Generator(),  # keeps the loader from drawing from the global random state
         )
 
     def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
@@ -99,7 +99,7 @@ class Workers(DataLoader[Tensor]):
             yield images
 
     def with_errors(self) -> Iterator[tuple[Tensor, dict[int, UserError]]]:
-        """Return a batch's readable images, and the errors of the others by their place in it."""
+        """Iterate over pairs: a batch's readable images, and the errors of the others by index."""
         return super().__iter__()
 
 
@@ -137,20 +137,20 @@ class Split(Dataset[Tensor]):
         """Return all images, uint8 (N, C, H, W).
 
         Args:
-            num_workers: Processes that decode, if decoding is needed.
+            num_workers: Number of processes that decode, if necessary.
         """
         assert self._images is not None
         return self._images
 
     def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Tensor]:
-        """Yield all images in order, in parts (n, C, H, W) of about 1 MiB.
+        """Yield all images in order, in blocks (n, C, H, W) of about 1 MiB.
 
         Args:
-            num_workers: Processes that decode.
-            wrong: Receives the errors of unreadable images by their place; these images are skipped.
+            num_workers: Number of processes that decode.
+            wrong: Dictionary that collects the errors of unreadable images, by index; these images are skipped.
 
         Raises:
-            UserError: When an image cannot be read, and there is no `wrong`.
+            UserError: When an image is unreadable and `wrong` is None.
         """
         yield from self.tensor().split(self._block)
 
@@ -160,7 +160,7 @@ class Split(Dataset[Tensor]):
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's images read-only, uint8 (N, C, H, W), because private pages would count as memory."""
+    """Map a file's images, uint8 (N, C, H, W); read-only, because private pages would count as memory."""
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -168,15 +168,15 @@ def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
 
 
 class Source(ABC):
-    """A data set: its classes, the shape and normalisation of its images, and its splits.
+    """Source of images: classes, image shape, normalisation, and splits.
 
     Attributes:
         class_names: Name of each class.
-        image_shape: (C, H, W).
-        mean: Per channel, of pixels scaled to 0…1; subtracted.
-        std: Per channel, of pixels scaled to 0…1; divided by.
-        splits: Its splits; a missing validation split is taken from training.
-        files: Its files, if they are known.
+        image_shape: Shape of an image, (C, H, W).
+        mean: Subtracted mean per channel, for pixels scaled to 0…1.
+        std: Dividing standard deviation per channel, for pixels scaled to 0…1.
+        splits: Names of the splits; without `val`, training images are held out.
+        files: Paths of the files, if known.
         skips: Whether unreadable images are skipped.
     """
 
@@ -190,7 +190,7 @@ class Source(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare the files: runs in one process per node, before the others read.
+        """Prepare the files, in one process per node before the others read.
 
         Raises:
             UserError: When files are missing and cannot be downloaded, or are corrupted.
@@ -198,16 +198,16 @@ class Source(ABC):
 
     @abstractmethod
     def load(self, split: SplitName) -> Split:
-        """Read a split; `predict` is the test split unless other images were named."""
+        """Read a split; `predict` is the test split unless the source has images to predict."""
 
     def encoded(self, split: SplitName) -> Sequence[str]:
-        """Return a split's files if they must be decoded, so that a cache pays; else nothing."""
+        """Return a split's encoded files if decoding is slow enough to cache; else an empty sequence."""
         return ()
 
 
 @contextmanager
 def _download(what: str, root: str, where: Path, files: str) -> Iterator[None]:
-    """Report a failed download; time out on a dead network, because torchvision does not."""
+    """Turn a failed download into a UserError; set a timeout, because torchvision has none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(20)
     try:
@@ -224,7 +224,7 @@ def _download(what: str, root: str, where: Path, files: str) -> Iterator[None]:
 
 
 class CIFAR10Source(Source):
-    """CIFAR-10 in its Python format, through torchvision: https://www.cs.toronto.edu/~kriz/cifar.html."""
+    """Source of CIFAR-10 in its Python format, through torchvision: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     image_shape = (3, 32, 32)
@@ -257,7 +257,7 @@ class CIFAR10Source(Source):
         return Split(torch.from_numpy(images), torch.tensor(labels))
 
     def _unpickled(self, file: Path) -> dict[str, Any]:
-        """Unpickle a batch after its checksum is verified, because a pickle can run any code."""
+        """Verify the checksum, then unpickle a batch, because a pickle can run arbitrary code."""
         if file.exists() and not file.is_file():
             raise UserError(f"{file} is not a file: move it away to have it downloaded again")
         try:
@@ -270,7 +270,7 @@ class CIFAR10Source(Source):
 
 
 class FashionMNISTSource(Source):
-    """FashionMNIST in its IDX format, through torchvision: https://github.com/zalandoresearch/fashion-mnist."""
+    """Source of FashionMNIST in IDX format, through torchvision: https://github.com/zalandoresearch/fashion-mnist."""
 
     class_names = tuple(torchvision.datasets.FashionMNIST.classes)
     image_shape = (1, 28, 28)
@@ -283,9 +283,9 @@ class FashionMNISTSource(Source):
         self.files = [Path(root, "FashionMNIST", "raw", name) for name in names]
 
     def prepare(self) -> None:
-        """Download missing files, and check every file's length against its header.
+        """Download missing files, and check each file's length against its header.
 
-        torchvision checks only that the extracted files exist.
+        Torchvision checks only whether the extracted files exist.
         """
         folder = Path(self.root, "FashionMNIST", "raw")
         if not all(file.exists() for file in self.files):
@@ -318,7 +318,7 @@ class FashionMNISTSource(Source):
         return count
 
     def load(self, split: SplitName) -> Split:
-        """Map the images where they lie."""
+        """Read the labels, and map the images."""
         part = "train" if split == "train" else "t10k"
         images, labels = (file for file in self.files if file.name.startswith(part))
         values = self._labels(labels).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The embedded data set: drawings of ten shapes, made from a seed, with no files and no download."""
+"""Embedded data set: seeded drawings of ten shapes, without files or download."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, S
 from app.errors import UserError
 
 Floats = NDArray[Any]  # float32
-BLOCK = 256  # images drawn at once, so that they fit into a core's cache; each block has its own random stream
+BLOCK = 256  # images per block: fits into a core's cache; each block has its own random stream
 
 # Strokes (from x, y to x, y) of the right half of A, H, M, T, U, V, W, Y. These letters are symmetric, so that flipping
 # does not change the class.
@@ -41,31 +41,31 @@ def _box(x: Floats, y: Floats, width: Floats | float, height: Floats | float) ->
 
 
 def _bands(x: Floats, width: Floats | float) -> Floats:
-    """Return the distance from the edges of equally wide bands, one around 0."""
+    """Return the signed distance from the edges of equally wide bands; one band is centred on 0."""
     return abs((x + width) % (2 * width) - width) - width / 2
 
 
-# Each shape returns the signed distance of points (x, y) in [-1, 1] from its edge, negative inside; `kind`, from 0 to 1
-# varies it from image to image. https://iquilezles.org/articles/distfunctions2d/
+# Each shape function returns the signed distance of points (x, y) in [-1, 1] from the shape's edge, negative inside.
+# `kind`, from 0 to 1, varies the shape from image to image. https://iquilezles.org/articles/distfunctions2d/
 
 
 def circle(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a filled disc."""
+    """Return the distance from a disc."""
     return _length(x, y) - 0.9
 
 
 def square(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a filled square."""
+    """Return the distance from a square."""
     return _box(x, y, 0.78, 0.78)
 
 
 def triangle(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return an upright equilateral triangle."""
+    """Return the distance from an upright equilateral triangle."""
     return np.maximum(0.866 * abs(x) - 0.5 * y, y) - 0.5
 
 
 def star(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a five-pointed star; `kind` sets its depth."""
+    """Return the distance from a five-pointed star; `kind` sets its depth."""
     fifth, inner = 2 * math.pi / 5, 0.4 + 0.1 * kind
     angle = abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)
     # the edge from a tip at (1, 0) to the corner at `inner` between two tips
@@ -76,31 +76,31 @@ def star(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def cross(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a cross; `kind` sets the width of its arms."""
+    """Return the distance from a cross; `kind` sets the width of its arms."""
     width = 0.2 + 0.15 * kind
     return np.minimum(_box(x, y, 0.95, width), _box(x, y, width, 0.95))
 
 
 def ring(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a ring; `kind` sets its width."""
+    """Return the distance from a ring; `kind` sets its width."""
     width = 0.12 + 0.13 * kind
     return abs(_length(x, y) - 0.95 + width) - width
 
 
 def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return three horizontal stripes."""
+    """Return the distance from three horizontal stripes."""
     return np.maximum(_box(x, y, 0.85, 0.85), _bands(y, 0.34))
 
 
 def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a checkerboard: its squares lie where x and y are in different bands."""
+    """Return the distance from a checkerboard, whose squares are where x and y are in different bands."""
     across, down = _bands(x, 0.567), _bands(y, 0.567)
     edge = np.minimum(abs(across), abs(down))
     return np.maximum(_box(x, y, 0.85, 0.85), np.copysign(edge, -across * down))
 
 
 def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a symmetric letter; `kind` chooses it."""
+    """Return the distance from a symmetric letter; `kind` chooses the letter."""
     strokes = LETTERS[(kind.ravel() * len(LETTERS)).astype(int), ..., None, None, None] * np.float32(0.85)
     x, nearest = abs(x), np.full_like(x, np.inf)
     for ax, ay, bx, by in (np.moveaxis(strokes[:, i], 1, 0) for i in range(strokes.shape[1])):
@@ -111,7 +111,7 @@ def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def wave(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return a wave; `kind` sets its length."""
+    """Return the distance from a wave; `kind` sets its wavelength."""
     pitch = 4.5 + 3 * kind
     steepness = np.sqrt(1 + (0.4 * pitch * np.cos(pitch * x)) ** 2)
     return np.maximum(abs(y - 0.4 * np.sin(pitch * x)) / steepness - 0.16, abs(x) - 1)
@@ -132,14 +132,14 @@ SHAPES: tuple[Callable[[Floats, Floats, Floats], Floats], ...] = (
 
 
 class SyntheticSource(Source):
-    """Drawings of ten shapes, in the exact size of CIFAR-10 or FashionMNIST: no files, no download.
+    """Source of seeded drawings of ten shapes, in the image size of CIFAR-10 or FashionMNIST.
 
     Place, size, angle, colours, shading and noise differ from image to image. An image does not depend on the number of
     images of its split.
 
     Args:
-        like: The data set whose image size and normalisation to take.
-        size: Number of training images; a fifth as many for test.
+        like: Data set whose image size and normalisation to use.
+        size: Number of training images; the test split has a fifth as many.
         seed: Seed of the images.
     """
 
@@ -150,7 +150,7 @@ class SyntheticSource(Source):
         self.class_names = [shape.__name__ for shape in SHAPES]
 
     def prepare(self) -> None:
-        """Do nothing: images are drawn when they are loaded."""
+        """Check that the images fit into memory."""
         needed, free = self.size * (math.prod(self.image_shape) + 8), psutil.virtual_memory().available
         if needed > free:
             raise UserError(

@@ -14,14 +14,14 @@ DRAW_RANGE = 2**DRAW_BITS
 
 
 class Choices(NamedTuple):
-    """Lookup tables of draws, for one image size and device: each choice is a row.
+    """Lookup tables of random choices, for one image size and device; each choice is a row.
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: Start of each row of a crop in the padded image, (crops, H).
-        columns: Place of each column within its row, first for mirrored images, (2, crops, W).
-        hole_rows: Rows that a hole covers, (H, H).
-        hole_columns: Columns that a hole covers, (W, W).
+        rows: Flat index of the start of each row of a crop in the padded image, (crops, H).
+        columns: Offset of each column in its row, for mirrored and for plain images, (2, crops, W).
+        hole_rows: Mask of the rows that cutout covers, by centre, bool (H, H).
+        hole_columns: Mask of the columns that cutout covers, by centre, bool (W, W).
     """
 
     counts: Tensor
@@ -32,16 +32,16 @@ class Choices(NamedTuple):
 
 
 class Transform:
-    """Transform from uint8 images to normalised float images; augments them if draws are given.
+    """Transform from uint8 images to normalised float images, with optional augmentation.
 
     Every random choice comes from the sample's own draws, never from global random state.
 
     Args:
         mean: Per channel, of pixels scaled to 0…1.
         std: Per channel, of pixels scaled to 0…1.
-        crop_padding: Pixels of black border from which a crop of the original size is taken; 0: no crop.
+        crop_padding: Width in pixels of a black border added before a random crop to the original size; 0: no crop.
         flip: Whether to mirror half of the images.
-        cutout: Side in pixels of the square that is set to the mean; 0: none. Source: DeVries and Taylor,
+        cutout: Side in pixels of a square set to the mean; 0: no square. Source: DeVries and Taylor,
             https://arxiv.org/abs/1708.04552.
     """
 
@@ -55,7 +55,7 @@ class Transform:
 
     @property
     def draws(self) -> int:
-        """Number of random draws of a training sample."""
+        """Number of random draws per training sample."""
         return DRAWS if self.crop_padding or self.flip or self.cutout else 0
 
     def __call__(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
@@ -100,7 +100,7 @@ class Transform:
         return self._choices[key]
 
     def _hole(self, size: int) -> Tensor:
-        """Return the pixels of a side that a hole covers, for each centre, (size, size); the edge may cut the hole."""
+        """Return the mask of a side's pixels that cutout covers, by centre, bool (size, size)."""
         start = torch.arange(size) - self.cutout // 2
         distance = torch.arange(size) - start[:, None]
         return (distance >= 0) & (distance < self.cutout)

@@ -1,4 +1,4 @@
-"""The command line as tokens, and the config files that it names, each read once."""
+"""Command line as tokens, with the content of its config files."""
 
 import os
 import re
@@ -18,12 +18,12 @@ SECTIONS = ("trainer", "model", "data", "run", "cluster", "best_checkpoint", "la
 
 
 class Token(NamedTuple):
-    """A flag with its value.
+    """Flag with its value.
 
     Attributes:
-        flag: The flag with its dashes; empty for words before the first flag.
-        value: Its value, or None.
-        words: The words of the command line.
+        flag: Flag with its dashes; empty for words before the first flag.
+        value: Value of the flag, or None.
+        words: Words of the command line.
     """
 
     flag: str
@@ -32,7 +32,7 @@ class Token(NamedTuple):
 
     @classmethod
     def of(cls, flag: str, value: str) -> "Token":
-        """Make a token of flag and value."""
+        """Return a token for a flag and its value."""
         return cls(flag, value, (f"{flag}={value}",))
 
     @property
@@ -57,14 +57,14 @@ def tokenise(words: Sequence[str]) -> list[Token]:
 
 
 class Arguments:
-    """The arguments of `fit`, `validate`, `test` or `predict`.
+    """Command line of `fit`, `validate`, `test` or `predict`.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
 
     Attributes:
-        command: The command, in a list; empty without a command.
-        tokens: The flags in the order that jsonargparse needs: configs, then classes, then their settings.
+        command: List with the command; empty without a command.
+        tokens: Flags in the order that jsonargparse needs: configs, classes, settings.
         configs: Content of each config file, by its path.
 
     Raises:
@@ -90,7 +90,7 @@ class Arguments:
         self.tokens = sorted(tokens, key=place)
 
     def _read(self, token: Token) -> Token:
-        """Read the config of a `--config` token."""
+        """Read the config file of a `--config` token; return other tokens unchanged."""
         if token.flag not in ("--config", "-c") or token.value is None:
             return token
         file = shipped(token.value)
@@ -107,7 +107,7 @@ class Arguments:
         return next((token.value for token in reversed(self.tokens) if token.flag == flag), None)
 
     def chosen(self, section: str) -> str | None:
-        """Return the class or name that flag or config chooses for `model`, `data` or `trainer.strategy`."""
+        """Return the class or name that flags or configs choose for `model`, `data` or `trainer.strategy`."""
         name = None
         for token in self.tokens:
             if token.flag == "--config" and token.value in self.configs:
@@ -124,7 +124,7 @@ class Arguments:
         """Reject values that jsonargparse misreads silently.
 
         Raises:
-            UserError: For a flag without its value, a config's section that is no mapping, or a repeated key.
+            UserError: For a flag without a value, a config section that is not a mapping, or a repeated key.
         """
         for token in self.tokens:
             flag, value = token.flag, token.value
@@ -142,12 +142,12 @@ class Arguments:
                     raise UserError(f"{section}: {shown} in --config {file}: give its settings, or leave it out")
 
     def spell_out_strategy(self) -> None:
-        """Replace a strategy's registered name by its class, if the command line has settings of the strategy.
+        """Replace a strategy's registered name by its class, if the command line sets options of the strategy.
 
-        jsonargparse knows the settings of classes, such as `--trainer.strategy.bucket_cap_mb`, not of names.
+        jsonargparse accepts options such as `--trainer.strategy.bucket_cap_mb` only for a class.
 
         Raises:
-            UserError: When a setting comes without a strategy, or with an unknown one.
+            UserError: When an option is set without a strategy, or with an unknown strategy.
         """
         name = self.chosen("trainer.strategy") or "auto"
         classes = {cls.__name__ for cls in subclasses(Strategy)}
@@ -175,13 +175,13 @@ class Arguments:
 
 
 def subclasses(cls: type) -> list[type]:
-    """List all subclasses of a class that have been imported."""
+    """Return all imported subclasses of a class."""
     direct: list[type] = cls.__subclasses__()
     return [*direct, *(below for child in direct for below in subclasses(child))]
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """Yield every string in nested settings, because each may name a file."""
+    """Yield every string in nested settings."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict | list):
@@ -190,7 +190,7 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _check_yaml(flag: str, value: str) -> None:
-    """Reject YAML with a repeated key, in a value or in the file that it names; and a pipe in place of a file."""
+    """Reject a repeated key in a YAML value or in the YAML file that it names, and a pipe instead of a file."""
     names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeprefix("--") in SECTIONS
     if os.path.exists(value) and (names_file or Path(value).is_fifo()):
         read_yaml(value, flag)
@@ -204,11 +204,11 @@ def _check_yaml(flag: str, value: str) -> None:
 
 
 class _RepeatedKeyError(yaml.YAMLError):
-    """A YAML mapping repeats a key."""
+    """Error for a YAML mapping that repeats a key."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that rejects repeated keys; YAML silently takes the last one."""
+    """YAML loader that rejects repeated keys; SafeLoader silently uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
@@ -219,7 +219,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def shipped(path: str) -> str:
-    """Return a path; a `configs/…` path that is missing here becomes the application's own."""
+    """Return the path, or the application's own file for a missing `configs/…` path."""
     ours = Path(app.__file__).parent / path
     is_shipped = path.startswith("configs/") and not os.path.exists(path) and ours.is_file()
     return str(ours) if is_shipped else path
@@ -229,7 +229,7 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     """Read a YAML mapping.
 
     Raises:
-        UserError: When the file that the flag names is missing, no file, not text, or not a mapping with unique keys.
+        UserError: When the file is missing or unreadable, is not a YAML mapping, or repeats a key.
     """
     try:
         with open_file(shipped(name)) as file:
@@ -239,7 +239,7 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
         raise UserError(f"{flag} {name}: there is no such file{near}") from None
     except OSError as error:
         raise UserError(f"{flag} {name}: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not text, or a huge number
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a huge number
         raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")

@@ -1,4 +1,4 @@
-"""Assembly of the Trainer: plugins, callbacks, and the changes to Lightning that every run has."""
+"""Assembly of the Trainer: plugins, callbacks, and patches of Lightning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,15 +31,15 @@ from app.system import lightning_patches
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list as it is, None as an empty list, and anything else as a list of one."""
+    """Wrap a value in a list; return a list unchanged, and an empty list for None."""
     return value if isinstance(value, list) else [value] * (value is not None)
 
 
 def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
-    """Return the Trainer's plugins, and whether this process finds other nodes by itself.
+    """Return the Trainer's plugins, and whether this process must find other nodes without a launcher.
 
     Args:
-        config: The configuration with its classes instantiated.
+        config: The configuration with instantiated classes.
         resolved: The resolved configuration.
     """
     theirs = as_list(config.trainer.plugins)
@@ -51,10 +51,10 @@ def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
 
 
 def callbacks(config: Namespace, command: str) -> dict[str, Any]:
-    """Return the Trainer's arguments that concern callbacks and loggers.
+    """Return the Trainer's arguments for callbacks and loggers.
 
     Args:
-        config: The configuration with its classes instantiated.
+        config: The configuration with instantiated classes.
         command: The command line.
     """
     trainer, run, timeout = config.trainer, config.run, config.cluster.timeout
@@ -63,7 +63,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
     own: list[Callback] = []
     ranks = RankTimes(timeout)
     if isinstance(trainer.logger, bool | None):
-        arguments["logger"] = False  # ours are added when the directory is known
+        arguments["logger"] = False  # add our loggers later, when the directory is known
     if trainer.enable_model_summary is not False and not any(isinstance(each, ModelSummary) for each in theirs):
         arguments["enable_model_summary"] = False
         own.append(Header())
@@ -73,7 +73,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         NonFinite(run.on_nonfinite),
         StepClock(ranks),
         *[Balance(ranks)] * run.balance,
-        StopTogether(timeout),  # before callbacks that read from the device when there is an error
+        StopTogether(timeout),  # first, because later callbacks may read from the device after an error
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),
         PredictionWriter(),
@@ -90,7 +90,7 @@ def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
 
 
 def patch(trainer: Trainer, run: Run) -> Trainer:
-    """Replace the Trainer's signal handling, checkpoint restoring and loop."""
+    """Replace the Trainer's signal handlers, checkpoint connector and loop."""
     lightning_patches.replace_signal_connector(trainer, Signals(trainer))
     lightning_patches.count_epochs(trainer)
     lightning_patches.Restoring.put_into(trainer)

@@ -1,6 +1,6 @@
-"""Checkpoint files: complete or absent, and rejected when their content has changed.
+"""Checkpoint files: written atomically, and verified by their checksums.
 
-The file is `torch.save`'s zip archive; torch ignores its checksums, which are checked here.
+The file is `torch.save`'s zip archive, whose checksums torch ignores.
 """
 
 import io
@@ -17,17 +17,17 @@ from app.errors import UserError, one_line
 from app.system.files import PART, open_file, sync_folder, whole
 
 LAST = "last.ckpt"
-PREVIOUS = "last-1.ckpt"  # the last checkpoint but one
+PREVIOUS = "last-1.ckpt"  # the checkpoint before the last one
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Writes and reads a strategy's checkpoints; Lightning serves remote paths."""
+    """Checkpoint plugin for local files; Lightning handles remote paths."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, and keep the previous last one.
 
         Raises:
-            UserError: When the file cannot be written. An existing file stays as it is.
+            UserError: When the file cannot be written. An existing file is kept.
         """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -47,7 +47,7 @@ class CheckpointFiles(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on the host; never more than tensors and plain values."""
+        """Load a checkpoint on the host; load only tensors and plain values."""
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
         return _load(Path(path))
@@ -63,8 +63,8 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 
 def _keep(file: Path, name: Path) -> None:
-    """Give a file a second name. One of the two files always exists."""
-    if name.exists() and name.samefile(file):  # after a kill; rename(2) leaves both of two names of one file
+    """Link a file to a second name. One of the two files always exists."""
+    if name.exists() and name.samefile(file):  # after a kill; rename(2) does nothing for two names of one file
         return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
     try:
@@ -76,10 +76,10 @@ def _keep(file: Path, name: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint on the host, after checking its checksums.
+    """Verify a checkpoint's checksums, and load it on the host.
 
     Raises:
-        UserError: When it is missing, damaged, or no checkpoint.
+        UserError: When the file is missing, damaged, or not a checkpoint.
     """
     checkpoint = _load(path)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
@@ -106,12 +106,12 @@ def _load(path: Path) -> Any:
 
 
 def _damage(file: Any) -> str | None:
-    """Return the damage that a file's checksums show, or None."""
+    """Return a description of the damage in a file by its checksums, or None."""
     if file.read(2) != b"PK":
-        return None  # an old format of torch
+        return None  # torch's old format
     try:
         with zipfile.ZipFile(file) as archive:
             member = archive.testzip()
-    except Exception:  # one changed bit, and zipfile raises one of eight
+    except Exception:  # zipfile raises many types on a damaged file
         return "damaged or truncated"
     return f"damaged ({member})" if member else None

@@ -1,4 +1,4 @@
-"""Checkpoints: find one by name, check it, and keep the best."""
+"""Checkpoints: lookup by name, checks before use, and the callback that saves them."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -30,37 +30,38 @@ WEIGHTS_ALONE = "it holds weights alone"
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's `ModelCheckpoint` for resumed runs and for any model.
+    """Lightning's `ModelCheckpoint`, adapted to resumed runs and to any model.
 
-    A resumed run in a new directory still knows the best checkpoint so far. A model that does not log the monitored
-    metric keeps its newest checkpoint instead of its best.
+    A run resumed in a new directory keeps the best score so far. For a model that does not log the monitored metric,
+    the newest checkpoint is kept instead of the best.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the scores; Lightning drops them when the directory has changed."""
+        """Restore the scores, which Lightning would drop in a new directory."""
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give several kept checkpoints different names, so that a newer one does not overwrite a better one."""
+        """Add epoch and step to the names of several kept checkpoints, so that none is overwritten."""
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "-{epoch}-{step}"
-        with warnings.catch_warnings():  # a resumed training uses its own folder
+        with warnings.catch_warnings():  # a resumed run uses its existing folder
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero and self.dirpath is not None and "://" not in str(self.dirpath):
             remove_parts(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop monitoring a metric of validation in a run without validation."""
+        """Stop monitoring a validation metric in a run without validation."""
         if (self.monitor or "").startswith("val") and not sum(trainer.num_val_batches):
             rank_zero_info("There is no validation: keeping the newest checkpoint instead of the best.")
             self.monitor = None
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save where training stops within an epoch.
+        """Save if training stops within an epoch.
 
-        After the epoch's last step, `on_train_epoch_end` saves: Lightning would resume without the validation.
+        After an epoch's last step, `on_train_epoch_end` saves instead, because a run resumed from here would skip the
+        validation.
         """
         if not trainer.is_last_batch:
             if saves_within_epochs(self):
@@ -68,13 +69,13 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a whole epoch. Lightning counts an interrupted one as done; a resumed run would skip its rest."""
+        """Save after a complete epoch; after an interrupted one, a resumed run would skip the epoch's rest."""
         if trainer.is_last_batch:
             super().on_train_epoch_end(trainer, pl_module)
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Save where training ends, if checkpoints are enabled."""
+        """Save if training ends here or a checkpoint is due."""
         is_stopped = trainer.should_stop and may_stop_early(trainer)
         every = steps_between_checkpoints(self)
         is_due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
@@ -82,24 +83,26 @@ class RunCheckpoint(ModelCheckpoint):
             save_checkpoint_now(self, trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give up monitoring the default metric if validation did not log it, then save."""
+        """Stop monitoring the default metric if validation did not log it; then save."""
         if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in trainer.callback_metrics:
             why = f"{type(pl_module).__name__} does not log {self.monitor}"
             rank_zero_info(f"{why}: keeping the newest checkpoint, not the best: give --best_checkpoint.monitor")
             self.monitor = None
         super().on_validation_end(trainer, pl_module)
-        if not trainer.is_last_batch:  # early stopping may have decided so
+        if not trainer.is_last_batch:  # early stopping may end training here
             self._save_if_stopped(trainer)
 
 
 def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> str:
-    """Resolve `last` and `best` to a path; return a path as it is.
+    """Resolve `last` and `best` to a path; return a path unchanged.
+
+    A config file in a run's directory selects that run; otherwise the newest checkpoint under `root/run` is used.
 
     Args:
         name: `last`, `best` or a path.
-        configs: The config files of the command line. A config in a run's directory selects that run.
+        configs: Config files of the command line.
         root: Directory of all runs.
-        run: Name of the run; without such a config, its newest checkpoint is selected.
+        run: Name of the run.
 
     Raises:
         UserError: When the checkpoint is missing or damaged.
@@ -116,7 +119,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
 
 
 def _of_run(name: str, record: Path) -> Path:
-    """Return a run's last or best checkpoint, by its record or else by the file's name."""
+    """Return a run's last or best checkpoint: the one in its record, else one of that name in its directory."""
     kept = getattr(read_earlier(record).checkpoint, name)
     if kept is not None and Path(kept).is_file():
         return Path(kept)
@@ -141,7 +144,7 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def _wrong_with(path: Path, whole: bool = False) -> str | None:
-    """Return the damage of a checkpoint, or None; `whole` also rejects weights alone."""
+    """Return a description of a checkpoint's damage, or None; with `whole`, also reject a file with only weights."""
     try:
         checkpoint = read(path)
     except UserError as error:
@@ -150,15 +153,15 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
-    """Return the newest readable checkpoint, or None if there is none; rename damaged ones.
+    """Return the newest readable checkpoint, or None without checkpoints; rename newer damaged ones.
 
     Args:
         root: Directory of all runs.
         run: Name of the run.
-        of: A command and ids of launchers: consider only runs of both.
+        of: Command and launcher ids; only runs with this command and one of these launchers count.
 
     Raises:
-        UserError: When checkpoints exist but none can be read, because a new start would be a surprise.
+        UserError: When checkpoints exist but none is readable.
     """
     folders = list(Path(root, run).glob("version_*/checkpoints"))
     if of is not None:
@@ -182,12 +185,12 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 
 def is_newest(path: Path) -> bool:
-    """Return whether a checkpoint is its run's newest, apart from the best one of the same step."""
+    """Return whether a checkpoint is its run's newest; ignore `best` unless it is the checkpoint itself."""
     return path.samefile(next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best"))
 
 
 def read_earlier(path: Path) -> Record:
-    """Return the record of an earlier run, or an empty one; print why it cannot be read."""
+    """Return an earlier run's record; return an empty record, and print the reason, if it is unreadable."""
     if not path.exists():
         return Record()
     try:
@@ -204,12 +207,11 @@ def check_checkpoint(
     resumed_by: Trainer | None,
     may_be_finished: bool = False,
 ) -> None:
-    """Check that a checkpoint can be read and fits model and data; to resume, also the optimizer.
+    """Check that a checkpoint fits model and data and, to resume, the optimizer and the limits of training.
 
     Raises:
-        UserError: When it is missing, truncated, or of another model, naming the first differing key; when it was
-            trained on other classes, naming the first differing one; when the optimizer was given other
-            settings, which its state in the checkpoint would replace; or when training has already ended.
+        UserError: When the file is missing or damaged; when model, classes or optimizer settings differ, with the first
+            difference; or when the checkpoint's training has already reached its limit.
     """
     checkpoint = read(Path(path))
     saved = checkpoint["state_dict"]
@@ -232,10 +234,10 @@ def check_checkpoint(
 def _check_resumable(
     path: str, checkpoint: dict[str, Any], model: LightningModule, trainer: Trainer, may_be_finished: bool
 ) -> None:
-    """Reject a checkpoint from which the training cannot resume, or would not resume as its flags demand."""
+    """Reject a checkpoint that training cannot resume from, or that contradicts the flags."""
     for key in ("global_step", "callbacks", "optimizer_states", "lr_schedulers", "loops"):
         if key not in checkpoint:
-            raise UserError(f"--ckpt_path {path}: it holds no {key}, without which no training resumes: give another")
+            raise UserError(f"--ckpt_path {path}: it has no {key}, so training cannot resume from it: give another")
     try:
         loop = checkpoint["loops"]["fit_loop"]
         epochs, state = loop["epoch_progress"]["current"]["processed"], loop.get("epoch_loop.state_dict", {})
@@ -251,7 +253,7 @@ def _check_resumable(
             )
     sharded = trainer.fit_loop.epoch_loop
     for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
-        if state.get(name, value) != value:  # another number of shards or threads changes the bits
+        if state.get(name, value) != value:  # because other shards or threads change the bits
             problem = f"--run.{name} {value}: {path} was trained with {state[name]}, on which its bits depend"
             raise UserError(f"{problem}: give --run.{name} {state[name]}, or leave --run.virtual_devices out")
     if isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier):
@@ -260,11 +262,11 @@ def _check_resumable(
 
 def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
     here = model.make_optimizer(model.parameters()).param_groups[0]
-    if not here.keys() - IMPLEMENTATION <= saved.keys():  # a scheduler adds keys
+    if not here.keys() - IMPLEMENTATION <= saved.keys():  # a subset, because a scheduler adds keys
         raise UserError(f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with")
-    # a scheduler sets lr, and some schedulers momentum
+    # do not compare settings that schedulers change
     scheduled = {"lr", "momentum", "betas"} if "initial_lr" in saved else set()
     for key in here.keys() - {"params", *IMPLEMENTATION} - scheduled:
         if saved[key] != here[key]:
             problem = f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer"
-            raise UserError(f"{problem}, where it is {saved[key]}: leave it out, or begin a new run")
+            raise UserError(f"{problem}, whose value is {saved[key]}: leave it out, or start a new run")

@@ -1,4 +1,4 @@
-"""`fit`, `validate`, `test` and `predict`: Lightning's command line, with this application's defaults."""
+"""Commands `fit`, `validate`, `test` and `predict`: LightningCLI with this application's defaults."""
 
 import contextlib
 import functools
@@ -48,7 +48,7 @@ from app.system.tracebacks import MADE_BY, blamed, users_part
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run fit, validate, test or predict; a rank writes its exception to torch elastic's error file.
+    """Run fit, validate, test or predict. A rank writes its exception to torch elastic's error file.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
         Exit code.
 
     Raises:
-        UserError: For a user's mistake.
+        UserError: For an error that the user can correct.
         RankError: When another rank has failed.
     """
     run_rank = record(_run) if "TORCHELASTIC_ERROR_FILE" in os.environ else _run
@@ -79,17 +79,17 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class CLI(Flags):
-    """Command line that builds model, data and Trainer and runs them, or starts ranks that do.
+    """Command line of one run: builds model, data and Trainer, and runs them or starts the ranks.
 
     Args:
         argv: The arguments of `python -m app`.
 
     Attributes:
         exit_code: Exit code of the process.
-        processes: Ranks of this node that this process starts as their agent, or 0.
-        flags: The command's configuration.
-        is_recorded: Whether the run leaves files.
-        settings: Flags that must be equal on every node.
+        processes: Number of ranks that this process starts as their agent; 0 if it trains itself.
+        flags: Configuration of the command.
+        is_recorded: Whether the run writes files.
+        settings: Flags that must be equal on all nodes.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -97,13 +97,13 @@ class CLI(Flags):
         self.exit_code = self.processes = 0
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
-        self.decided: dict[str, Any] = {}  # rank zero's decisions
-        self.rendezvous: NodeRendezvous | None = None  # for nodes whose first process starts the others
+        self.decided: dict[str, Any] = {}  # rank zero's decision
+        self.rendezvous: NodeRendezvous | None = None  # set for nodes without a launcher
         self.record: RunRecord | None = None
         super().__init__(argv)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the arguments, and reject combinations that cannot work before anything starts."""
+        """Parse the arguments, and reject combinations that cannot work."""
         super().parse_arguments(parser, args)
         self.flags = config = self.config[self.config.subcommand]
         check(self.config.subcommand, config)
@@ -113,7 +113,7 @@ class CLI(Flags):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.virtual_devices and config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ:
-            # the same for any number of ranks
+            # independent of the number of ranks
             config.run.threads = max(usable_cores() // config.run.virtual_devices, 1)
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
@@ -123,15 +123,15 @@ class CLI(Flags):
         self.settings = shared_settings(config)
 
     def seeds(self) -> bool:
-        """Return whether this process trains; an agent's ranks seed themselves."""
+        """Return whether this process sets the seed; an agent does not, because its ranks do."""
         return not self.processes
 
     def before_instantiate_classes(self) -> None:
-        """Remove the checkpoint from the saved config, which serves new runs, too; the record names it."""
+        """Remove the checkpoint from the saved config, so that the config can start new runs."""
         self.asked_for, self.flags.ckpt_path = self.flags.ckpt_path, None
 
     def more_arguments(self) -> dict[str, Any]:
-        """Return the checkpoint that rank zero found; closing lines and files report our models' results."""
+        """Return rank zero's checkpoint, and arguments that suppress Lightning's result tables and predictions."""
         quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(str(self.subcommand), self._quiet)
         return {"ckpt_path": self.checkpoint, **quiet}
 
@@ -140,7 +140,7 @@ class CLI(Flags):
         return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
-        """Start the ranks as their agent; or build data, model and Trainer, and agree with the other ranks."""
+        """Start the ranks as their agent, or build data, model and Trainer and agree with the other ranks."""
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
@@ -150,7 +150,7 @@ class CLI(Flags):
             super().instantiate_classes()
         except UserError:
             raise
-        except Exception as error:  # Lightning raises many types, without a flag
+        except Exception as error:  # Lightning raises many types without naming a flag
             if users_part(traceback.format_exc()):
                 raise
             raise UserError(self._explained(error)) from error
@@ -166,9 +166,9 @@ class CLI(Flags):
         self._agree(config.cluster.timeout)
 
     def _explained(self, error: Exception) -> str:
-        """Return an error's message with the flag that made the object, or a flag that the message mentions."""
+        """Return an error's message, prefixed by the flag of the object that raised it or that the message mentions."""
         while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename and (
-            cause := error.__cause__ or error.__context__  # the exception of the class itself
+            cause := error.__cause__ or error.__context__  # the exception that jsonargparse wrapped
         ):
             error = cause  # type: ignore[assignment]
         if known := error if isinstance(error, UserError) else blamed(error):
@@ -182,7 +182,7 @@ class CLI(Flags):
         return text
 
     def _agree(self, timeout: float) -> None:
-        """Let rank zero decide directory and checkpoint, and give the run its record and loggers."""
+        """Let rank zero decide directory and checkpoint; then add the run's record and loggers."""
         trainer, strategy = self.trainer, self.trainer.strategy
         lightning_patches.set_timeout(strategy, timeout)
         if method := lightning_patches.start_method(strategy):
@@ -210,8 +210,8 @@ class CLI(Flags):
         return self.decided
 
     def _check(self, decided: dict[str, Any]) -> None:
-        """Prepare the data on each node, and reject a checkpoint that this rank cannot use."""
-        end_in_order()  # from here on, work needs an orderly end
+        """Prepare the data on each node, and check the checkpoint."""
+        end_in_order()  # later signals raise exceptions, so that work ends cleanly
         if self.trainer.local_rank == 0 and isinstance(self.datamodule, app.data.ImageData):
             self.datamodule.prepare_data(self.subcommand)
         if decided["checkpoint"] is not None:
@@ -221,7 +221,7 @@ class CLI(Flags):
             raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
 
     def _record(self, decided: dict[str, Any]) -> None:
-        """Give the run its record and its loggers."""
+        """Add the run's record and loggers to the Trainer."""
         run, earlier = self.flags.run, decided["earlier"]
         mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
         folder = Path(run.root, decided["folder"])
@@ -237,7 +237,7 @@ class CLI(Flags):
                 self.record.continue_record(folder, earlier)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add plugins and callbacks of every run, and drop settings of this node from the saved config."""
+        """Add our plugins and callbacks, and drop this node's settings from the saved config."""
         config, saved, resolved = self.config_init[self.subcommand], self.flags, self.resolved
         kwargs |= {"devices": resolved.trainer.devices, "num_nodes": resolved.nodes}
         if resolved.devices == resolved.nodes == 1 and kwargs["devices"] == "auto":
@@ -245,7 +245,7 @@ class CLI(Flags):
         if config.run.global_order:
             kwargs["use_distributed_sampler"] = False
         if resolved.virtual_devices is not None and resolved.accelerator == "cuda" and self.subcommand == "fit":
-            kwargs["deterministic"] = True  # kernels that add in any order would change the bits
+            kwargs["deterministic"] = True  # because nondeterministic kernels change the bits
         kwargs["plugins"], meets = plugins(config, resolved)
         if meets:
             self.rendezvous = NodeRendezvous(config.cluster, resolved.nodes, resolved.devices)
@@ -274,7 +274,7 @@ class CLI(Flags):
         return record_of(self.trainer, self.record)
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog, unless an agent's ranks have run it."""
+        """Run the Trainer's method under the watchdog; do nothing in an agent, whose ranks have run it."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher
@@ -292,5 +292,5 @@ class CLI(Flags):
 
     @rank_zero_only
     def after_subcommand(self) -> None:
-        """Close the run, also when it has failed."""
+        """Close the run, whether or not it failed."""
         close(self.trainer, self.record, self.subcommand == "fit", self.model, self.datamodule)

@@ -1,4 +1,4 @@
-"""Flags of fit, validate, test and predict, and the configuration to which a command line resolves."""
+"""Flags of fit, validate, test and predict, and the configuration of a command line."""
 
 import os
 import re
@@ -24,10 +24,10 @@ from app.launch.rendezvous import Cluster
 from app.monitor.loggers import RateMonitor, SaveConfig
 from app.system.lightning_patches import CommandLine
 
-FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # its other flags have a dot
+FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
-# but not jsonargparse's exception that hands out a parser
+# exceptions of parsing, without the one that jsonargparse's capture_parser raises
 PARSING = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
@@ -43,9 +43,9 @@ SKIPPED = {  # arguments of the Trainer's methods without a flag
 
 
 class Flags(CommandLine):
-    """The flags of fit, validate, test and predict, as LightningCLI declares and reads them.
+    """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    A section gets its default class only if the user chooses none. Otherwise `--model FashionMLP` would train with
+    A section has its default class only if the user chooses no class. Otherwise `--model FashionMLP` would train with
     CIFARCNN's loss and optimizer, because jsonargparse keeps all settings that the new class accepts.
 
     Args:
@@ -71,13 +71,13 @@ class Flags(CommandLine):
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
             seed_everything_default=42,
-            trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},  # SaveConfig logs them all
+            trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},  # SaveConfig logs all
             auto_configure_optimizers=False,
             args=self.argv,
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the run's name and tracking, and the callbacks that are on by default."""
+        """Add the flags of run and cluster, and the default callbacks."""
         parser.set_defaults(self.defaults)
         parser.chosen = self.classes  # type: ignore[attr-defined]
         if takes_classes_of_data(self.classes):
@@ -103,16 +103,16 @@ class Flags(CommandLine):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the commands with their skipped arguments; only the requested one, because each costs time."""
+        """Return each command's skipped arguments; only for the requested command, because parsers take time."""
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the arguments, and nothing of `sys.argv`."""
+        """Parse `self.arguments` instead of `sys.argv`."""
         self.config = _parse(parser, self.arguments)
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Read arguments and configs; validate, test and predict take the config of the run that wrote the checkpoint.
+    """Read arguments and configs; by default, validate, test and predict use the config of the checkpoint's run.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -131,18 +131,18 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def classes_of(arguments: Arguments) -> dict[str, str]:
-    """Return the classes of model and data, by section."""
+    """Return the chosen or default class of model and data, by section."""
     return {section: arguments.chosen(section) or default for section, default in DEFAULTS.items()}
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether model and data are of this application, so that the data sets the number of classes."""
+    """Return whether both model and data are this application's; then the data sets the number of classes."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
 
 def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[Token]:
-    """Add the value to switches that stand alone: `--data.flip` becomes `--data.flip=true`."""
+    """Add the value to boolean flags without one: `--data.flip` becomes `--data.flip=true`."""
     sections = MADE | {section: find_class(section, path) for section, path in classes.items()}
 
     def is_switch(flag: str) -> bool:
@@ -164,15 +164,15 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
         arguments.spell_out_strategy()
         return parser.parse_args([*arguments.command, *arguments.words])
     except SystemExit as end:
-        if ExitStatus.of(end).status != "failed":  # --help and such, or SIGTERM
+        if ExitStatus.of(end).status != "failed":  # an exit by --help, for example, or by SIGTERM
             raise
         raise UserError(f"a module that the arguments name ends the process when it is imported ({end.code})") from end
-    except PARSING as error:  # of jsonargparse for odd values, or of the user's module
+    except PARSING as error:  # raised by jsonargparse for odd values, or by the user's module
         raise UserError(f"{type(error).__name__}: {one_line(str(error))[:300]} (--verbose shows where)") from error
 
 
 def resolve(argv: Sequence[str]) -> Namespace:
-    """Return the configuration of a command line, with all defaults.
+    """Return a command line's configuration with all defaults.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -186,7 +186,7 @@ def resolve(argv: Sequence[str]) -> Namespace:
 
 
 def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
-    """Make the model and the data of a command line.
+    """Instantiate a command line's model and data.
 
     Raises:
         UserError: When the command line cannot be read, or model or data reject their arguments.
@@ -198,19 +198,19 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
 
 
 def shared_settings(config: Namespace) -> dict[str, str]:
-    """Return the flags that must be equal on every node: no addresses, paths or settings of a node."""
+    """Return the flags that must be equal on all nodes: without addresses, paths and settings of a node."""
     own = ("config", "ckpt_path", "cluster.", "run.root", "trainer.default_root_dir", "trainer.devices")
     nodes = (".root", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
     flags = {name.replace(".init_args.", "."): str(value) for name, value in vars(config.as_flat()).items()}
     return {
-        name: re.sub(" at 0x[0-9a-f]+", "", value)  # the address of a function
+        name: re.sub(" at 0x[0-9a-f]+", "", value)  # remove a function's address
         for name, value in flags.items()
         if not name.startswith(own) and not name.endswith(nodes)
     }
 
 
 def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:
-    """Separate flags of `fit`, and some others, from the rest of a command line.
+    """Split a command line into remaining words, and flags of `fit` and of `others`.
 
     Raises:
         UserError: When a flag has no value.

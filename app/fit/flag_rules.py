@@ -1,4 +1,4 @@
-"""Rules about flags that hold on any machine, however the run starts."""
+"""Rules about flags that hold on every machine."""
 
 import inspect
 import math
@@ -23,7 +23,7 @@ from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.parallel import DDP, SplitForward
 
-# smallest values of flags
+# smallest allowed values
 MINIMA = {
     **dict.fromkeys(("trainer.max_epochs", "trainer.max_steps", "trainer.num_sanity_val_steps"), -1),
     **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps", "trainer.log_every_n_steps"), 0),
@@ -37,9 +37,9 @@ MINIMA = {
 }
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
-FILE_NAME = re.compile(r"([^{}\0]|\{[\w/.-]*\w(:[^{}]*)?\}){1,150}")  # metrics in braces
+FILE_NAME = re.compile(r"([^{}\0]|\{[\w/.-]*\w(:[^{}]*)?\}){1,150}")  # may contain metrics in braces
 
-# sections of the configuration that are not chosen by class
+# classes of sections with a fixed class
 MADE = {
     "trainer": Trainer,
     "run": Run,
@@ -54,7 +54,7 @@ SHARDED = (SingleDeviceStrategy, DDP)
 
 
 def flag_problems(s: Resolved) -> Iterator[str]:
-    """Yield the reasons why flags cannot work, with remedies."""
+    """Yield messages about flags that cannot work, each with a remedy."""
     yield from _nulls(s)
     name, known = s.config.trainer.strategy, ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(name, str) and name not in known:
@@ -79,7 +79,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _nulls(s: Resolved) -> Iterator[str]:
-    """Find a null that is neither the default nor allowed by the type, because jsonargparse accepts it."""
+    """Reject null for a flag whose type does not allow it, because jsonargparse accepts it."""
     chosen = {section: class_of(s.config[section]) for section in ("model", "data") if s.config.get(section)}
     for section, cls in {**MADE, **chosen}.items():
         values = s.config.get(section) if section in MADE else s.config[section].get("init_args")
@@ -126,7 +126,7 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
 
 
 def _cuda_graph(s: Resolved) -> Iterator[str]:
-    """Find a setting that acts between the phases of a step, or changes the captured step."""
+    """Reject settings that act between the phases of a step, or that change the captured step."""
     if not s.given("cuda_graph"):
         return
     if s.world_size > 1 or s.strategy is not SingleDeviceStrategy:
@@ -147,7 +147,7 @@ def _cuda_graph(s: Resolved) -> Iterator[str]:
 
 
 def _execution(s: Resolved) -> Iterator[str]:
-    """Find settings of execution that do not work with the strategy, the model, or each other."""
+    """Reject execution settings that do not work with the strategy, the model, or each other."""
     remedy = f"does not work with --trainer.strategy {s.name}, which takes the network apart: use ddp, or leave it out"
     if s.micro_batch is not None and s.model is None:
         yield "--data.micro_batch is for the models of this application: use --trainer.accumulate_grad_batches"
@@ -165,7 +165,7 @@ def _execution(s: Resolved) -> Iterator[str]:
 
 
 def _order(s: Resolved) -> Iterator[str]:
-    """Find settings that work on a whole batch, or add gradients in an order of their own."""
+    """Reject settings that contradict virtual devices or the global order."""
     run, count = s.config.run, s.virtual_devices
     if count is not None:
         for flag, is_set, remedy in (

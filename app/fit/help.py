@@ -1,4 +1,4 @@
-"""Help pages of fit, validate, test and predict: important settings first, the rest on demand."""
+"""Help pages of fit, validate, test and predict: the important settings first, the others on demand."""
 
 import argparse
 import re
@@ -28,18 +28,18 @@ SAYS = {  # replaces Lightning's descriptions
     "trainer.accelerator": "`cpu`, `gpu` or `auto` (default: auto)",
     "trainer.callbacks": "Callbacks by name or import path; `--trainer.callbacks+=NAME` adds one",
 }
-# settings of the Trainer on the command's page
+# Trainer settings on the command's main page
 TRAINER = (
     *("strategy", "devices", "num_nodes", "precision", "accelerator", "max_epochs", "max_steps", "max_time"),
     *("accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps", "callbacks"),
 )
-MORE = {  # titles of the pages of sections
+MORE = {  # sections with a help page of their own, and its title
     "trainer": "all settings of the Trainer",
     "best_checkpoint": "which checkpoint is the best one",
     "last_checkpoint": "when the last one is written",
     "lr_monitor": "how the learning rate is logged",
 }
-CLASSES = {  # settings that take a class, with an example
+CLASSES = {  # settings whose value is a class, with an example
     "model.optimizer": "AdamW",
     "model.scheduler": "StepLR",
     "data.augment": "torchvision.transforms.v2.ElasticTransform",
@@ -50,7 +50,7 @@ ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 
 @expects("argparse:HelpFormatter._format_action_invocation", "argparse:HelpFormatter._expand_help")
 class _Formatter(argparse.HelpFormatter):
-    """Formats a flag, its value, its description, and its default."""
+    """Help formatter: a flag with its value, description and default."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
@@ -79,13 +79,13 @@ class _Formatter(argparse.HelpFormatter):
 def page(
     parser: ArgumentParser, settings: ArgumentParser, classes: Mapping[str, str], section: str | None = None
 ) -> str:
-    """Return the page of a command, or of a section of its settings.
+    """Return the help page of a command, or of one section of its settings.
 
     Args:
         parser: The command's parser.
         settings: Parser with the settings of the chosen model and data.
-        classes: Names of the chosen model and data.
-        section: A section of `MORE`.
+        classes: Names of the chosen model and data, by section.
+        section: A section of `MORE`, or None for the command's page.
     """
     actions = {action.dest: action for action in parser._actions if action.option_strings and not _is_page(action)}
     formatter = _Formatter(parser.prog)
@@ -108,7 +108,7 @@ def page(
         chosen = (action for action in settings._actions if action.dest.startswith(f"{name}."))
         show(f"--{name} {classes[name].rpartition('.')[2]}", (action for action in chosen if not _is_page(action)))
     short = [actions[f"trainer.{name}"] for name in TRAINER if f"trainer.{name}" in actions]
-    for action in short:  # the first sentence
+    for action in short:  # keep the first sentence
         action.help = ENDS.split(" ".join((action.help or "").split()))[0]
     show("devices, precision and length", short)
     show_section("processes and nodes", "cluster")
@@ -124,13 +124,13 @@ def _is_page(action: argparse.Action) -> bool:
 
 
 class SectionHelp(argparse.Action):
-    """Prints the page of a section, and exits."""
+    """Action that prints a section's help page and exits."""
 
     def __init__(self, option_strings: Sequence[str], **_: Any) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Print the page."""
+        """Print the help page and exit."""
         section = str(option_string).removeprefix("--").removesuffix(".help")
         if section not in MORE:
             raise UserError(f"{option_string}: there is no such page: {', '.join(f'--{name}.help' for name in MORE)}")

@@ -1,4 +1,4 @@
-"""Rules about this machine, and about this process's launcher."""
+"""Rules about this machine and this process's launcher."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
 
 
 def machine_problems(s: Resolved) -> Iterator[str]:
-    """Yield the reasons why a run cannot work on this machine, with remedies."""
+    """Yield messages about flags that cannot work on this machine, each with a remedy."""
     yield from _devices(s)
     yield from needs_cuda(s)
     yield from _compiler(s)
@@ -40,7 +40,11 @@ def machine_problems(s: Resolved) -> Iterator[str]:
 
 
 def launcher_problems(s: Any) -> Iterator[str]:
-    """Yield the differences between the launcher's processes and the run's, a `Resolved` or a built Trainer's sizes."""
+    """Yield the differences between the launcher's processes and the run's.
+
+    Args:
+        s: The resolved configuration, or the sizes of a built Trainer.
+    """
     if not (launcher := s.launcher):
         return
     if launcher.per_node is None:
@@ -65,11 +69,11 @@ def _devices(s: Resolved) -> Iterator[str]:
             cls.parse_devices(devices)
     except (MisconfigurationException, TypeError, ValueError):
         has = "" if s.accelerator == "cpu" else f"; this machine has {cls.auto_device_count()}"
-        yield f"--trainer.devices {devices!r}: the {s.accelerator} accelerator cannot give that{has}: give a count"
+        yield f"--trainer.devices {devices!r}: the {s.accelerator} accelerator has no such devices{has}: give a count"
 
 
 def needs_cuda(s: Resolved) -> Iterator[str]:
-    """Yield the flags that have an effect on CUDA devices only."""
+    """Yield messages about flags without effect outside CUDA."""
     for flag, is_set in {
         "trainer.benchmark": s.trainer.benchmark,
         "model.cuda_graph": s.given("cuda_graph"),
@@ -81,7 +85,7 @@ def needs_cuda(s: Resolved) -> Iterator[str]:
 
 
 def _compiler(s: Resolved) -> Iterator[str]:
-    """Find a missing compiler: torch.compile writes C++ for a CPU, and Triton needs C for a GPU."""
+    """Check for a compiler, because torch.compile needs one: C++ for a CPU, C for a GPU (Triton)."""
     is_cuda = s.accelerator == "cuda"
     compilers = (os.environ.get("CC", "gcc clang cc") if is_cuda else os.environ.get("CXX", "g++ clang++ c++")).split()
     if s.compiled and not any(map(shutil.which, compilers)):
@@ -89,7 +93,7 @@ def _compiler(s: Resolved) -> Iterator[str]:
 
 
 def _starter(s: Resolved) -> Iterator[str]:
-    """Find variables and flags that contradict the starter of this process."""
+    """Reject variables and flags that contradict this process's launcher."""
     cluster, by, environ = s.config.cluster, s.launcher.by if s.launcher else None, s.environ
     if by not in (None, OWN_AGENT) and cluster.init_method is not None:
         yield f"--cluster.init_method: {by} decides how the nodes meet: leave it out"
@@ -111,7 +115,7 @@ def _starter(s: Resolved) -> Iterator[str]:
 
 
 def _rendezvous(s: Resolved) -> Iterator[str]:
-    """Find a missing or wrong address or node rank."""
+    """Check the nodes' address and this node's rank."""
     if s.traits.single_process and s.nodes > 1:
         yield f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or ddp_dp"
     if not s.nodes_meet:
@@ -140,12 +144,12 @@ def _is_address(method: str) -> bool:
         return bool(url.path) and not url.netloc and (os.path.isfile(url.path) or not os.path.exists(url.path))
     try:
         return method == "env://" or bool(url.scheme == "tcp" and url.hostname and url.port)
-    except ValueError:  # of a port out of range
+    except ValueError:  # the port is out of range
         return False
 
 
 def _strategy(s: Resolved) -> Iterator[str]:
-    """Find a strategy that does not fit the launcher, the devices or the number of processes."""
+    """Reject a strategy that does not fit the launcher, the devices or the number of processes."""
     flag, backend = f"--trainer.strategy {s.name}", s.options.get("process_group_backend")
     if s.launcher and s.launcher.world_size > 1 and s.traits.single_process:
         yield f"{flag} is one process, but {s.launcher.by} started several: use --trainer.strategy ddp"
@@ -161,7 +165,7 @@ def _strategy(s: Resolved) -> Iterator[str]:
         remedy = "use --trainer.strategy ddp without a hook, or give more --trainer.devices"
         yield f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: {remedy}"
     bf16 = (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper)
-    has_nccl = dist.is_nccl_available() or dist.is_xccl_available()  # torch's condition, on CPU, too
+    has_nccl = dist.is_nccl_available() or dist.is_xccl_available()  # torch's condition, even on a CPU
     if not has_nccl and (s.hook in bf16 or s.options.get("ddp_comm_wrapper") in bf16):
         yield f"{flag}: torch sends bfloat16 only where it was built with NCCL: use --trainer.strategy ddp_fp16"
     if s.nodes == 1 and s.traits.needs_several_nodes:
@@ -181,7 +185,7 @@ def _sync_batchnorm(s: Resolved) -> Iterator[str]:
 
 
 def _port(s: Resolved) -> Iterator[str]:
-    """Find a requested port that is taken; without a request, any free port is used."""
+    """Reject a MASTER_PORT that cannot be bound."""
     port = s.environ.get("MASTER_PORT")
     if port is None or not s.stands_alone or s.other_launcher or s.nodes > 1 or s.world_size == 1:
         return

@@ -1,4 +1,4 @@
-"""One line for a flag that jsonargparse rejects in many lines."""
+"""One-line messages for jsonargparse's errors, which have many lines."""
 
 import importlib.util
 import re
@@ -14,12 +14,12 @@ NESTED = re.compile(
 
 
 def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collection[str]] | None = None) -> str:
-    """Return the rejected flag, its value, the first reason, and the nearest right spelling.
+    """Return one line with the rejected flag, its value, the first reason, and the nearest known name.
 
     Args:
         message: jsonargparse's message.
         flags: Known flags, with dashes.
-        classes: Names of the classes that a flag takes, by the last part of the flag.
+        classes: Names of the classes that a flag accepts, by the flag's last part.
     """
     text = one_line(message)
     if match := re.match(r"unrecognized arguments: ([^\s=]+)", text):
@@ -33,7 +33,7 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         return text.removeprefix("argument ")
     nested = re.search(r"NestedArg\(key='([^']+)', val=(?:'([^']*)'|(.*?))\)", text)
     flag = f"--{key[1]}.{nested[1]}" if nested else f"--{key[1]}"
-    if inner := NESTED.search(text):  # the message of a parser within
+    if inner := NESTED.search(text):  # message of a nested parser
         within = [known for known in flags if known.startswith(f"{flag}.") and known.endswith(f".{inner[1]}")]
         is_typed = nested is not None and f".{nested[1]}".endswith(f".{inner[1]}")
         return (flag if is_typed else min(within, key=len, default=f"{flag}.{inner[1]}")) + inner[2]

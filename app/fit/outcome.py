@@ -1,4 +1,4 @@
-"""Outcome of a run: its record, its exit code, its report, and the closing lines."""
+"""Outcome of a run: record, exit code, report, and closing lines."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ from app.record import Record, mark_failed
 
 
 def record_of(trainer: Trainer, callback: RunRecord | None) -> Record:
-    """Return the run's record; spawned processes leave theirs in its file alone."""
+    """Return the run's record; read it from its file if spawned processes trained."""
     if callback is None:
         return Record()
     if not isinstance(trainer.strategy.launcher, SpawnLauncher):
@@ -54,7 +54,7 @@ def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> in
 
 
 def can(stage: str, model: LightningModule, data: LightningDataModule) -> bool:
-    """Return whether model and data have the step and the images of a stage: test, validate or predict."""
+    """Return whether model and data define a stage: `test`, `validate` or `predict`."""
     name = "val" if stage == "validate" else stage
     if isinstance(data, ImageData):
         has_images = name in data.source.splits or (name == "val" and data.val_size > 0)
@@ -64,13 +64,13 @@ def can(stage: str, model: LightningModule, data: LightningDataModule) -> bool:
 
 
 def fail(directory: str, reason: str) -> None:
-    """Write into a run's record and report why it failed."""
+    """Write the reason of a failure into a run's record and report."""
     mark_failed(directory, reason)
     write_report(directory)
 
 
 def write_report(directory: str) -> None:
-    """Write the report of a run. matplotlib is imported here, because it takes a fifth of all import time."""
+    """Write a run's report. The import is local, because matplotlib takes a fifth of all import time."""
     from app.monitor.report import leave_report
 
     leave_report(directory)
@@ -79,12 +79,12 @@ def write_report(directory: str) -> None:
 def close(
     trainer: Trainer, callback: RunRecord | None, fitted: bool, model: LightningModule, data: LightningDataModule
 ) -> None:
-    """Write the report of a training, finish the tracker's run, and print the closing lines.
+    """Write a training's report, finish the tracker's run, and print the closing lines.
 
     Args:
         trainer: The trainer.
         callback: The callback with the run's record, or None.
-        fitted: Whether the run was a training.
+        fitted: Whether the command was `fit`.
         model: The model.
         data: The data module.
     """

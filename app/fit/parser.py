@@ -1,4 +1,4 @@
-"""Parsers that reject a command line in one line, and the classes that it may choose."""
+"""Parsers with one-line errors, and the classes that a command line may choose."""
 
 import argparse
 import inspect
@@ -24,12 +24,12 @@ from app.launch.process import TRUST
 from app.parallel import DDP
 from app.system.patches import expects
 
-# modules whose classes a config may name, because making a class runs its code
+# modules that a config may name; other modules are rejected, because instantiation runs their code
 TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
 
 
 def trusted_modules() -> list[str]:
-    """List the top modules that a config may name: TRUSTED, the current folder's, PYTHONPATH's and --trust's."""
+    """Return the top-level modules that a config may name: TRUSTED, the current folder's, PYTHONPATH's, --trust's."""
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     own = {path.stem for path in files if path.suffix == ".py" or path.is_dir()} - sys.stdlib_module_names
@@ -38,7 +38,7 @@ def trusted_modules() -> list[str]:
 
 
 def import_trusted_only() -> None:
-    """Make jsonargparse reject classes of other modules before it imports them."""
+    """Make jsonargparse reject classes of untrusted modules without importing them."""
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
 
 
@@ -49,7 +49,7 @@ class PlainParser(ArgumentParser):
         super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse the arguments; a switch needs no value: `--flag`, `--flag true`."""
+        """Parse the arguments; a boolean flag needs no value: `--flag` or `--flag true`."""
         for action in self._actions:
             if isinstance(action.default, bool):
                 action.nargs, action.const = "?", True
@@ -97,17 +97,17 @@ class Parser(LightningArgumentParser):
 
 
 def find_class(section: str, name: str) -> type | None:
-    """Return the class of a name or import path; None for one that parsing will reject."""
+    """Return the class of a name or import path, or None if parsing will reject it."""
     base = {"model": LightningModule, "data": LightningDataModule}[section]
     imported = {cls.__name__: cls for cls in subclasses(base)}
     if name in imported or name.partition(".")[0] not in trusted_modules():
         return imported.get(name)
     try:
         cls = pkgutil.resolve_name(name)
-    except Exception:  # of the user's module; parsing reports it
+    except Exception:  # raised by the user's module; parsing reports it
         return None
     except SystemExit as end:
-        if ExitStatus.of(end).status == "interrupted":  # by SIGTERM
+        if ExitStatus.of(end).status == "interrupted":  # SIGTERM
             raise
         return None
     return cls if isinstance(cls, type) else None
@@ -115,9 +115,9 @@ def find_class(section: str, name: str) -> type | None:
 
 @cache
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class's `__init__` and of its base classes', with types and defaults."""
+    """Return the parameters of `__init__` of a class and its bases, with types and defaults."""
     merged: dict[str, inspect.Parameter] = {}
     for base in reversed(cls.__mro__ if cls else ()):
-        with suppress(KeyError, NameError, TypeError):  # annotations of a user's class may not resolve
+        with suppress(KeyError, NameError, TypeError):  # a user's annotations may not resolve
             merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
     return {name: each for name, each in merged.items() if name not in ("self", "args", "kwargs", "params")}

@@ -1,4 +1,4 @@
-"""A resolved configuration: strategy, devices, processes and launcher. No Trainer is needed."""
+"""Resolved configuration: strategy, devices, processes and launcher, without a Trainer."""
 
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -21,20 +21,20 @@ from app.system.lightning_patches import default_accelerator
 
 
 def class_of(section: Any) -> type | None:
-    """Return the class that a section of the configuration names with `class_path`, or None."""
+    """Return the class of a section's `class_path`, or None."""
     path = getattr(section, "class_path", None)
     return pkgutil.resolve_name(path) if path else None
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, and everything that follows from it and from the process's launcher.
+    """Configuration with everything derived from it and from this process's launcher.
 
     Attributes:
-        config: The resolved configuration.
-        command: The command: `fit`, `test`, ….
-        launcher: The launcher that started this process, or None.
-        environ: The environment.
+        config: Configuration with all defaults.
+        command: Name of the command: `fit`, `test`, ….
+        launcher: Launcher that started this process, or None.
+        environ: Environment variables.
     """
 
     config: Namespace
@@ -46,7 +46,7 @@ class Resolved:
 
     @cached_property
     def strategy(self) -> type[Strategy]:
-        """The strategy's class; for `auto` the class that Lightning takes.
+        """The strategy's class; for `auto`, Lightning's choice.
 
         Raises:
             KeyError: When no strategy has this name.
@@ -72,7 +72,7 @@ class Resolved:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The strategy's options, as far as they are known before it is made."""
+        """The strategy's options in the configuration, or those of its registered name."""
         flag = self.trainer.strategy
         if isinstance(flag, str):
             return StrategyRegistry[flag]["init_params"] if flag in StrategyRegistry else {}
@@ -80,7 +80,7 @@ class Resolved:
 
     @property
     def hook(self) -> Callable | None:
-        """The communication hook."""
+        """The communication hook, or None."""
         return self.traits.fixed_hook or self.options.get("ddp_comm_hook")
 
     # -- devices and processes ----------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Resolved:
 
     @cached_property
     def devices(self) -> int:
-        """Devices of each node, as Lightning counts them; one if no flag asks for several.
+        """Number of devices per node by Lightning's rules; one unless a flag requests several.
 
         Raises:
             UserError: When `devices` is neither a count nor a list.
@@ -126,14 +126,14 @@ class Resolved:
 
     @property
     def replicas(self) -> int:
-        """Devices that share a global batch, on all nodes."""
+        """Number of devices on all nodes."""
         return self.devices * self.nodes
 
     @cached_property
     def trainer(self) -> Namespace:
-        """Section `trainer`, with the launcher's numbers where the command line has none.
+        """Section `trainer`, with missing numbers of devices and nodes filled in from the launcher.
 
-        A strategy of several devices in a process keeps its `devices`: a launcher counts processes.
+        A strategy with several devices per process keeps its `devices`, because a launcher counts processes.
         """
         trainer = self.config.trainer.clone()
         if self.launcher is not None:
@@ -150,19 +150,19 @@ class Resolved:
 
     @cached_property
     def processes(self) -> int:
-        """Processes of each node."""
+        """Number of processes per node."""
         if not issubclass(self.strategy, ParallelStrategy):
             return 1
         return self.traits.processes_per_node or self.devices
 
     @property
     def world_size(self) -> int:
-        """Processes of all nodes."""
+        """Number of processes on all nodes."""
         return self.nodes * self.processes if issubclass(self.strategy, ParallelStrategy) else 1
 
     @cached_property
     def agent_processes(self) -> int:
-        """Ranks that this process starts as their agent; 0 if another launcher does, or for a single rank."""
+        """Number of ranks that this process starts as their agent; 0 under another launcher or for a single rank."""
         starts_itself = self.options.get("start_method", "popen") != "popen"
         parallel = issubclass(self.strategy, ParallelStrategy)
         if not self.stands_alone or self.other_launcher or starts_itself or not parallel:
@@ -179,30 +179,30 @@ class Resolved:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a person started this process: without a launcher, and without a cluster plugin."""
+        """Whether the process runs without a launcher and without a cluster plugin."""
         return self.launcher is None and not any(issubclass(plugin, ClusterEnvironment) for plugin in self.plugins)
 
     @property
     def other_launcher(self) -> bool:
-        """Whether a launcher that only Lightning knows started this process."""
+        """Whether mpirun or LSF, which Lightning handles, started this process."""
         return self.config.cluster.init_method is None and other_launcher()
 
     @property
     def nodes_meet(self) -> bool:
-        """Whether several nodes find each other by `--cluster`."""
+        """Whether several nodes find each other by the `--cluster` flags."""
         return self.stands_alone and self.nodes > 1 and not self.traits.single_process and not self.other_launcher
 
     # -- model and data -----------------------------------------------------------------------------------
 
     @cached_property
     def model(self) -> type[ImageClassifier] | None:
-        """The model's class, if it is of this application."""
+        """The model's class if it is this application's, else None."""
         cls = class_of(self.config.model)
         return cls if cls is not None and issubclass(cls, ImageClassifier) else None
 
     @cached_property
     def checked(self) -> Namespace:
-        """The configuration without arguments of the user's own model and data classes, which have no limits."""
+        """The configuration without arguments of user-defined models and data, because no rule applies to them."""
         config = self.config.clone()
         for section, base in (("model", ImageClassifier), ("data", ImageData)):
             if not issubclass(class_of(config.get(section)) or object, base):
@@ -210,29 +210,29 @@ class Resolved:
         return config
 
     def given(self, flag: str) -> Any:
-        """Return the value of a flag of our models, or None."""
+        """Return the value of a flag of this application's models, or None."""
         return self.config.model.get(f"init_args.{flag}") if self.model else None
 
     @property
     def micro_batch(self) -> int | None:
-        """`--data.micro_batch`, if the data is of this application."""
+        """Value of `--data.micro_batch` if the data is this application's, else None."""
         return self.checked.data.get("init_args.micro_batch")
 
     @property
     def batch_size(self) -> Any:
-        """`--data.batch_size`, if the data is of this application."""
+        """Value of `--data.batch_size` if the data is this application's, else None."""
         return self.checked.data.get("init_args.batch_size")
 
     @property
     def accumulates(self) -> bool:
-        """Whether the gradients of several backward passes are added before an update."""
+        """Whether gradients of several backward passes accumulate before an update."""
         return self.trainer.accumulate_grad_batches > 1 or bool(self.micro_batch)
 
     @property
     def virtual_devices(self) -> int | None:
-        """`--run.virtual_devices`."""
+        """Value of `--run.virtual_devices`, or None."""
         count = self.config.run.virtual_devices
-        return None if count is None else int(count)  # a plain integer can be kept in a checkpoint
+        return None if count is None else int(count)  # a plain integer, for the checkpoint
 
     @property
     def compiled(self) -> bool:
@@ -246,5 +246,5 @@ class Resolved:
 
     @property
     def sync_batchnorm(self) -> bool:
-        """Whether flag or plugin request SyncBatchNorm."""
+        """Whether a flag or a plugin requests SyncBatchNorm."""
         return self.trainer.sync_batchnorm or any(issubclass(plugin, LayerSync) for plugin in self.plugins)

@@ -1,7 +1,7 @@
-"""Checks whether a configuration can work, before anything is built; each message ends with a remedy.
+"""Checks of a configuration before anything is built; each message ends with a remedy.
 
-The rules of `flag_rules` hold on any machine. Those of `machine_rules` concern this machine and this process's
-launcher; the launcher's are checked again on the built Trainer.
+The rules of `flag_rules` hold on every machine. The rules of `machine_rules` concern this machine and this process's
+launcher; rules about the launcher are checked again on the built Trainer.
 """
 
 import os
@@ -20,7 +20,7 @@ from app.launch.cluster_environment import Launched, launched
 
 
 class Built(NamedTuple):
-    """Sizes of a built Trainer, because a user's strategy may start other processes."""
+    """Sizes of a built Trainer; with a user's strategy, they may differ from the configuration."""
 
     launcher: Launched | None
     nodes: int
@@ -34,7 +34,7 @@ def _raise_first(problems: Iterator[str]) -> None:
 
 
 def check_flags(config: Namespace) -> None:
-    """Check the rules that hold on any machine.
+    """Check the rules that hold on every machine.
 
     Args:
         config: Resolved configuration.
@@ -46,7 +46,7 @@ def check_flags(config: Namespace) -> None:
 
 
 def check(command: str, config: Namespace) -> None:
-    """Check whether a run can work here, without building anything.
+    """Check all rules, before anything is built.
 
     Args:
         command: The command: `fit`, `validate`, `test` or `predict`.
@@ -60,7 +60,7 @@ def check(command: str, config: Namespace) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Check the sizes of the built Trainer.
+    """Compare the built Trainer's sizes with the launcher's.
 
     Raises:
         UserError: With the reason and the remedy.

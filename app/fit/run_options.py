@@ -1,4 +1,4 @@
-"""Decisions of rank zero before a run begins: its checkpoint, its directory, its run in the tracker."""
+"""Options of a run, and rank zero's decisions before the start: checkpoint and directory."""
 
 import fcntl
 import os
@@ -26,23 +26,23 @@ class Run:
 
     Args:
         name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
-        root: Directory of all runs: each gets `root/name/version_N`.
+        root: Directory of all runs; a run is saved in `root/name/version_N`.
         test: Whether fit ends with a test of the best checkpoint.
         wandb: Mode of Weights & Biases: `online`, `offline` (sends nothing) or `off`; by default WANDB_MODE, else
-            `offline`. Of flag and variable, the more private one wins.
-        track_images: Whether to track the test images with the most confident wrong predictions.
+            `offline`. If flag and variable differ, the more private mode is used.
+        track_images: Whether to upload the most confidently wrong test images.
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
         warmup_epochs: Epochs excluded from the throughput in run.json.
-        on_nonfinite: Reaction to an infinite or NaN loss: `stop` before a checkpoint has it, `warn` and continue, or
-            `skip` updates with such gradients, which costs a device read on each step.
-        threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal part of the cores.
-        virtual_devices: Train as if on this many devices, with the same bits on any smaller number of processes: each
-            global batch is cut into as many shards, and their gradients are added in one order.
+        on_nonfinite: Reaction to an infinite or NaN loss: `stop` before it reaches a checkpoint, `warn` and continue,
+            or `skip` updates with non-finite gradients, at the cost of a device read per step.
+        threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal share of the cores.
+        virtual_devices: Train as if on this many devices, with the same bits on any smaller number of processes. Each
+            global batch is cut into this many shards, whose gradients are added in a fixed order.
         balance: Give slow processes fewer shards, from one epoch to the next.
-        global_order: Deal the samples of your own DataLoader in one seeded global order, the same on any number of
-            processes. Its batch_size is then that of all processes together.
+        global_order: Distribute the samples of your own DataLoader in one seeded order, the same on any number of
+            processes. Its batch_size is then the global batch.
         loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is Lightning's own.
     """
 
@@ -64,7 +64,7 @@ class Run:
 
 
 def default_name(config: Namespace) -> str:
-    """Return the name of a run without `--run.name`: its network and its data, such as LeNet-CIFAR10.
+    """Return the default name of a run: its network and its data, such as LeNet-CIFAR10.
 
     Args:
         config: Resolved configuration.
@@ -76,17 +76,17 @@ def default_name(config: Namespace) -> str:
 
 
 def is_recorded(trainer: Namespace) -> bool:
-    """Return whether a run leaves files: `fast_dev_run` and `barebones` do not."""
+    """Return whether a run writes files; `fast_dev_run` and `barebones` do not."""
     return not (trainer.fast_dev_run or trainer.barebones)
 
 
-_HELD: list[int] = []  # descriptors of folders
+_HELD: list[int] = []  # descriptors of locked folders
 TRAINING = (  # flags that define a training
     *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
     *("run.virtual_devices", "run.global_order"),
 )
-EXECUTION = (  # except flags of places, and of execution
+EXECUTION = (  # exceptions: flags of paths and of execution
     *(".root", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )
@@ -100,18 +100,18 @@ def decide(
     command: str,
     launchers: list[str],
 ) -> dict[str, Any]:
-    """Decide checkpoint and folder on rank zero.
+    """Decide the run's checkpoint and folder. Runs on rank zero.
 
     Args:
         subcommand: `fit`, `validate`, `test` or `predict`.
         config: Resolved configuration.
-        dump: Returns the configuration as YAML.
+        dump: Function that returns the configuration as YAML.
         checkpoint: Value of `--ckpt_path`, or None.
         command: The command line.
         launchers: Ids of the launchers of the run's processes.
 
     Raises:
-        UserError: When the checkpoint is missing, or no folder can be made for the run.
+        UserError: When the checkpoint is missing, or the run's folder cannot be created.
     """
     root, name = config.run.root, config.run.name or default_name(config)
     for pattern in ("version_*", "version_*/checkpoints"):
@@ -132,8 +132,8 @@ def decide(
         place = place.relative_to(root)
     return {
         "checkpoint": newest,
-        "may_be_finished": may_be_finished,  # started again after the end of its training, it has still to be tested
-        "folder": place,  # below the root of each node, where it is below rank zero's
+        "may_be_finished": may_be_finished,  # a run restarted after its training still needs the test
+        "folder": place,  # relative to each node's root, if it is below rank zero's root
         "earlier": earlier,
         "launchers": launchers,
     }
@@ -144,7 +144,7 @@ def _folder(
 ) -> tuple[Path, Record | None]:
     """Return the run's folder, and the record of the training that it continues, or None.
 
-    A training continues in its own folder from its newest checkpoint; other commands write below it.
+    A training that resumes from its newest checkpoint continues in its folder. Other commands create a folder below.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
     is_chosen = run.name is not None or run.root != Run.root
@@ -154,7 +154,7 @@ def _folder(
         return _held(claim_version(used, subcommand)), None
     record, file = read_earlier(used / "run.json"), used / "config.yaml"
     flags, before = _settings(dump()), _settings(file.read_text() if file.is_file() else "")
-    reason = next((f"--{name} is another" for name in flags if before.get(name, flags[name]) != flags[name]), None)
+    reason = next((f"--{name} differs" for name in flags if before.get(name, flags[name]) != flags[name]), None)
     if reason is None and not is_newest(Path(str(checkpoint))):
         reason = "it has newer checkpoints"
     if reason is None:
@@ -162,12 +162,12 @@ def _folder(
             return _held(used), record
         except BlockingIOError:
             reason = "it is still running"
-    rank_zero_info(f"this is another run than {used}: {reason}")
+    rank_zero_info(f"not continuing {used}: {reason}")
     return _held(claim_version(new)), None
 
 
 def _held(folder: Path) -> Path:
-    """Lock a folder for this process, so that no other run continues in it.
+    """Lock a folder, so that no other process continues in it.
 
     Raises:
         BlockingIOError: When another process has locked it.
@@ -185,13 +185,13 @@ def _held(folder: Path) -> Path:
 
 
 def release_folders() -> None:
-    """Give up the folders of this process' runs."""
+    """Unlock the folders of this process's runs."""
     while _HELD:
         os.close(_HELD.pop())
 
 
 def _settings(config: str) -> dict[str, Any]:
-    """Return the flags of a config that define the training, with their values."""
+    """Return the values of a config's flags that define the training."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:

@@ -1,1 +1,1 @@
-"""How the processes of a run start, meet, agree and end."""
+"""Start, rendezvous, agreement and end of a run's processes."""

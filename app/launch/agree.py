@@ -1,4 +1,4 @@
-"""Connection of a run's ranks, and their agreement: rank zero decides, and every rank checks the decision."""
+"""Connection of a run's ranks, and their agreement: rank zero decides, and every rank checks."""
 
 import errno
 import os
@@ -18,11 +18,11 @@ from app.launch.failures import name_nodes
 from app.launch.rendezvous import Deadline, NodeRendezvous, host_store, reach_store
 from app.system.interconnect import own_addresses, use_interface_to, use_loopback
 
-STORE = "app/store"  # key in the agents' store: port of rank zero's store
+STORE = "app/store"  # key of rank zero's port in the agents' store
 
 
 def gather_objects(mine: Any, group: Any = None) -> list[Any]:
-    """Return every rank's picklable object, in order of rank, on every rank. Collective; `group` is optional."""
+    """Gather every rank's picklable object on every rank, in order of rank. Collective."""
     if not distributed.is_initialized():
         return [mine]
     everyone: list[Any] = [None] * distributed.get_world_size()
@@ -31,10 +31,10 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 
 
 def host_group(timeout: timedelta) -> Any:
-    """Make a group of all ranks for messages between hosts, separate from the user's collective calls. Collective.
+    """Create a gloo group of all ranks, separate from the user's collective calls. Collective.
 
-    If by mistake only one rank makes a collective call, it should time out. In the same group, the call could meet one
-    of another size, and gloo would end the process.
+    If only one rank makes a collective call by mistake, the call should time out. In a shared group, it could match one
+    of our calls with another size, and gloo would end the process.
 
     Args:
         timeout: Time to wait for another rank.
@@ -52,11 +52,11 @@ def agree(
     """Let rank zero decide, and every rank check the decision. Collective.
 
     Args:
-        decide: Called on rank zero with the ids of the run's launchers; returns a picklable decision.
-        check: Called with the decision on each rank; raises a UserError if the rank cannot follow it.
+        decide: Function called on rank zero with the ids of the run's launchers; returns a picklable decision.
+        check: Function called with the decision on each rank; raises a UserError if the rank cannot follow it.
         node: Number of this node.
         settings: Flags and values of this process, which must be equal on all ranks.
-        rendezvous: Rendezvous of nodes whose first processes agree before they spawn their ranks.
+        rendezvous: Rendezvous of nodes that agree before they spawn their ranks; None to gather over all ranks.
 
     Raises:
         UserError: On every rank, when settings differ, rank zero cannot decide, or a rank rejects the decision.
@@ -94,7 +94,7 @@ def agree(
 
 
 def connect(trainer: Trainer, timeout: float) -> None:
-    """Start the process group of ranks that a launcher has started; Lightning then uses it. Collective.
+    """Initialize the process group under a launcher; Lightning then uses it. Collective.
 
     Args:
         trainer: The run's trainer.
@@ -107,7 +107,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
     environment: ClusterEnvironment | None = getattr(strategy, "cluster_environment", None)
     launcher = launched()
     if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
-        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # mpirun, or the user's own
+        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # mpirun, or a user's plugin
     if launcher is None or launcher.world_size == 1 or environment is None:
         return
     if launcher.nodes > 1:
@@ -124,11 +124,11 @@ def connect(trainer: Trainer, timeout: float) -> None:
         elif trainer.global_rank == 0:  # torch's own store would listen on all interfaces
             store = host_store(environment.main_address, environment.main_port, timeout)
         strategy.setup_environment()
-        return store  # keep it until here
+        return store  # keeps the store alive until the group exists
 
-    try:  # torch would wait longer than the timeout for a foreign listener
+    try:  # a thread, because torch ignores the timeout if another program listens there
         Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
-    except (RuntimeError, OSError) as error:  # gloo raises RuntimeErrors
+    except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
@@ -137,9 +137,9 @@ def connect(trainer: Trainer, timeout: float) -> None:
 
 
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
-    """Use a store that rank zero hosts for the process group; the agents' store only passes on its port.
+    """Host a store on rank zero for the process group, and publish its port in the agents' store.
 
-    The agents' store outlives the ranks. Keys of an earlier round would make new ranks wait for ended processes.
+    The agents' store outlives the ranks: its keys of an earlier round would make new ranks wait for ended processes.
     Source: https://github.com/pytorch/pytorch/issues/135712.
 
     Returns:
@@ -153,7 +153,7 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     while store is None:
         try:
             store = reach_store(address, int(agents.get(STORE)))
-        except (OSError, distributed.DistNetworkError):  # an earlier round may have left its port
+        except (OSError, distributed.DistNetworkError):  # the port may be an earlier round's
             deadline.check("rank 0", quiet=True)
             time.sleep(0.05)
     os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port), "False"

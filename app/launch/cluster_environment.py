@@ -1,4 +1,4 @@
-"""Launcher of this process, such as torchrun or srun, and the ranks' meeting place."""
+"""Launcher of this process, such as torchrun or srun, and the address of rank zero."""
 
 import os
 import re
@@ -20,30 +20,30 @@ from lightning.fabric.plugins.environments import (
 from app.launch.process import AGENT, is_task_of_srun, is_worker
 from app.launch.rendezvous import Cluster
 
-OWN_AGENT = "the application"  # as a launcher of ranks
+OWN_AGENT = "the application"  # name of our agent as a launcher
 
 
 class Launched(NamedTuple):
-    """A launcher's name, and the processes it started."""
+    """Launcher's name, and sizes of the run that it started."""
 
     by: str
     nodes: int
-    per_node: int | None  # processes of each node, or None where they differ
+    per_node: int | None  # processes per node, or None if nodes differ
     world_size: int
 
 
 def launched() -> Launched | None:
-    """Return the launcher that started this process as one of several, or None."""
+    """Return the launcher that started this process as a rank, or None."""
     if is_worker():
         world, here, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
         return Launched(by, nodes, here if here * nodes == world else None, world)
     if is_task_of_srun():
         world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
-        # `2(x2)` or `3,1`; SLURM_NTASKS_PER_NODE is the job's, not the step's
+        # such as `2(x2)` or `3,1`; SLURM_NTASKS_PER_NODE is the job's value, not the step's
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         if world == 1 and _interactive():
-            return None  # `srun --pty bash`: a person starts processes on a node
+            return None  # `srun --pty bash`: an interactive shell on a node
         return Launched("srun", nodes, int(even[1]) if even else None, world)
     return None
 
@@ -54,30 +54,30 @@ def other_launcher() -> bool:
 
 
 def _interactive() -> bool:
-    """Return whether this is an interactive session, by Lightning's and SLURM's names of such jobs."""
+    """Return whether the SLURM job's name is that of an interactive session."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def in_slurm_job() -> bool:
-    """Return whether SLURM runs this process as a task of a job that it could requeue."""
+    """Return whether this process is a task of a SLURM job that can be requeued."""
     return is_task_of_srun() and not _interactive()
 
 
 def launch_id() -> str | None:
-    """Return the launcher's id, which survives restarts: this node's agent of torchrun, or SLURM's job."""
+    """Return an id of the launcher that is stable across restarts: SLURM's job, or torchrun's agent on this node."""
     launcher = launched()
     if launcher is None:
         return None
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    began = Path(f"/proc/{agent}/stat")  # in ticks since boot: psutil's moves when the clock is set
+    began = Path(f"/proc/{agent}/stat")  # ticks since boot, because psutil's time changes when the clock is set
     when = began.read_text().rpartition(")")[2].split()[19] if began.exists() else psutil.Process(agent).create_time()
     return f"{launcher.by} {socket.gethostname()} {agent} {when}"
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run; torchrun does not report restarts after lost nodes."""
+    """Return whether this may be a restart. Always true under torchrun, which hides restarts after lost nodes."""
     launcher = launched()
     if launcher is None:
         return False
@@ -86,9 +86,10 @@ def may_resume() -> bool:
 
 
 class Slurm(SLURMEnvironment):
-    """Environment of srun's tasks, read from SLURM's step; Lightning's class reads the job.
+    """Environment of srun's tasks, read from the variables of SLURM's step; Lightning reads the job's.
 
-    This application requeues jobs itself, because Lightning saves in a signal handler, out of step with other ranks.
+    This application requeues jobs itself, because Lightning saves in a signal handler, not at the same step on all
+    ranks.
     """
 
     def __init__(self) -> None:
@@ -97,22 +98,22 @@ class Slurm(SLURMEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Host of task 0, unless MASTER_ADDR names another."""
+        """MASTER_ADDR, or the host of task 0."""
         os.environ.setdefault("MASTER_ADDR", self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"]))
         return os.environ["MASTER_ADDR"]
 
     @property
     def main_port(self) -> int:
-        """Port of the step, different for each job and step, unless MASTER_PORT names one."""
+        """MASTER_PORT, or a port derived from the ids of job and step."""
         job, step = (int(os.environ[f"SLURM_{name}_ID"]) for name in ("JOB", "STEP"))
         return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: the rules of `fit` check this and name a remedy."""
+        """Do nothing, because the rules of `fit` check the sizes."""
 
 
 def environment_of(cluster: Cluster, num_nodes: int) -> ClusterEnvironment | None:
-    """Return the Trainer's ClusterEnvironment for this process; None for mpirun and LSF, which Lightning handles."""
+    """Return this process's ClusterEnvironment; None for mpirun and LSF, which Lightning handles."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()

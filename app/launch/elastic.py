@@ -1,6 +1,6 @@
-"""Launch of this node's ranks by torch elastic's agent, in the process of the command line.
+"""Launch of this node's ranks by torch elastic's agent, inside the command's process.
 
-Each rank runs `python -m app …` with the same arguments, and finds its number in the environment, as under torchrun.
+Each rank runs `python -m app …` with the same arguments, and reads its rank from the environment, as under torchrun.
 """
 
 import json
@@ -27,8 +27,8 @@ from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.launch.watchdog import watched
 from app.system.machine import usable_cores
 
-TAIL = 30  # lines of a failed rank's output that are shown
-# a rank's notes beside torch's error file: its run's directory; its exit code after a signal
+TAIL = 30  # number of last lines to print of a failed rank's output
+# files that a rank writes beside torch's error file: its run's directory, and its exit code after a signal
 RUN_DIR, STOPPED = "run_dir", "stopped"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
@@ -48,17 +48,17 @@ def launch(
         processes: Number of this node's ranks.
         rendezvous: Rendezvous with the other nodes.
         cluster: Settings of the launch.
-        on_failure: Called with the run's directory and the reason when a rank of this node fails.
+        on_failure: Function called with the run's directory and the reason when a rank of this node fails.
 
     Returns:
-        Exit code: 0 for success, 130 or 143 when a signal ended the ranks in order.
+        Exit code: 0 for success, 130 or 143 when a signal ended the ranks cleanly.
 
     Raises:
-        UserError: For a user's mistake that a rank found.
+        UserError: When a rank raised a UserError.
         RankError: When a rank failed otherwise.
     """
     error: UserError | RankError
-    # torch's own temporary folder would stay behind
+    # our own temporary folder, because torch does not delete its own
     temporary_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
     with temporary_folder as temporary, _agent(processes, cluster.timeout), watched(cluster.timeout):
         folder = Path(cluster.log_dir or temporary)
@@ -68,7 +68,7 @@ def launch(
             raise UserError(f"--cluster.log_dir {folder}: no folder can be made there ({cause.strerror})") from cause
 
         def files(pattern: str) -> list[Path]:
-            """Return files of the ranks started last."""
+            """Return matching files of the latest attempt's ranks."""
             attempts = sorted(folder.glob(f"{rendezvous.run_id}_*/attempt_*"), key=os.path.getmtime)
             return sorted(attempts[-1].glob(pattern)) if attempts else []
 
@@ -77,18 +77,18 @@ def launch(
                 on_failure(note.read_text(), reason)
 
         def refuse_restart() -> None:
-            """Prevent a restart after a signal or a user's error; report another failure."""
+            """Raise to prevent a restart after a signal or a UserError; print the cause of another failure."""
             reason = "a rank has failed"
             for file in files("*/error.json"):
                 kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")
                 if kind == UserError.__name__:
                     raise UserError(text)
-                if not kind.startswith("Rank") and lost(text) is None:  # not a consequence of another rank's failure
+                if not kind.startswith("Rank") and lost(text) is None:  # exclude consequences of another rank's failure
                     reason = f"rank {rendezvous.rank * processes + int(file.parent.name)} has failed: {cause}"
             for file in files(f"*/{STOPPED}"):
                 raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
-            print(f"{reason}: all are started again", file=sys.stderr, flush=True)
-            mark(f"{reason}, and all were started again")
+            print(f"{reason}: restarting all ranks", file=sys.stderr, flush=True)
+            mark(f"{reason}, and all ranks were restarted")
 
         rendezvous.before_restart = refuse_restart
         config = LaunchConfig(
@@ -109,7 +109,7 @@ def launch(
             signals_to_handle=",".join(signal.Signals(n).name for n in heard((signal.SIGTERM, signal.SIGINT))),
         )
         try:
-            # torch replaces `${local_rank}` in each argument
+            # escape `$`, because torch replaces `${local_rank}`
             elastic_launch(config, sys.executable)("-m", "app", *(argument.replace("$", "$$") for argument in argv))
             return 0
         except SignalException as ended:
@@ -118,12 +118,12 @@ def launch(
             error = RankLostError(f"lost the connection to another node: {str(lost_node).splitlines()[0]}")
         except ChildFailedError as failed:
             rank, failure = root_cause(failed.failures)
-            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # negative: it was starting
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # negative: killed early
             if code in EXIT_CODES.values():
                 return code
             error = explain(rank, failure)
             if type(error) is RankError and failure.local_rank:
-                for log in reversed(files(f"{failure.local_rank}/*.log")):  # stdout, stderr
+                for log in reversed(files(f"{failure.local_rank}/*.log")):  # stderr is printed after stdout
                     for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
                         print(f"[rank {rank}] {line}", file=sys.stderr)
         mark(str(error))
@@ -132,12 +132,12 @@ def launch(
 
 @contextmanager
 def _agent(processes: int, timeout: float) -> Iterator[None]:
-    """Set the agent's environment, and restore it and the signal handlers; torch elastic logs only with --verbose."""
+    """Set the agent's environment and logging; restore the environment and the signal handlers afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before, mask = os.environ.copy(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
-    # from torch 2.12 on: seconds in which ranks may save their last checkpoint
+    # from torch 2.12 on: seconds for ranks to save their last checkpoint
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(timeout)))
     log = logging.getLogger("torch.distributed.elastic")
     log.addHandler(logging.NullHandler())
@@ -154,7 +154,12 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
 
 
 def note(name: str, text: str) -> None:
-    """Leave a note for the agent, if one started this rank: RUN_DIR, or STOPPED with an exit code."""
+    """Write a file for the agent, if one started this rank.
+
+    Args:
+        name: `RUN_DIR` or `STOPPED`.
+        text: The run's directory, or the exit code.
+    """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if AGENT in os.environ and error_file:
         with suppress(OSError):  # $TMPDIR is full

@@ -1,4 +1,4 @@
-"""Root cause of a failed run: the rank that failed first, and its traces on the other ranks."""
+"""Root cause of a failed run: the rank that failed first, and translation of the errors it causes elsewhere."""
 
 import re
 import signal
@@ -15,16 +15,21 @@ from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
 from app.system.tracebacks import blamed
 
-# messages of gloo, NCCL and TCPStore about a lost rank, or about a timeout
+# messages of gloo, NCCL and TCPStore: a lost rank, a timeout
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
-_has_left = False  # whether an error path has left NCCL's process group
-_nodes: dict[str, int] = {}  # address: the other node that has it
+_has_left = False  # whether `leave_nccl` has aborted the process group
+_nodes: dict[str, int] = {}  # other node by its address
 
 
 def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
-    """Remember the addresses that only one other node has, from number and addresses of each node."""
+    """Store each address that belongs to exactly one other node.
+
+    Args:
+        nodes: Number and addresses of each rank's node.
+        this_node: Number of this node.
+    """
     all_addresses = {address for _, addresses in nodes for address in addresses}
     owners = {address: {node for node, addresses in nodes if address in addresses} for address in all_addresses}
     _nodes.clear()
@@ -32,7 +37,7 @@ def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
 
 
 def node_of(text: str) -> str | None:
-    """Return the other node whose address an error message contains."""
+    """Return the node whose address is in an error message, or None."""
     for address, node in _nodes.items():
         if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", text):
             return f"node {node}"
@@ -40,7 +45,7 @@ def node_of(text: str) -> str | None:
 
 
 def lost(text: str) -> RankError | None:
-    """Return the error of a lost or silent rank for a communication error's text, or None."""
+    """Return a RankLostError or RankSilentError for a communication error's message, or None."""
     if GONE.search(text):
         return RankLostError(f"lost the connection to {node_of(text) or ANOTHER}: see its messages")
     if SILENT.search(text) and "DataLoader" not in text:
@@ -49,7 +54,7 @@ def lost(text: str) -> RankError | None:
 
 
 def who_hangs() -> str:
-    """Return the places of this run's ranks, if their watchdogs' folder is visible here."""
+    """Return a description of hung ranks from the watchdogs' stacks, if their folder is visible here."""
     folder = watchdog.heartbeat and watchdog.heartbeat.folder
     places = folder and watchdog.where(folder)
     unknown = "it hangs, or the link to it is cut"
@@ -59,9 +64,9 @@ def who_hangs() -> str:
 
 
 def leave_nccl() -> None:
-    """Leave an NCCL process group after an error, because its pending calls would wait for the other ranks.
+    """Abort an NCCL process group after an error, because its pending calls would block.
 
-    Moving the model to the host and the exit of the process would wait for them, too.
+    They would also block the exit of the process, and moving the model to the host.
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
     global _has_left
@@ -71,7 +76,10 @@ def leave_nccl() -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """Translate an error of communication, of memory, or of an object that a flag made; return others unchanged."""
+    """Translate communication errors, out-of-memory errors, and errors of an object that a flag created.
+
+    Return other errors unchanged.
+    """
     has_group = _has_left or distributed.is_initialized()
     communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)
     is_communication = (has_group and communicates) or isinstance(error, distributed.DistBackendError)
@@ -86,11 +94,11 @@ def explained(error: BaseException) -> BaseException:
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Translate exceptions by `explained`, and leave an NCCL group.
+    """Translate exceptions by `explained`, and abort an NCCL group.
 
     Raises:
         RankError: When another rank is lost or silent.
-        UserError: When memory ran out, or an object that a flag made raised.
+        UserError: When memory ran out, or an object that a flag created raised an exception.
     """
     try:
         yield
@@ -103,16 +111,16 @@ def explaining_errors() -> Iterator[None]:
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank whose failure ended the others, and its failure.
+    """Return the rank that failed first, and its failure.
 
-    torch takes the earliest failure, to the second. But a rank that lost a connection may end first, a signal ends the
-    other ranks, and the ranks that wait for a hung rank fail before it is killed.
+    Torch selects the earliest failure, with a resolution of one second. That may be a consequence: a rank that lost a
+    connection, that a signal ended, or that timed out waiting for a hung rank, which is killed later.
     """
 
     def is_consequence(rank: int) -> tuple[bool, bool, bool, bool]:
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         lost = message.startswith(RankLostError.__name__)
-        # a rank that lost the connection to another node comes before one that lost it to "another rank"
+        # prefer a message that names the lost node to one about "another rank"
         order = (lost, lost and ANOTHER in message, code == -signal.SIGKILL)
         return code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values()), *order
 
@@ -124,7 +132,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
-    """Return the exception for the command that started a failed rank."""
+    """Return the exception that the starting command raises for a failed rank."""
     message = message_of(failure.error_file_data)
     name, _, text = message.partition(": ")
     if name == UserError.__name__:
@@ -135,12 +143,12 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
 
 
 def message_of(error_file: Mapping[str, Any]) -> str:
-    """Return exception name and text from a rank's torch error file; empty for a killed rank."""
+    """Return exception name and text from a rank's error file, or an empty string for a killed rank."""
     message = error_file.get("message")
     return str(message.get("message", "")) if isinstance(message, dict) else ""
 
 
 def callstack(failure: ProcessFailure) -> str:
-    """Return the traceback in a rank's torch error file; empty when the rank was killed."""
+    """Return the traceback from a rank's error file, or an empty string for a killed rank."""
     message = failure.error_file_data.get("message")
     return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""

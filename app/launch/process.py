@@ -1,4 +1,4 @@
-"""Start of a process of this application, before heavy imports, and the environment of its runs."""
+"""Start and end of this application's processes, and their environment. Imports no heavy library."""
 
 import ctypes
 import os
@@ -13,15 +13,15 @@ from typing import Any
 from app.errors import UserError
 
 # environment variables
-AGENT = "APP_AGENT"  # of a rank: process id of our agent
-STARTER = "APP_STARTER"  # of a run that `compare`, `plan`, `verify` or `doctor` starts: that command's process id
-SPAWNED = "APP_SPAWNED"  # of SpawnLauncher's processes; app/__init__.py reads it
+AGENT = "APP_AGENT"  # process id of a rank's agent, if it is ours
+STARTER = "APP_STARTER"  # process id of the `compare`, `plan`, `verify` or `doctor` that started this run
+SPAWNED = "APP_SPAWNED"  # set in SpawnLauncher's processes; app/__init__.py reads it
 BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
 TRUST = "APP_TRUST"  # modules of `--trust`, separated by commas
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
-# set by launchers; a run with one of them believes that it is one of several processes
+# variables of launchers; with one of them, a run waits for other processes
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
@@ -29,7 +29,7 @@ ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 NUMBERS = ("JOB_ID", "PROCID", "LOCALID", "NODEID", "STEP_ID", "STEP_NUM_TASKS", "STEP_NUM_NODES")
 TASK = [f"SLURM_{name}" for name in NUMBERS]
 WHOLE_NUMBER = r"\d{1,18}", "a whole number"
-# environment variables that this application or its libraries read: pattern of the value, and its description
+# environment variables that this application or its libraries read: pattern and description of the value
 VARIABLES = {
     **dict.fromkeys((*RANKS[:-1], *TASK, "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
     **dict.fromkeys(("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER), WHOLE_NUMBER),
@@ -43,12 +43,12 @@ def check_environment() -> None:
     """Check the environment variables that this application or its libraries read.
 
     Raises:
-        UserError: When one has an invalid value, or is left over from another process.
+        UserError: When a variable is invalid, or left over from another process.
     """
     for name, (pattern, meaning) in VARIABLES.items():
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value):
-            del os.environ[name]  # reporting the error reads some of them
+            del os.environ[name]  # because reporting the error reads some variables
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
     for name in (STARTER, AGENT):
         if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
@@ -62,9 +62,9 @@ def trust_flags() -> list[str]:
 
 
 def is_task_of_srun() -> bool:
-    """Return whether srun started this process as a step's task; batch scripts and salloc's shells are no tasks.
+    """Return whether srun started this process as a step's task, not as a batch script or salloc's shell.
 
-    Some sites open salloc's shell on a node as a step with a special number, SLURM_INTERACTIVE_STEP.
+    Some sites run salloc's shell on a node as a step with a special number, SLURM_INTERACTIVE_STEP.
     Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
     is_task = os.environ.keys() >= {*TASK, "SLURM_STEP_TASKS_PER_NODE"}
@@ -77,10 +77,10 @@ def is_worker() -> bool:
 
 
 def begin() -> None:
-    """Make this process exit with its parent, if that is an agent or a command of ours, and cleanly on SIGTERM.
+    """Make this process exit with its agent or starting command, and cleanly on SIGTERM.
 
-    NCCL's watchdog would end the process while Python reports an error. Mode 2 lets it abort communicators only; torch
-    elastic sets 1, "end the process". Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+    Torch elastic lets NCCL's watchdog end the process on an error (mode 1), even while Python reports it. Mode 2 only
+    aborts communicators. Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
     """
     if os.environ.get(ON_NCCL_ERROR, "1") == "1":
         os.environ[ON_NCCL_ERROR] = "2"
@@ -90,19 +90,19 @@ def begin() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     if is_worker():
-        _handle(signal.SIG_DFL, signal.SIG_DFL)  # at its start, it has nothing to save
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # our agent blocked them
+        _handle(signal.SIG_DFL, signal.SIG_DFL)  # a starting rank has nothing to save
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # because our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
-            os.environ["PYTHONBREAKPOINT"] = "0"  # rank zero alone has the terminal
+            os.environ["PYTHONBREAKPOINT"] = "0"  # because only rank zero has the terminal
         return
     signal.signal(signal.SIGTERM, _end)
     if is_task_of_srun():
         task = os.getpid()
-        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # not in a loader's worker
+        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # ignored in a loader's worker
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies for any reason. Linux only."""
+    """Make the kernel kill this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -110,24 +110,24 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_in_order() -> None:
-    """Let signals raise exceptions in a worker from here on, so that its work ends in order."""
+    """Make later signals raise exceptions in a rank, so that it can clean up."""
     _handle(signal.default_int_handler, _end)
 
 
 def end_undisturbed() -> None:
-    """Ignore signals in a worker that is ending: its agent may send some, and Python would report an exception."""
+    """Ignore signals in a rank that is ending, because Python would report an agent's signal as an exception."""
     _handle(signal.SIG_IGN, signal.SIG_IGN)
 
 
 def _handle(interrupt: Any, terminate: Any) -> None:
-    """Set a worker's signal handlers."""
+    """Set the handlers of SIGINT and SIGTERM in a rank."""
     if is_worker() and threading.current_thread() is threading.main_thread():
         for number in heard((signal.SIGINT, signal.SIGTERM)):
             signal.signal(number, interrupt if number == signal.SIGINT else terminate)
 
 
 def heard(numbers: Iterable[int]) -> list[int]:
-    """Return the signals that this process does not ignore; `nohup`, for example, makes it ignore some."""
+    """Return the signals that this process does not ignore; `nohup`, for example, ignores some."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -136,10 +136,10 @@ def _end(*_: object) -> None:
 
 
 def requeue() -> bool:
-    """Requeue this SLURM job, which SLURM is about to end by SIGTERM; only task 0 does so.
+    """Requeue this SLURM job, in task 0 only. SLURM then ends the job by SIGTERM.
 
     Returns:
-        Whether SLURM accepted; true for other tasks.
+        Whether SLURM accepted the request; true in other tasks.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it twice
     if os.environ["SLURM_PROCID"] != "0":
@@ -158,9 +158,10 @@ def requeue() -> bool:
 
 
 def environment_of_a_run() -> dict[str, str]:
-    """Return the environment of a separate run that exits with this process, without this process's launcher.
+    """Return the environment for a separate run: without launcher variables, and with this process as its parent.
 
-    A `preexec_fn` could tie the run to its parent, too, but Python would lose a Ctrl-C that arrives during the fork.
+    The run reads STARTER to exit with its parent. A `preexec_fn` could do the same, but a Ctrl-C during the fork would
+    be lost.
     """
     dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
     kept = {key: value for key, value in os.environ.items() if key not in dropped and key[:6] != "SLURM_"}

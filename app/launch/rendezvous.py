@@ -1,7 +1,7 @@
 """Rendezvous of nodes without a launcher: at a TCP address, through a shared file, or by environment variables.
 
-It extends torch elastic's static rendezvous. It reports missing nodes, rejects nodes whose flags differ, and times out
-when another program owns the port.
+Extends torch elastic's static rendezvous: reports missing nodes, rejects nodes with other flags, and times out if
+another program uses the port.
 """
 
 import json
@@ -38,14 +38,14 @@ PAUSE = 0.25  # seconds between two attempts
 
 @dataclass
 class Cluster:
-    """How processes start, and how nodes find each other without torchrun or SLURM.
+    """Start of processes, and rendezvous of nodes without torchrun or SLURM.
 
     Args:
-        init_method: Meeting place of nodes: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a file that all
-            nodes share; `env://`, the default of several nodes: MASTER_ADDR, MASTER_PORT and NODE_RANK.
+        init_method: Rendezvous of nodes: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a file that all nodes
+            share; or `env://`, the default for several nodes: MASTER_ADDR, MASTER_PORT and NODE_RANK.
         node_rank: Number of this node, from 0.
         timeout: Seconds to wait for other nodes and processes at the start, and later for another rank's answer.
-        max_restarts: Number of restarts when a process fails; they resume from the run's last checkpoint.
+        max_restarts: Number of restarts after a failed process; a restart resumes from the run's last checkpoint.
         log_dir: Folder for each rank's output; rank zero also prints to the terminal.
     """
 
@@ -57,18 +57,18 @@ class Cluster:
 
 
 class Deadline:
-    """A wait that reports its reason from time to time, and times out."""
+    """Timeout of a wait, with messages about its reason from time to time."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
 
     def check(self, missing: str, remark: str = "", quiet: bool = False) -> None:
-        """Report a wait, rarely.
+        """Raise after the deadline; before it, print the reason of the wait from time to time.
 
         Args:
             missing: Missing nodes or processes.
-            remark: Possible reason.
-            quiet: Do not print, because another process of this node does.
+            remark: Possible cause.
+            quiet: Whether to suppress the message, because another process of this node prints it.
 
         Raises:
             UserError: After the deadline.
@@ -82,7 +82,7 @@ class Deadline:
             self.due = min(2 * self.due, self.due + 30)
 
     def within(self, call: Callable[[], T], missing: str, quiet: bool = False) -> T:
-        """Call a function in a thread, and abandon the thread at the deadline, because the function may block."""
+        """Return a blocking function's result; run it in a thread, and abandon the thread at the deadline."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -98,14 +98,14 @@ class Deadline:
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Host a store that listens on one address, if this machine has it, and on all addresses otherwise.
+    """Host a store that listens on one address if this machine has it, else on all addresses.
 
-    The machine may be behind a translated address, or its name may mean 127.0.1.1, as Debian's installer sets it up.
+    A machine lacks the address behind NAT. On Debian, its name may resolve to 127.0.1.1.
 
     Args:
-        address: Name or address at which the other processes reach this machine.
+        address: Name or address of this machine for the other processes.
         port: Port, or 0 for a free one.
-        timeout: Seconds that an operation of the store may take.
+        timeout: Timeout of the store's operations in seconds.
     """
     listener = None
     with suppress(OSError):
@@ -120,27 +120,27 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
-        multi_tenant=True,  # this process's process group may use it, too
+        multi_tenant=True,  # so that this process's process group can share it
         master_listen_fd=listener.detach(),
     )
 
 
 def reach_store(address: str, port: int, timeout: float = 5.0) -> TCPStore:
-    """Connect to a store that another process hosts; torch would wait and log without a listener."""
+    """Connect to another process's store; fail at once without a listener, where torch would wait and log."""
     socket.create_connection((address, port), timeout=timeout).close()
     return TCPStore(address, port, timeout=timedelta(seconds=timeout))
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """Rendezvous of nodes at one address, or of this process alone. The rules of `fit` have checked the flags.
+    """Rendezvous of nodes at one address, or of a single node. The rules of `fit` have checked the flags.
 
     Args:
-        cluster: The meeting place.
+        cluster: The flags of the rendezvous.
         num_nodes: Number of nodes.
-        devices: Number of this node's devices, equal on all nodes.
+        devices: Number of devices per node, equal on all nodes.
 
     Attributes:
-        before_restart: Called before ranks are restarted; prevents the restart by raising.
+        before_restart: Function called before ranks are restarted; raises to prevent the restart.
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
@@ -163,18 +163,18 @@ class NodeRendezvous(StaticTCPRendezvous):
         self._rounds = self._gathered = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the store: spawned ranks, which receive this object as a pickle, connect to its address."""
+        """Omit the store, because spawned ranks unpickle this object and connect to the store's address."""
         return {**vars(self), "_store": None, "before_restart": None}
 
     def get_backend(self) -> str:
-        """Name of this rendezvous in torch elastic's registry."""
+        """Return this rendezvous's name in torch elastic's registry."""
         return "nodes"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes, at the start and before each restart.
+        """Wait for all nodes; the agent calls this at the start and before each restart.
 
         Raises:
-            UserError: When nodes are missing at the deadline, have different flags, or cannot use the address.
+            UserError: When nodes are missing at the deadline, have other flags, or cannot use the address.
         """
         if self._rounds:
             self.before_restart()
@@ -182,18 +182,18 @@ class NodeRendezvous(StaticTCPRendezvous):
         store = PrefixStore(f"round{self._rounds}", self.store())
         store.set(f"node{self.rank}", "")
         self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
-        # a rank that is starting would report a Ctrl-C with a traceback; each rank unblocks them in `process.begin`
+        # a starting rank would print a traceback on Ctrl-C; `process.begin` unblocks signals in each rank
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Unblock signals: the agent calls this when it has started its ranks. Nodes never join later."""
+        """Unblock signals, because the agent calls this after it starts its ranks; return 0: nodes never join later."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return 0
 
     def store(self) -> Store:
-        """Wait for all nodes, and return the store that they share."""
+        """Return the nodes' shared store; at the first call, wait for all nodes."""
         if self._store is None:
             deadline = Deadline(self.timeout.total_seconds())
             self._store = self._host(deadline) if self.rank == 0 else self._join(deadline)
@@ -203,14 +203,14 @@ class NodeRendezvous(StaticTCPRendezvous):
         return self._store
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return every node's picklable object, in order of the nodes, on every node."""
+        """Gather every node's picklable object on every node, in order of node rank."""
         self._gathered += 1
         key, seconds = f"gathered{self._gathered}/", self.timeout.total_seconds()
         pickles = synchronize(self.store(), pickle.dumps(mine), self.rank, self.world_size, key, seconds)
         return [pickle.loads(data) for data in pickles]
 
     def _host(self, deadline: Deadline) -> TCPStore:
-        """Node 0: host the store, and wait for the others."""
+        """Host the store on node 0, and wait for the other nodes."""
         try:
             store = host_store(self.master_addr, self.master_port, deadline.seconds)
         except OSError as error:
@@ -232,7 +232,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         return store
 
     def _join(self, deadline: Deadline) -> TCPStore:
-        """Find node 0, introduce this node, and wait for all nodes."""
+        """Connect to node 0, register this node, and wait for all nodes."""
         remark, node0 = "", f"node 0 of {self.world_size} at {self.where}"
         while True:
             try:
@@ -244,19 +244,19 @@ class NodeRendezvous(StaticTCPRendezvous):
                         self._wait_for_all(store, deadline)
                     except BaseException:
                         with suppress(RuntimeError):
-                            store.delete_key(f"node{self.rank}")  # this node may join again
+                            store.delete_key(f"node{self.rank}")  # so that this node can register again
                         raise
                     store.set_timeout(self.timeout)
                     return store
             except ConnectionRefusedError:
-                remark = "nobody listens there yet"
+                remark = "no program listens there yet"
             except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
                 remark = str(error).splitlines()[0]
             deadline.check(node0, remark)
             time.sleep(PAUSE)
 
     def _introduce(self, store: TCPStore, name: str | None) -> None:
-        """Introduce this node; reject settings that differ from node 0's, and a rank that another node has."""
+        """Register this node; reject flags that differ from node 0's, and another node's rank."""
         if name not in (None, store.get("node0").decode()):
             raise ValueError("another run listens there")
         for flag, value in json.loads(store.get("flags")).items():
@@ -280,7 +280,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             time.sleep(PAUSE)
 
     def _doubt(self) -> str:
-        """Return a warning if node 0, this machine, does not have the meeting place's address."""
+        """Return a warning if this machine, node 0, does not have the configured address, else an empty string."""
         with suppress(OSError):
             addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(self.master_addr, None)}
             if addresses & set(own_addresses()) or any(address.startswith("127.") for address in addresses):
@@ -288,7 +288,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         return "" if self.file else f"{self.master_addr} is no address of this machine, which is node 0"
 
     def _place(self) -> tuple[str, int, str | None] | None:
-        """Return node 0's address, its port and its run's id; None if the shared file does not have them yet."""
+        """Return address, port and run id of node 0; None if the shared file does not have them yet."""
         if self.file is None:
             return self.master_addr, self.master_port, None
         with suppress(ValueError, LookupError):
@@ -297,7 +297,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         return None
 
     def _write(self, file: Path) -> None:
-        """Write node 0's address to the shared file, unless another run is using it."""
+        """Write node 0's address to the shared file, unless another run uses the file."""
         if place := self._place():
             with suppress(RuntimeError, OSError, ValueError):
                 if reach_store(*place[:2], timeout=1).get("node0").decode() == place[-1]:

@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SLURM's warning: training stops after the current step, with a checkpoint to resume from.
+"""Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the current step and saves a checkpoint.
 
-Signal handlers only set a flag. Several ranks agree and stop one step later, so that none waits in a collective call.
+Signal handlers only set a flag. Several ranks agree to stop one step later, so that none blocks in a collective call.
 """
 
 import multiprocessing
@@ -30,18 +30,18 @@ from app.system.lightning_patches import check_after_validation_only, leave_out_
 from app.system.patches import expects
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # announces the end of the job: `--signal=SIGUSR1@90`
+IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # SLURM's warning before the job ends: `--signal=SIGUSR1@90`
 
 
 @expects(f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers")
 class Signals(_SignalConnector):
-    """Remembers SIGINT and SIGTERM during training; at other times they end the process at once.
+    """Signal connector that records SIGINT and SIGTERM during training; otherwise they end the process at once.
 
-    It replaces Lightning's connector, whose handler makes a collective call out of step with other ranks.
+    Replaces Lightning's connector, whose handler makes a collective call, although other ranks are elsewhere.
 
     Attributes:
-        noted: The signal that this process received, or 0.
-        stopped_by: The signal for which all ranks stopped, or 0.
+        noted: Number of the signal that this process received, or 0.
+        stopped_by: Number of the signal that stopped all ranks, or 0.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -49,19 +49,19 @@ class Signals(_SignalConnector):
         self.noted = self.stopped_by = self._process = 0
 
     def register_signal_handlers(self) -> None:
-        """Begin to remember signals; Lightning calls this in every process, and `teardown` at the end."""
+        """Install the handlers for training; Lightning calls this in every process, and `teardown` at the end."""
         if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
         numbers = heard(IN_SLURM if in_slurm_job() else CAUSES)
-        super().register_signal_handlers()  # it stores the handlers that `teardown` restores
+        super().register_signal_handlers()  # stores the handlers for `teardown`
         for number in numbers:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
-        has_launcher = is_worker() or multiprocessing.parent_process() is not None  # which forwards signals
+        has_launcher = is_worker() or multiprocessing.parent_process() is not None  # a launcher forwards signals
         if self.noted:
             # an agent forwards two Ctrl-C as SIGINT, then SIGTERM
             if number != self.noted if has_launcher else number == signal.SIGINT:
@@ -69,16 +69,16 @@ class Signals(_SignalConnector):
             return
         self.noted = number
         if number == signal.SIGINT and self.trainer.is_global_zero:
-            # not print(), which the signal may have interrupted
+            # not print(), because the signal may have interrupted one
             os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once)\n")
 
 
 class StopTogether(Callback):
-    """Ends training at the same step on every rank after any rank received a signal.
+    """Callback that stops all ranks at the same step after any rank received a signal.
 
-    A single process ends with the step of its signal. Several ranks start an all-reduce after every step and read its
-    result after the next step, so that no rank waits for it. They all end one step later. The all-reduce runs on the
-    host, so that no device is read.
+    A single process stops after the current step. Several ranks start an all-reduce after each step and read its result
+    after the next step, so that no rank waits; they stop one step later. The all-reduce runs on the host, so that no
+    device is read.
 
     Args:
         timeout: Seconds to wait for another rank's answer.
@@ -87,38 +87,38 @@ class StopTogether(Callback):
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
         self._group: Any = None
-        self._asked: tuple[np.ndarray, Any] | None = None  # the buffer and the work of the last all-reduce
+        self._asked: tuple[np.ndarray, Any] | None = None  # buffer and handle of the pending all-reduce
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Skip Lightning's own agreement, a broadcast on every step that raises instead of saving."""
+        """Disable Lightning's broadcast of SIGTERM on every step, which raises instead of saving."""
         leave_out_sigterm_broadcast(trainer)
         self._asked = None
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
-        if isinstance(loader, DataLoader):  # the user's: an agent signals a rank's loader workers, too
+        if isinstance(loader, DataLoader):  # a user's loader; its workers receive an agent's signals, too
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop if a rank received a signal, after a step of the optimizer."""
+        """After an optimizer step, stop training if any rank received a signal."""
         has_stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if has_stepped and self._agree(trainer):
             stop_training(trainer, batch_idx)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave NCCL first: moving the model to the host would wait for other ranks."""
+        """Abort NCCL first, because moving the model to the host would wait for other ranks."""
         leave_nccl()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree on a signal of the last step or validation, so that no test follows."""
+        """Agree on a signal during the last step or validation, so that no test follows."""
         self._agree(trainer, at_once=True)
 
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
-        """Return the lowest signal that any rank received by the last step, or by now if `at_once` or alone; or 0.
+        """Return the lowest signal that any rank received, or 0. Collective.
 
-        Collective, with the same result on every rank.
+        Several ranks see signals up to the previous step; with `at_once`, up to now.
         """
         signals: Signals = signal_connector(trainer)
         if trainer.world_size == 1:
@@ -143,13 +143,13 @@ class StopTogether(Callback):
 
 
 def stop_training(trainer: Trainer, batch_idx: int) -> None:
-    """Stop training after the current step, so that a resumed run repeats and misses nothing."""
+    """Stop training after the current step, so that a resumed run neither repeats nor skips work."""
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
-        return  # a validation is due, which a resumed run would not repeat
+        return  # run the validation that is due, because a resumed run would skip it
     trainer.limit_val_batches = 0
-    for callback in trainer.early_stopping_callbacks:  # they would look for the validation's metric
+    for callback in trainer.early_stopping_callbacks:  # they need a metric of the skipped validation
         check_after_validation_only(callback)
 
 

@@ -1,4 +1,4 @@
-"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`, whose processes end together and in order."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`; its processes end together."""
 
 import multiprocessing
 import os
@@ -34,36 +34,36 @@ _LAUNCHER = f"{_MultiProcessingLauncher.__module__}:_MultiProcessingLauncher"
 
 @expects(*(f"{_LAUNCHER}.{name}" for name in ("_wrapping_function", "_strategy", "_start_method", "launch", "kill")))
 class SpawnLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher, which forwards SIGINT and SIGTERM to its processes.
+    """Lightning's launcher with forwarding of SIGINT and SIGTERM to its processes.
 
-    The first signal ends them in order, a second Ctrl-C at once.
+    The first signal ends the processes cleanly, a second Ctrl-C at once.
 
     Attributes:
-        timeout: Seconds that ranks wait for each other, or None for a single rank.
+        timeout: Timeout of ranks that wait for each other in seconds, or None for a single rank.
         stacks: Folder for the stacks of hung ranks, or None.
-        stopped_by: The signal that this process received, or 0.
+        stopped_by: Number of the signal that this process received, or 0.
     """
 
     def __init__(self, strategy: Any, start_method: Any, timeout: float | None) -> None:
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
-        self._error_file = ""  # with a place for the process's index
-        self.made_by = MADE_BY  # for the processes
+        self._error_file = ""  # with a placeholder for the process's index
+        self.made_by = MADE_BY  # copied into the processes
         super().__init__(strategy, start_method)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the processes and wait for them.
 
         Raises:
-            KeyboardInterrupt: When Ctrl-C killed them.
-            SystemExit: When SIGTERM killed them.
+            KeyboardInterrupt: When Ctrl-C killed the processes.
+            SystemExit: When SIGTERM killed the processes.
             RankError: When a rank failed.
-            UserError: For a user's mistake that a rank found, or a model or data that cannot be pickled.
+            UserError: When a rank raised a UserError, or model or data cannot be pickled.
         """
         in_main_thread = threading.current_thread() is threading.main_thread()
         handlers = {number: signal.signal(number, self._forward) for number in heard(CAUSES) if in_main_thread}
-        resource_tracker.ensure_running()  # its start would unblock signals
-        # a process that is still importing would report a Ctrl-C with a traceback; `procs` unblocks them
+        resource_tracker.ensure_running()  # now, because starting it later would unblock signals
+        # a process that is still importing would print a traceback on Ctrl-C; `procs` unblocks signals
         before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         self._processes: list[Any] = []
         os.environ[SPAWNED] = "1"
@@ -84,7 +84,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         return results
 
     def _explained(self, error: Exception) -> BaseException:
-        """Return the exception that explains a failed launch; ends all processes."""
+        """Kill all processes, and return the exception to raise for a failed launch."""
         first = self._strategy.node_rank * self._strategy.num_processes  # type: ignore[attr-defined]
         failures = {
             first + index: ProcessFailure(index, process.pid, process.exitcode, self._error_file.format(index))
@@ -103,7 +103,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
             return cause
         if "pickle" in str(error).lower():
             return UserError(
-                f"ddp_spawn hands model and data to its processes as pickles, which fails here ({error}): use "
+                f"ddp_spawn pickles model and data for its processes, which fails here ({error}): use "
                 "--trainer.strategy ddp, or define its class or function at the top level of a module"
             )
         return error
@@ -115,7 +115,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
 
     @property
     def procs(self) -> list[Any]:
-        """The processes; Lightning sets them once all have started, and then waits for them."""
+        """The processes; Lightning sets this after all have started, and then joins them."""
         return self._processes
 
     @procs.setter
@@ -129,10 +129,10 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
-        self.kill(signal.SIGKILL if again else number)  # `procs` is empty while they start
+        self.kill(signal.SIGKILL if again else number)  # `procs` is empty while processes start
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        """Run in the new process, and let signals end it from here on."""
+        """Run the rank in the new process; signals end it from here on."""
         for number in CAUSES:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)

@@ -1,10 +1,10 @@
-"""Watchdog process beside each rank, which reports where the rank hangs and kills it after the other ranks left.
+"""Watchdog process beside each rank: writes a hung rank's stacks, and kills it after the other ranks left.
 
-The other ranks time out after `--cluster.timeout`. A hung rank would stay forever, with its GPU and its port. Shortly
-before the timeout, each watchdog makes its rank write the Python stacks of its threads, so that the other ranks' error
-can name the hung rank.
+The other ranks time out after `--cluster.timeout`. A hung rank would run forever, and occupy its GPU and its port.
+Shortly before the timeout, each watchdog makes its rank write the Python stacks of its threads, so that the other
+ranks' error can name the hung rank.
 
-The process runs this file alone, which therefore imports the standard library only.
+The watchdog runs this file as a script, so the file imports only the standard library.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-LATER = 5  # seconds in which the other ranks report the hung rank
+LATER = 5  # seconds for the other ranks to report the hung rank
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, which the watchdog ignores
-# a rank's activity; no rank waits for one that is elsewhere
+# activities of a rank; no rank waits for a rank in `elsewhere`
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
-WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # kills a process without a handler
-SIZE, PEERS = 2**15, 64  # bytes of the shared memory; offset of up to 1,000 connections
+WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # a process without a handler would die
+SIZE, PEERS = 2**15, 64  # size of the shared memory in bytes; offset of the list of up to 1,000 connections
 
 
 class Heartbeat:
-    """Step and phase of this process, in memory that its watchdog reads.
+    """Step and phase of this process, in memory shared with its watchdog.
 
     Attributes:
-        values: Step, phase, and a counter of signs of life. Callers assign them, because a call would cost more.
-        folder: Folder of the stacks; None if the process is no rank.
+        values: Step, phase, and a counter that shows progress. Callers assign them directly, because that is fast.
+        folder: Folder of the stacks; None if the process is not a rank.
         file: File of the stacks, `rank_N.txt`.
     """
 
@@ -47,7 +47,7 @@ class Heartbeat:
         self.values = memoryview(self._memory).cast("q")
         if folder is not None:
             self.file.unlink(missing_ok=True)
-            # NCCL's flight recorder writes when a call times out; torch 2.10 reads the second name
+            # path of NCCL's flight recorder, which writes after a timeout; torch 2.10 reads the second name
             for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
                 os.environ.setdefault(name, f"{folder}/nccl_rank_")
             faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
@@ -55,18 +55,18 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Record connections to other ranks that are opened within; losing them means that the ranks left."""
+        """Record the connections that the block opens to other ranks; a closed one means that a rank left."""
         before = connections(os.getpid())
         yield
         peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
         self._memory[PEERS:] = peers.encode().ljust(SIZE - PEERS, b"\0")
 
     def end(self) -> None:
-        """End the watch: no rank waits for this one."""
+        """Stop watching, because no rank waits for this one any more."""
         self.values[1] = ELSEWHERE
 
 
-heartbeat: Heartbeat | None = None  # of this process, while it is watched
+heartbeat: Heartbeat | None = None  # set while this process is watched
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) ->
 
     Args:
         timeout: Seconds, or None for no watchdog.
-        folder: Folder of the stacks; None if the process is no rank.
+        folder: Folder of the stacks; None if the process is not a rank.
         rank: The rank.
     """
     global heartbeat
@@ -83,7 +83,7 @@ def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) ->
         yield
         return
     mine, before = Heartbeat(folder, rank), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    try:  # the file alone: importing the package would take seconds
+    try:  # run the file, because importing the package takes seconds
         command = [sys.executable, "-IS", __file__, os.getpid(), timeout, mine.file, *mine.files]
         watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=mine.files)
     finally:
@@ -99,28 +99,28 @@ def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) ->
             os.close(file)
 
 
-# -- in the process beside it -------------------------------------------------------------------------------------
+# -- in the watchdog process --------------------------------------------------------------------------------------
 
 
 def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> None:
     """Watch the parent process until it ends.
 
-    Kill it if it is stopped (SIGSTOP) for too long, or if it shows no sign of life and other ranks have closed their
-    connections. Time in which the whole job is suspended, as by Ctrl-Z, does not count.
+    Kill it if it is stopped (SIGSTOP) for too long, or if it makes no progress and other ranks have closed their
+    connections. Time does not count while the whole job is suspended, as by Ctrl-Z.
 
     Args:
         process: Id of the parent.
-        timeout: Seconds for which other ranks wait for it.
-        file: File of the stacks, which the other ranks read.
-        beats: File descriptor of its heartbeat.
-        stacks: File descriptor to which it writes its stacks.
+        timeout: Timeout of the other ranks in seconds.
+        file: File of the stacks for the other ranks.
+        beats: File descriptor of the parent's heartbeat.
+        stacks: File descriptor of the parent's stacks.
     """
     memory = mmap.mmap(beats, SIZE, prot=mmap.PROT_READ)
     values = memoryview(memory).cast("q")
     stopped = still = 0.0  # seconds
     last, clock, written = [0] * 3, time.monotonic(), False
     while os.getppid() == process:
-        select.select([sys.stdin], [], [], 1.0)  # readable at once when the process has ended
+        select.select([sys.stdin], [], [], 1.0)  # returns at once after the parent's end
         before, clock = clock, time.monotonic()
         passed = min(clock - before, 2.0)
         now = values[:3].tolist()
@@ -137,16 +137,16 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
                 part, text = file.with_suffix(".part"), f"step {now[0]}, in {PHASES[now[1]]}\n"
                 for stack in take_stacks(
                     process, stacks
-                ):  # write the first at once, because other ranks may not wait longer
+                ):  # write after each stack, because other ranks may give up soon
                     text += stack
                     part.write_text(text)
                     part.rename(file)
         message = ""
         if stopped > timeout + LATER:
-            message = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was ended"
+            message = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was killed"
         elif still > timeout + LATER and set(memory[PEERS:].rstrip(b"\0").decode().split()) - connections(process):
             place = where(file.parent, file.name) or f"process {process} hangs"
-            message = f"{place}; the others have given up, and it was ended"
+            message = f"{place}; the other ranks timed out, and it was killed"
         if message and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
             with contextlib.suppress(OSError):  # stderr is closed
@@ -167,7 +167,7 @@ def connections(process: int) -> set[str]:
         for table in ("tcp", "tcp6"):
             rows += Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]
         for file in Path(f"/proc/{process}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # the file is closed
                 sockets.add(os.readlink(file))
     return sockets & {f"socket:[{row.split()[9]}]" for row in rows if row.split()[3] == "01"}
 
@@ -179,13 +179,13 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
         return
     children = "".join(each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")).split()
     for each in (process, *map(int, children)):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{each}/status").read_text())
             if caught is None or not int(caught[1], 16) >> (WRITE_STACKS - 1) & 1:
                 continue
             begin = size = os.fstat(stacks).st_size
             os.kill(each, WRITE_STACKS)
-            for _ in range(20):  # until the file stops growing
+            for _ in range(20):  # wait until the file stops growing
                 time.sleep(0.05)
                 before, size = size, os.fstat(stacks).st_size
                 if begin < size == before:
@@ -205,14 +205,14 @@ LOOP = re.compile(
 
 
 class Place(NamedTuple):
-    """Place of a rank in the program.
+    """Position of a rank in the program.
 
     Attributes:
-        step: The optimizer's step, from 1 on.
-        phase: One of `PHASES`.
+        step: Step of the optimizer, from 1.
+        phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
-        theirs: Whether the line is the user's code.
-        waits_for: `gradients` or `answer` of other ranks, or nothing.
+        theirs: Whether the line is in the user's code.
+        waits_for: `gradients` or `answer` if the rank waits for other ranks, else an empty string.
     """
 
     step: int
@@ -227,7 +227,7 @@ class Place(NamedTuple):
         head, _, rest = text.partition("\n")
         step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
         stacks = [threads(part) for part in rest.split("\nprocess ")[1:]]
-        inner = [frame for frames in stacks for frame in within_loop(frames)]  # the main process's first
+        inner = [frame for frames in stacks for frame in within_loop(frames)]  # main process first
         theirs = next((f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None)
         hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
         frame = theirs or hook
@@ -250,36 +250,36 @@ def threads(text: str) -> list[Frame]:
     kinds, stacks = parts[1::2], parts[2::2]
     if not stacks:
         return []
-    main = kinds.index("Current thread") if "Current thread" in kinds else -1  # the first one is listed last
+    main = kinds.index("Current thread") if "Current thread" in kinds else -1  # the main thread is listed last
     return FRAME.findall(stacks[main])
 
 
 def where(folder: Path, names: str = "rank_*.txt") -> str | None:
-    """Describe the ranks that wrote stacks: first hung ranks, then the ranks that wait for them.
+    """Describe the ranks that wrote stacks: first the hung ranks, then the ranks that wait for them.
 
     Args:
         folder: A run's folder of stacks.
-        names: Pattern of the files; by default all ranks'.
+        names: Pattern of the files; by default, of all ranks.
     """
     places = {}
     for file in folder.glob(names):
-        with contextlib.suppress(OSError, AttributeError):  # removed, or another program's
+        with contextlib.suppress(OSError, AttributeError):  # removed, or not a watchdog's file
             places[int(file.stem.removeprefix("rank_"))] = Place.read(file.read_text(errors="replace"))
     waiting = {rank for rank, place in places.items() if place.waits_for}
-    # all wait, but in different places: the user's call blocks the others, or a rank left the training steps. If a link
-    # is cut, all wait in one place.
+    # All ranks wait, but in different places: a call in the user's code blocks the others, or a rank left the training
+    # steps. If a link is cut, all ranks wait in the same place.
     if len(waiting) == len(places) and len({place[:3] for place in places.values()}) > 1:
         waiting = {rank for rank in waiting if not places[rank].theirs}
         steps = {rank for rank in waiting if places[rank].waits_for == "gradients"}
         waiting = steps if steps and len(waiting) == len(places) else waiting
     hanging = set(places) - waiting
-    if theirs := {rank for rank in hanging if places[rank].theirs}:  # the others wait for these ranks
+    if theirs := {rank for rank in hanging if places[rank].theirs}:  # the other ranks wait for these
         waiting, hanging = set(places) - theirs, theirs
     clauses = []
     for rank in sorted(hanging):
         step, phase, line, known, _ = places[rank]
         at = "" if phase in PHASES[:2] else "the evaluation, " if phase == PHASES[EVALUATION] else f"step {step:,}, "
-        clauses.append(f"rank {rank} is {'in' if known else 'at'} {at}{line}")  # `at`: it may only wait, too
+        clauses.append(f"rank {rank} is {'in' if known else 'at'} {at}{line}")  # `at`: the rank may only wait, too
     if waiting:
         waiters = (
             f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))} wait{'s' * (len(waiting) == 1)}"

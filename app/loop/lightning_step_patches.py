@@ -35,21 +35,21 @@ _LOGGER_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logge
     "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
 )
 class EpochLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, opened for another step.
+    """Lightning's loop over the batches of an epoch, with its private methods public for another step.
 
     At an upgrade: compare `app.loop.straight_step` with `advance` and `on_advance_end` in loops/training_epoch_loop.py,
     with `run` in loops/optimization/automatic.py, and the methods here with those of the same names, or
     `update_train_step_metrics`, in logger_connector.py.
 
     Attributes:
-        reason: Why the steps are Lightning's; None if they are not.
+        reason: Reason to use Lightning's step; None for the straight step.
     """
 
     reason: str | None = None
 
     @classmethod
     def put_into(cls, trainer: Trainer) -> None:
-        """Replace a Trainer's loop by this one."""
+        """Replace a Trainer's epoch loop by an instance of this class."""
         before = trainer.fit_loop.epoch_loop
         trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
 
@@ -64,24 +64,24 @@ class EpochLoop(_TrainingEpochLoop):
 
     @staticmethod
     def hands_over(data_fetcher: Any) -> bool:
-        """Return whether `training_step` takes the iterator of the data instead of a batch."""
+        """Return whether `training_step` takes the data iterator instead of a batch."""
         return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
 
     def count_step(self) -> None:
-        """Count a step of the optimizer, for the loggers."""
+        """Increment the loggers' count of optimizer steps."""
         self._batches_that_stepped += 1
 
     def on_batch_start(self, batch: Any) -> None:
-        """Tell `self.log` the batch, and whether it is the first of the epoch."""
+        """Set the batch for `self.log`, and whether it is the epoch's first."""
         connector, results = self.trainer._logger_connector, self._results
         connector._first_loop_iter = connector._first_loop_iter is None
-        connector._current_fx = None  # until the first call of `self.log`
+        connector._current_fx = None  # set by the first call of `self.log`
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def on_batch_end(self, accumulating: bool) -> None:
         """Store the metrics of this step, and pass them to the loggers at the end of a window.
 
-        Lightning reads metrics for the progress bar on every later step of the epoch.
+        Lightning itself reads metrics for the progress bar on every step.
         """
         trainer: Any = self.trainer
         connector, every = trainer._logger_connector, trainer.log_every_n_steps
@@ -96,8 +96,8 @@ class EpochLoop(_TrainingEpochLoop):
 
 @expects(f"{_MODULE}._current_fx_name")
 def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call so that `self.log` knows its hook. Source: trainer/call.py."""
-    attributes = vars(module)  # torch's __setattr__ would look through parameters, buffers and modules
+    """Wrap a call so that `self.log` finds the hook's name. Source: trainer/call.py."""
+    attributes = vars(module)  # bypasses torch's slow __setattr__
 
     def called(*args: Any, **kwargs: Any) -> Any:
         before = attributes["_current_fx_name"]
@@ -127,10 +127,10 @@ def owner_of_batch_hook(trainer: Trainer, name: str) -> LightningModule | Lightn
     "lightning.pytorch.loops.optimization.automatic:ClosureResult.closure_loss",
 )
 def unpack_outputs(loop: EpochLoop, outputs: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return loss and other outputs of a training step that did not return a tensor.
+    """Return loss and other outputs of a training step that returned no tensor.
 
     Raises:
-        MisconfigurationException: When it returned neither a dictionary with a loss nor None.
+        MisconfigurationException: When the step returned neither a dictionary with a loss nor None.
     """
     result = loop.automatic_optimization.output_result_cls.from_training_step_output(outputs, micro_batches)
     return result.closure_loss, {} if result.loss is None else result.asdict()
@@ -138,5 +138,5 @@ def unpack_outputs(loop: EpochLoop, outputs: Any, micro_batches: int) -> tuple[T
 
 @expects(f"{_DDP}._model_averager")
 def averages_weights(strategy: Strategy) -> bool:
-    """Return whether the strategy averages weights of all ranks after some steps."""
+    """Return whether the strategy periodically averages the ranks' weights."""
     return getattr(strategy, "_model_averager", None) is not None

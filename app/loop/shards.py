@@ -1,8 +1,9 @@
-"""A training step over virtual devices: the same bits on any number of ranks.
+"""Training step over virtual devices, with the same bits on any number of ranks.
 
-A rank trains on its shards of the global batch one after the other, each with its own random stream and each from the
-same buffers. Gradients, loss, logged values and changed buffers are added up in `app.parallel.tree`'s order. Sources:
-VirtualFlow (https://arxiv.org/abs/2009.09523) and EasyScale (https://arxiv.org/abs/2208.14228).
+A rank trains on its shards of the global batch one after the other. Each shard has its own random stream, and starts
+from the same buffers. Gradients, loss, logged values and changed buffers are summed in the order of
+`app.parallel.tree`. Sources: VirtualFlow (https://arxiv.org/abs/2009.09523) and EasyScale
+(https://arxiv.org/abs/2208.14228).
 """
 
 import os
@@ -34,7 +35,7 @@ Gradients = list[Tensor | None]
 
 
 def _plus(first: Gradients, second: Gradients) -> Gradients:
-    """Add up gradients, the second in place; None counts as zero."""
+    """Return the sum of two lists of gradients, added into the second in place; None counts as zero."""
     pairs = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
     if pairs:
         torch._foreach_add_([other for _, other in pairs], [one for one, _ in pairs])
@@ -43,7 +44,7 @@ def _plus(first: Gradients, second: Gradients) -> Gradients:
 
 @expects("torch:_foreach_add_", "torch:_foreach_copy_")
 class ShardSums:
-    """Sums over shards: of gradients, in DDP's buckets during the last backward pass, and of a vector.
+    """Sums over shards: of gradients, by DDP's hook during the last backward pass, and of vectors.
 
     Args:
         module: The module.
@@ -51,7 +52,7 @@ class ShardSums:
         count: Number of shards.
 
     Attributes:
-        in_buckets: Whether DDP's buckets get the sum, so that its hook adds the last shard.
+        in_buckets: Whether DDP's buckets hold the sum; then its communication hook adds the last shard.
     """
 
     def __init__(self, module: LightningModule, strategy: Any, count: int) -> None:
@@ -63,32 +64,32 @@ class ShardSums:
         self.place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self.nodes: dict[Node, Gradients] = {}
         self.device = strategy.root_device
-        # a rank waits for others beside its backward pass: in a thread, or on a stream
+        # communication overlaps with the backward pass: in a thread, or on a CUDA stream
         self.thread = ThreadPoolExecutor(1) if ddp and self.device.type == "cpu" else None
         self.side = torch.cuda.Stream(self.device) if ddp and self.device.type == "cuda" else None
         if ddp:
             model.register_comm_hook(None, self._add_bucket)
 
     def take(self, shard: int) -> None:
-        """Add the parameters' gradients as those of a shard."""
+        """Move a shard's gradients from the parameters into the sums."""
         self.tree.add(self.nodes, (0, shard), self.taken(), _plus)
 
     def taken(self) -> Gradients:
-        """Return the parameters' gradients, and leave none behind."""
+        """Return the parameters' gradients, and set them to None."""
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         return gradients
 
     def give(self) -> None:
-        """Set the parameters' gradients to the sum over all shards; under DDP, its buckets hold it."""
+        """Set the parameters' gradients to the sum over all shards; under DDP, its buckets hold the sum already."""
         if not self.in_buckets:
             for parameter, gradient in zip(self.parameters, self.nodes[self.tree.root], strict=True):
                 parameter.grad = gradient
         self.nodes = {}
 
     def sum(self, nodes: dict[Node, Tensor]) -> Future[Tensor]:
-        """Add up vectors, (n,), over the shards of all ranks. Collective."""
+        """Start the sum of vectors, (n,), over the shards of all ranks. Collective."""
         future: Future[Tensor] = Future(devices=[self.device] if self.side else [])
 
         def work() -> None:
@@ -108,12 +109,12 @@ class ShardSums:
         return future
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
-        """Add up a bucket of gradients, which holds the rank's last shard: DDP's communication hook."""
+        """Sum a bucket of gradients over all shards, as DDP's communication hook; it holds the rank's last shard."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
         starts = list(accumulate((each.numel() for each in parameters), initial=0))
 
-        def views(flat: Tensor) -> list[Tensor]:  # in each parameter's order of memory, as DDP lays them out
+        def views(flat: Tensor) -> list[Tensor]:  # with each parameter's strides, as in DDP
             return [
                 flat.as_strided(each.size(), each.stride(), flat.storage_offset() + start)
                 for each, start in zip(parameters, starts, strict=False)
@@ -125,7 +126,7 @@ class ShardSums:
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = buffer  # which holds the sum with the last shard
+            flats[node] = buffer  # the hook's buffer holds this node, because `_plus` adds in place
             if node in self.nodes:
                 flats[node] = torch.zeros_like(buffer)
                 for view, gradient in zip(views(flats[node]), gradients, strict=True):
@@ -135,10 +136,10 @@ class ShardSums:
 
 
 class Buffers:
-    """Buffers that a shard's forward pass changes, such as the running statistics of BatchNorm.
+    """Buffers that a shard's forward pass changes, such as BatchNorm's running statistics.
 
     Args:
-        module: The module. The states of its metrics are left alone: they add up over shards.
+        module: The module. The states of its metrics are excluded, because they accumulate over shards.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -149,19 +150,19 @@ class Buffers:
             if buffer is not None and not isinstance(owner, Metric)
         ]
         self._before = [buffers[name].clone() for _, buffers, name in self._owners]
-        self._seen: set[int] | None = None  # changed by the first shard
+        self._seen: set[int] | None = None  # indices of buffers that the first shard changed
 
     def save(self) -> None:
-        """Remember the values before the step."""
+        """Save the values before the step."""
         self._now = [buffers[name] for _, buffers, name in self._owners]
         self._versions = [buffer._version for buffer in self._now]
         if self._now:
             torch._foreach_copy_(self._before, self._now)
 
     def changed(self) -> list[int]:
-        """Return the places of the buffers that a shard has changed or replaced.
+        """Return the indices of the buffers that a shard has changed or replaced.
 
-        The first time by value: torch's batch_norm changes running statistics without a new version.
+        The first call compares values, because torch's batch_norm changes running statistics without a new version.
         """
         values = self.values(list(range(len(self._owners))))
         if self._seen is None:
@@ -178,15 +179,15 @@ class Buffers:
         return self._owners[place][0]
 
     def values(self, places: list[int]) -> list[Tensor]:
-        """Return the values of some buffers."""
+        """Return the values of the buffers at some indices."""
         return [buffers[name] for _, buffers, name in (self._owners[place] for place in places)]
 
     def restore(self, places: list[int]) -> None:
-        """Return some buffers to their values before the step."""
+        """Restore buffers to their values before the step."""
         self.write(places, [self._before[place] for place in places])
 
     def write(self, places: list[int], values: Sequence[Tensor]) -> None:
-        """Set some buffers."""
+        """Set the values of the buffers at some indices."""
         if not places:
             return
         kept = [self._now[place] for place in places]
@@ -197,7 +198,7 @@ class Buffers:
 
 
 class Logged:
-    """What `training_step` logs of each shard; the step logs it once, the same on every rank.
+    """Values that `training_step` logs for each shard; the step logs their sums and means once, equal on all ranks.
 
     Args:
         module: The module.
@@ -206,11 +207,11 @@ class Logged:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self.options: dict[str, dict[str, Any]] = {}
-        self.means: dict[str, Any] = {}  # of the shard
+        self.means: dict[str, Any] = {}  # values of the current shard
         self.sums: dict[str, Any] = {}
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Stand in for `LightningModule.log` during a shard."""
+        """Replace `LightningModule.log` during a shard: store a mean or sum, and log a metric at once."""
         how = options.get("reduce_fx", "mean")
         if isinstance(value, Metric):
             LightningModule.log(self._module, name, value, *args, **options)
@@ -220,8 +221,8 @@ class Logged:
             (self.sums if how in ("sum", torch.sum) else self.means)[name] = value
         else:
             raise UserError(
-                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs means and sums: log "
-                "a torchmetrics metric instead, or leave --run.virtual_devices out"
+                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means and sums: "
+                "log a torchmetrics metric instead, or leave --run.virtual_devices out"
             )
 
     def log_step(self, values: Sequence[Tensor], samples: int) -> None:
@@ -231,12 +232,12 @@ class Logged:
 
 
 def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
-    """Return the seed of a shard's random streams, for its transforms (purpose 4) or its forward pass (5)."""
+    """Return the seed of a shard's random streams; purpose 4 is transforms, 5 the forward pass."""
     return seed_of(int(os.environ.get("PL_GLOBAL_SEED", 0)), purpose, trainer.current_epoch, step, shard)
 
 
 class ShardedStep(Step):
-    """The straight step over the shards of a batch.
+    """Straight step over the shards of a batch.
 
     Args:
         loop: The loop.
@@ -277,7 +278,7 @@ class ShardedStep(Step):
         return self.outputs
 
     def compute(self) -> Tensor | None:
-        """Compute loss and gradients over all shards; the optimizer's closure."""
+        """Compute loss and gradients over all shards, as the optimizer's closure."""
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.compute()
@@ -317,11 +318,11 @@ class ShardedStep(Step):
     def _over_shards(
         self, batch: Shards, logged: Logged, seed: Callable[[int], None]
     ) -> tuple[list[int], dict[str, Any], Gradients, Future[Tensor]]:
-        """Run forward and backward pass of each shard.
+        """Run the forward and backward pass of each shard.
 
         Returns:
-            Places of the changed buffers, other outputs of the last shard, gradients of earlier batches of the window,
-            and the sum of the vectors over all shards.
+            Indices of the changed buffers; other outputs of the last shard; gradients of earlier batches of the window;
+            future of the summed vectors of `_vector`.
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:
@@ -359,14 +360,19 @@ class ShardedStep(Step):
         return changed, outputs, earlier, sums
 
     def _begin(self, accumulated: int) -> Gradients:
-        """Begin a window of accumulated batches, or set its gradients so far aside."""
+        """Zero the gradients at the start of a window of accumulated batches; return a copy of earlier batches' sum."""
         if self.index % accumulated == 0:
             self._zero()
-        earlier = self._sums.taken()  # views of buckets that the last backward pass overwrites
+        earlier = self._sums.taken()  # may be views of DDP's buckets, so they are cloned below
         return [gradient if gradient is None else gradient.clone() for gradient in earlier]
 
     def _refuse(self, buffers: set[int], names: set[str]) -> None:
-        """Refuse shards that do different things."""
+        """Raise a UserError for a buffer or a logged value that only some shards change or log.
+
+        Args:
+            buffers: Indices of the buffers.
+            names: Names of the logged values.
+        """
         what = f"changes the buffer {self._buffers.name(min(buffers))}" if buffers else f"logs {min(names)!r}"
         raise UserError(f"training_step {what} on some shards alone: do it on all, or leave --run.virtual_devices out")
 
@@ -374,7 +380,7 @@ class ShardedStep(Step):
         return {name: (each._version, each.data_ptr()) for name, each in self.module.named_parameters()}
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
-        """Return loss, logged values and changed buffers of a shard, times its samples unless they are sums."""
+        """Return a shard's loss, changed buffers and logged values as a vector; means are multiplied by its samples."""
         numbers = [
             torch.as_tensor(value, device=self._device).detach()
             for values in (logged.means, logged.sums)
@@ -384,13 +390,13 @@ class ShardedStep(Step):
         sizes = [part.numel() for part in parts]
         exact = torch.float32 if self._device.type == "mps" else torch.float64
         vector = torch.zeros(sum(sizes), dtype=exact, device=self._device)
-        if count:  # a stand-in has no part in a mean
+        if count:  # exclude a stand-in from the means
             torch._foreach_copy_(vector.split(sizes), [part.reshape(-1) for part in parts])
             vector[: len(vector) - len(logged.sums)].mul_(count)
         return vector
 
     def _finish(self, vector: Tensor, samples: int, changed: list[int], logged: Logged) -> Tensor:
-        """Write the mean buffers, log, and return the mean loss."""
+        """Write the buffers' means, log the values, and return the mean loss."""
         vector[: len(vector) - len(logged.sums)].div_(samples)
         buffers = self._buffers.values(changed)
         sizes = [1, *(buffer.numel() for buffer in buffers), *[1] * len(logged.options)]
@@ -409,12 +415,12 @@ class ShardedStep(Step):
 
 
 class ShardedLoop(StraightLoop):
-    """The straight loop over virtual devices.
+    """Straight loop over virtual devices.
 
     Attributes:
         virtual_devices: Number of shards of each global batch.
-        sums: Sums over shards, from the first step on.
-        samples: Samples of the global batch.
+        sums: Sums over shards; None before the first step.
+        samples: Number of samples of the current global batch.
     """
 
     virtual_devices: int
@@ -422,7 +428,7 @@ class ShardedLoop(StraightLoop):
     samples = 0
 
     def make_step(self) -> Step:
-        """Look up the hooks.
+        """Return the step with the hooks looked up.
 
         Raises:
             UserError: When model, strategy or data cannot train on shards.
@@ -435,26 +441,26 @@ class ShardedLoop(StraightLoop):
                 f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself: add "
                 "--run.global_order true"
             )
-        # values that shards log are equal on all ranks: a mean over ranks would round them
+        # logged values are equal on all ranks, so sync_dist would only add rounding
         warnings.filterwarnings("ignore", r"It is recommended to use `self\.log")
         return ShardedStep(self)
 
     def on_batch_start(self, batch: Any) -> None:
-        """Tell `self.log` the batch and its size."""
+        """Set the batch and its size for `self.log`."""
         super().on_batch_start(batch)
         self._results.batch_size = self.samples
 
     def teardown(self) -> None:
-        """Drop the sums, which belong to the strategy's model."""
+        """Drop the sums, because they belong to the strategy's model."""
         self.sums = None
         super().teardown()
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Return the state of the loop, with what the bits depend on."""
+        """Return the loop's state, with the settings that decide the bits."""
         return {**super().on_save_checkpoint(), **self.kept}
 
     @property
     def kept(self) -> dict[str, int]:
-        """Shards, and on a CPU threads, which decide how kernels split a sum."""
+        """Numbers of shards and of CPU threads; threads decide how CPU kernels split a sum."""
         threads = torch.get_num_threads() if self.trainer.strategy.root_device.type == "cpu" else 0
         return {"virtual_devices": self.virtual_devices, "threads": threads}

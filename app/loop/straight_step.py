@@ -1,4 +1,4 @@
-"""The straight loop and its step; `app.loop` explains why they exist."""
+"""Straight loop and its step; `app.loop` explains their purpose."""
 
 import sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def _nothing(*_: Any) -> None:
 
 
 def written(thing: Any, base: type, *names: str) -> bool:
-    """Return whether a hook is overridden, in a class or on the object."""
+    """Return whether one of the hooks is overridden, in a class or on the object."""
     return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
 
 
@@ -35,13 +35,13 @@ class StraightLoop(EpochLoop):
     """Lightning's loop over the batches of an epoch, with the straight step.
 
     Attributes:
-        reason: Why the step is Lightning's; None for the straight step.
+        reason: Reason to use Lightning's step; None for the straight step.
     """
 
     _step: "Step | None" = None
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Look up the hooks for the steps of this epoch."""
+        """Look up the hooks at the start of an epoch."""
         super().on_run_start(data_fetcher)
         self.reason = self.why_not(data_fetcher)
         self._step = self.make_step()
@@ -49,20 +49,20 @@ class StraightLoop(EpochLoop):
             self.val_loop.restarting = False
 
     def make_step(self) -> "Step | None":
-        """Look up the hooks; None for Lightning's step."""
+        """Return a step with the hooks looked up, or None for Lightning's step."""
         order = order_of(self.trainer.train_dataloader)
         if self.reason and order is not None and order is not self.trainer.train_dataloader:
             raise UserError(f"--run.global_order true does not work with {self.reason}: leave one of them out")
         return None if self.reason else Step(self)
 
     def teardown(self) -> None:
-        """Drop the step."""
+        """Drop the step at the end of training."""
         self._step = None
         super().teardown()
 
     def why_not(self, data_fetcher: Any) -> str | None:
         """Return the requested feature that needs Lightning's step, or None."""
-        trainer: Any = self.trainer  # whose attributes Lightning does not declare
+        trainer: Any = self.trainer  # because Lightning does not declare these attributes
         module, strategy = trainer.lightning_module, trainer.strategy
         if not isinstance(trainer.profiler, PassThroughProfiler):
             return "a profiler"
@@ -77,7 +77,7 @@ class StraightLoop(EpochLoop):
         return None
 
     def advance(self, data_fetcher: Any) -> None:
-        """Take a step; or none where a resumed run has a validation to do, which Lightning handles."""
+        """Take one step; leave a resumed run's pending validation to Lightning."""
         step = self._step
         trainer: Any = self.trainer
         if step is None or self.validates_first(data_fetcher):
@@ -91,7 +91,7 @@ class StraightLoop(EpochLoop):
         step(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step; Lightning handles the end of an epoch, validation and schedulers."""
+        """Count the step; leave an epoch's end, validation and schedulers to Lightning."""
         trainer, progress, every = self.trainer, self.batch_progress, self.trainer.val_check_batch
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         if (
@@ -99,7 +99,7 @@ class StraightLoop(EpochLoop):
             or self._step.schedules
             or progress.is_last_batch
             or trainer.should_stop
-            or every is None  # by time
+            or every is None  # validation is due by time
             or every == float("inf")
             or batches.ready % every == 0
         ):
@@ -123,17 +123,17 @@ class StraightLoop(EpochLoop):
 
 
 class Step:
-    """The overridden hooks of callbacks, module, data module, strategy and precision plugin.
+    """Training step with the overridden hooks of callbacks, module, data module, strategy and precision plugin.
 
     Args:
         loop: The loop.
 
     Attributes:
-        callbacks: The callbacks whose hooks were looked up.
-        profiler: The profiler that times each part.
-        batches: Number of batches of an epoch.
-        steps: Progress of the optimizer.
-        schedules: Whether a scheduler advances by steps.
+        callbacks: Callbacks at the time of the lookup.
+        profiler: Profiler at the time of the lookup.
+        batches: Number of batches per epoch.
+        steps: Lightning's progress counter of optimizer steps.
+        schedules: Whether a scheduler advances with each step.
     """
 
     def __init__(self, loop: EpochLoop) -> None:
@@ -146,11 +146,11 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
-        # our own models weight their losses for our own data
+        # None for our own data, because our models weight their losses themselves
         self.order = order if order is not trainer.train_dataloader and trainer.world_size > 1 else None
         self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0
-        self.outputs: dict[str, Any] | None = None  # of the training step
+        self.outputs: dict[str, Any] | None = None  # set by the training step
 
         self.on_train_batch_start = self._hook("on_train_batch_start")
         self.on_before_zero_grad = self._hook("on_before_zero_grad")
@@ -166,7 +166,7 @@ class Step:
         self._settle_training()
         self._settle_optimizer()
 
-    # -- looked up ------------------------------------------------------------------------------------------------
+    # -- lookup ---------------------------------------------------------------------------------------------------
 
     def _part(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a part of the step for `self.log` and the profiler."""
@@ -181,7 +181,7 @@ class Step:
         return profiled
 
     def _hook(self, name: str) -> Callable[..., Any]:
-        """Combine a hook of callbacks and module; returns the module's result."""
+        """Return a function that calls a hook of all callbacks and the module, and returns the module's result."""
         trainer, module = self.trainer, self.module
         callbacks = [hook for c in self.callbacks if written(c, Callback, name) and callable(hook := getattr(c, name))]
         own = getattr(module, name) if written(module, LightningModule, name) else None
@@ -196,7 +196,7 @@ class Step:
         return self._part(name, call)
 
     def _settle_batch(self) -> None:
-        """Look up the batch hooks of data module or module."""
+        """Look up the batch hooks of module and data module."""
         strategy, device = self.strategy, self.strategy.root_device
 
         def hook(name: str) -> Callable[..., Any] | None:
@@ -221,7 +221,7 @@ class Step:
             self.preparation.insert(0, strategy.precision_plugin.convert_input)
 
     def _settle_training(self) -> None:
-        """Look up how to compute loss and gradients; skip strategy and precision plugin if they do nothing."""
+        """Look up the training step and the backward pass; bypass strategy and precision plugin if they do nothing."""
         module, strategy, precision = self.module, self.strategy, self.strategy.precision_plugin
         alone = strategy.model is module and not written(strategy, Strategy, "training_step")
         alone = alone and not written(precision, Precision, "train_step_context", "forward_context")
@@ -240,7 +240,7 @@ class Step:
             self.backward = self._part("backward", lambda loss: strategy.backward(loss, self.optimizer))
 
     def _settle_optimizer(self) -> None:
-        """Look up how the optimizer steps."""
+        """Look up the optimizer's hooks: zeroing, clipping and the update."""
         trainer, module, strategy = self.trainer, self.module, self.strategy
         self.optimizer = optimizer = strategy.optimizers[0]
         self.zero_grad: Callable[[], Any] = optimizer.zero_grad
@@ -260,17 +260,17 @@ class Step:
     def _leave(self, *names: str) -> bool:
         """Return whether neither strategy nor precision plugin overrides these methods."""
         strategy, precision = self.strategy, self.strategy.precision_plugin
-        # DDPStrategy's and an unscaled MixedPrecision's own versions do nothing in automatic optimization
+        # the versions of DDPStrategy and of MixedPrecision without a scaler do nothing in automatic optimization
         ddp = isinstance(strategy, DDPStrategy)
         unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
         return not written(strategy, DDPStrategy if ddp else Strategy, *names) and not written(
             precision, MixedPrecision if unscaled else Precision, *names
         )
 
-    # -- called --------------------------------------------------------------------------------------------------
+    # -- step ----------------------------------------------------------------------------------------------------
 
     def __call__(self, data_fetcher: Any) -> None:
-        """Take a step.
+        """Take one training step.
 
         Raises:
             StopIteration: When `on_train_batch_start` of the module ends the epoch.
@@ -323,7 +323,7 @@ class Step:
         return outputs
 
     def compute(self) -> Tensor | None:
-        """Compute loss and gradients; the optimizer's closure."""
+        """Compute loss and gradients, as the optimizer's closure."""
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.compute()
@@ -348,7 +348,7 @@ class Step:
         self.zero_grads.increment_completed()
 
     def compute_and_clip(self) -> Any:
-        """Compute loss and gradients, and clip them; the optimizer's closure."""
+        """Compute loss and gradients, and clip the gradients, as the optimizer's closure."""
         loss = self.compute()
         self.on_before_optimizer_step(self.optimizer)
         trainer = self.trainer

@@ -1,1 +1,1 @@
-"""Observers of one run: its record, the times of a step, its loggers, the summary at its end."""
+"""Observers of one run: record, step times, loggers, and summary."""

@@ -1,4 +1,4 @@
-"""Callback of `--run.balance`: shares of a global batch that follow the ranks' speed."""
+"""Callback for `--run.balance`: fewer shards for slow ranks."""
 
 from collections.abc import Sequence
 
@@ -9,25 +9,27 @@ from app.data.global_order import order_of
 from app.loop.shards import ShardedLoop
 from app.monitor.rank_times import RankTimes
 
-GAIN = 0.95  # another division of the shards must shorten the slowest rank's step to this share
+GAIN = 0.95  # largest step time after a new division of shards, as a share of the current one
 
 
 class Balance(Callback):
-    """Gives a slow rank fewer shards, from one epoch to the next. The bits do not depend on who computes a shard.
+    """Callback that gives slow ranks fewer shards, from one epoch to the next.
+
+    The bits stay the same, because they do not depend on the rank that computes a shard.
 
     Args:
-        ranks: The ranks' step times, equal on all ranks.
+        ranks: Step times of all ranks, identical on every rank.
     """
 
     def __init__(self, ranks: RankTimes) -> None:
         self.ranks = ranks
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Divide the shards anew, before the epoch's loader begins."""
+        """Divide the shards again if that shortens the step, before the epoch's loader starts."""
         loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return
-        self.ranks.share(trainer, [])  # the last window, which is still on its way
+        self.ranks.share(trainer, [])  # receive the last window's times, which are pending
         tree, rows = loop.sums.tree, self.ranks.ranks
         if not rows:
             return
@@ -42,7 +44,7 @@ class Balance(Callback):
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Divide shards so that the slowest rank ends as early as possible.
+    """Divide shards so that the slowest rank finishes as early as possible.
 
     Args:
         seconds: Seconds per shard of each rank.

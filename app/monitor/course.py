@@ -1,14 +1,14 @@
-"""The course of a figure over a run."""
+"""Time series of measurements over a run."""
 
-MOST = 200  # points, as many as a picture shows
-NUMBERS = 12_800  # in all points together
+MOST = 200  # most points of a series, as many as a plot shows
+NUMBERS = 12_800  # most numbers of a series
 
 
 class Course:
-    """Repeated measurements, thinned evenly, so that long and short runs take equal space.
+    """Time series of measurements, thinned evenly, so that long and short runs need equal space.
 
     Args:
-        width: Figures of each measurement.
+        width: Number of figures per measurement.
 
     Attributes:
         points: Seconds and figures of each kept measurement.

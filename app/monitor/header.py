@@ -1,4 +1,4 @@
-"""Lines printed before training: network, images, devices, batch, optimizer, and where to follow it."""
+"""Header printed before training: network, images, devices, batch, optimizer, folder and tracker."""
 
 import os
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from app.record.words import batch, threads, way_of_running
 
 
 class Header(RichModelSummary):
-    """Prints the header of a training; with `--verbose` also Lightning's table of layers."""
+    """Callback that prints the header of a training; with `--verbose` also Lightning's table of layers."""
 
     def __init__(self) -> None:
         super().__init__(max_depth=3)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Describe the network before the strategy moves, converts or shards it."""
+        """Describe the network now, before the strategy moves, converts or shards it."""
         network = pl_module.network if isinstance(pl_module, ImageClassifier) else pl_module
         self._network = f"{type(network).__name__}, {counted(network)}"
 
@@ -41,7 +41,7 @@ class Header(RichModelSummary):
             super().on_fit_start(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the batch of the user's own loader, which exists only now: global, or of each process."""
+        """Print the batch size of a user's loader, which exists only from here on."""
         loader, data = trainer.train_dataloader, getattr(trainer, "datamodule", None)
         size = getattr(loader, "batch_size", None)
         if not trainer.is_global_zero or isinstance(data, ImageData):
@@ -59,14 +59,14 @@ def show(name: str, text: str) -> None:
 
 
 def counted(network: nn.Module) -> str:
-    """Count a network's parameters, and the trainable ones."""
+    """Format the number of a network's parameters, and of the trainable ones if fewer."""
     known = [each for each in network.parameters() if not isinstance(each, nn.UninitializedParameter)]
     total, learn = (sum(each.numel() for each in known if each.requires_grad or not only) for only in (False, True))
     return f"{total:,} parameters" + (f", {learn:,} of them trainable" if learn < total else "")
 
 
 def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
-    """Yield a name and a text for each line.
+    """Yield name and text of each line.
 
     Args:
         trainer: A trainer that has been set up.
@@ -103,7 +103,7 @@ SHOWN = ("lr", "momentum", "betas", "weight_decay")  # settings of an optimizer,
 
 
 def describe(optimizer: Optimizer) -> str:
-    """Describe an optimizer by its class and its first group's settings."""
+    """Format an optimizer's class and its first group's settings."""
     group = optimizer.param_groups[0]
     shown = [f"{name} {_number(group[name])}" for name in SHOWN if group.get(name)]
     return ", ".join([type(optimizer).__name__, *shown])

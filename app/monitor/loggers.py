@@ -1,4 +1,4 @@
-"""Where metrics go: a CSV file always, Weights & Biases on top."""
+"""Loggers of metrics: always a CSV file, optionally Weights & Biases."""
 
 import csv
 import io
@@ -33,12 +33,12 @@ from app.system.wandb_patches import forget_run, skip_launch_inputs
 
 Prediction = tuple[Tensor, str, str, float]  # image (C, H, W), label, predicted class, its probability
 PROBE_TIMEOUT = 3  # seconds to wait for a server's first answer
-MODES = ("off", "offline", "online")  # of the tracker, the most private one first
+MODES = ("off", "offline", "online")  # modes of the tracker, the most private one first
 WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
-    """Catch the tracker's exceptions and warn once, so that training continues."""
+    """Wrap a tracker's method: on an exception, warn and stop tracking, so that training continues."""
 
     @wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def tracking_mode(flag: str | bool | None) -> str:
-    """Return the tracker's mode: the more private one of flag and WANDB_MODE, or `offline` without both.
+    """Return the tracker's mode: the more private of flag and WANDB_MODE, or `offline` without either.
 
     Args:
         flag: Value of `--run.wandb`; YAML reads `on` and `off` as booleans.
@@ -65,7 +65,7 @@ def tracking_mode(flag: str | bool | None) -> str:
 
 
 def logged_in() -> bool:
-    """Return whether a key of Weights & Biases exists, without asking the server."""
+    """Return whether an API key of Weights & Biases is configured, without contacting the server."""
     import wandb
 
     try:
@@ -76,7 +76,7 @@ def logged_in() -> bool:
 
 
 def probe(url: str, answered: Event) -> None:
-    """Set an event when a server answers; the tracker would wait for more than a minute."""
+    """Set an event when a server answers. The tracker's own timeout is more than a minute."""
     import requests
 
     with suppress(requests.RequestException):
@@ -90,13 +90,13 @@ def trial() -> str | None:
 
 
 class Tracker(WandbLogger):
-    """Weights & Biases: one run per training, whatever the world size.
+    """Logger for Weights & Biases: one run per training for any world size.
 
-    A run goes offline when the server does not answer. Training never waits for the server: unsent data stays in the
+    A run becomes offline if the server does not answer. Training never waits for the server: unsent data stays in the
     run's directory for a later upload.
 
     Args:
-        run_dir: Directory of the run; the tracker's files go into its `wandb` folder.
+        run_dir: Directory of the run; the tracker writes into its `wandb` folder.
         mode: `online` or `offline`.
         resumed: Id of an earlier run to continue.
         options: Name, project, group and tags of the run.
@@ -108,12 +108,12 @@ class Tracker(WandbLogger):
 
     def __init__(self, run_dir: str, mode: str, resumed: str | None = None, **options: Any) -> None:
         variables = {
-            "WANDB_ERROR_REPORTING": "false",  # usage statistics, which even offline runs send
+            "WANDB_ERROR_REPORTING": "false",  # no usage statistics, which even offline runs send
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
-            # with a read-only home, wandb would print its log
+            # not in the home directory, because wandb prints its log if that is read-only
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
         }
-        for variable, value in variables.items():  # spawned processes inherit them
+        for variable, value in variables.items():  # environment variables reach spawned processes
             os.environ.setdefault(variable, value)
         import wandb
 
@@ -124,23 +124,23 @@ class Tracker(WandbLogger):
         if mode == "online" and not logged_in():
             rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
             self.mode = "offline"
-        self._answered: Event | None = None  # probes the server while model and data are prepared
+        self._answered: Event | None = None  # set by `probe` while model and data are prepared
         if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
             self._answered = Event()
-            # a daemon thread: at exit, the interpreter would wait for another one as long as the server sends
+            # a daemon thread, because the interpreter waits for other threads at exit
             Thread(target=probe, args=(wandb.setup().settings.base_url, self._answered), daemon=True).start()
-        # a spawned process that attaches to the run does not know its directory
+        # for spawned processes that attach to the run
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(
             init_timeout=20, finish_timeout=20, finish_timeout_raises=True, silent=True, console="off"
         )
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
-        tracker_settings(self).pop("anonymous", None)  # only a warning by now
+        tracker_settings(self).pop("anonymous", None)  # wandb ignores it, with a warning
 
     @property
     def experiment(self) -> Any:
-        """The wandb run; an offline or a disabled one where the tracker fails to start."""
+        """The wandb run; an offline or disabled run if the tracker fails to start."""
         self._settle()
         for fallback in ("offline", "disabled", None):
             try:
@@ -166,11 +166,11 @@ class Tracker(WandbLogger):
         import wandb
 
         self._settle()
-        wandb.setup()  # silences its warning of the service that Lightning requires
+        wandb.setup()  # avoids a warning about the service that Lightning requires
         return super().__getstate__()
 
     def share_with_forks(self) -> None:
-        """Begin the run here; processes that are forked from now on attach to it, as spawned ones do."""
+        """Start the run here, so that processes forked later attach to it, as spawned ones do."""
         state = self.__getstate__()
 
         def attach() -> None:
@@ -180,7 +180,7 @@ class Tracker(WandbLogger):
         os.register_at_fork(after_in_child=attach)
 
     def _fall_back(self, mode: str) -> None:
-        """Begin a run of another mode with a new id, because the tracker considers the first id in use."""
+        """Switch to another mode with a new id, because the tracker considers the first id in use."""
         self.id = trial() or uuid.uuid4().hex[:8]
         self.mode = mode
         tracker_settings(self).update(mode=mode, id=self.id, resume=None)
@@ -200,7 +200,7 @@ class Tracker(WandbLogger):
 
     @_never_fatal
     def log_record(self, record: Record) -> None:
-        """Put the figures of the run record into the run's summary."""
+        """Log the run record into the run's summary."""
         self.experiment.summary.update({"run": asdict(record)})
 
     @_never_fatal
@@ -226,13 +226,13 @@ class Tracker(WandbLogger):
             self.log_image(path.stem, [str(path)], caption=[title])
 
     def finish(self) -> None:
-        """End the run: everything has been logged."""
+        """Finish the run, and upload the remaining data."""
         try:
             if run := open_experiment(self):
                 run.finish()
-        except Exception as error:  # TimeoutError, or whatever the tracker raises
+        except Exception as error:  # TimeoutError, or any exception of the tracker
             self.unsent = True
-            rank_zero_info(f"Weights & Biases has not taken all of the run: {one_line(str(error))}")
+            rank_zero_info(f"Weights & Biases has not received the whole run: {one_line(str(error))}")
 
 
 def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
@@ -241,9 +241,9 @@ def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
 
 
 class MetricsFile(CSVLogger):
-    """Lightning's CSV logger for a training that may resume, on a disk that may be full.
+    """CSV logger for resumed trainings and full disks.
 
-    It continues an existing file, and keeps rows that cannot be written until the next save.
+    Appends to an existing file. Keeps rows that cannot be written until the next save.
     """
 
     _failed = False
@@ -275,7 +275,7 @@ class MetricsFile(CSVLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Append the logged rows; a new column rewrites the file. No line is ever half written."""
+        """Append the logged rows, or rewrite the file for a new column. A line is never written in part."""
         logged, path = self.experiment, self._path
         columns = sorted({*logged.metrics_keys, *(name for row in logged.metrics for name in row)})
         size = path.stat().st_size if path.exists() else 0
@@ -294,17 +294,17 @@ class MetricsFile(CSVLogger):
             self._failed = True
 
     def go_back(self, step: int) -> None:
-        """Drop rows from a step on, because training resumes there."""
+        """Drop the rows from a step on, because training resumes at this step."""
         if rows := self._rows():
             self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Lightning's writer, which begins by deleting the file: write the file again."""
+        """Lightning's writer. Creating it deletes the file, so the earlier rows are written again."""
         if open_experiment(self) is None:
             rows = self._rows()
-            with warnings.catch_warnings():  # a resumed training has a folder with files
+            with warnings.catch_warnings():  # a resumed training's folder has files
                 warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
                 writer = super().experiment
             if rows:
@@ -314,7 +314,7 @@ class MetricsFile(CSVLogger):
 
 
 class RateMonitor(LearningRateMonitor):
-    """Lightning's learning-rate monitor without its check on every step, unless it logs per step."""
+    """Lightning's learning-rate monitor without its check on every step, unless it logs each step."""
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Log the learning rate of a step."""
@@ -323,16 +323,16 @@ class RateMonitor(LearningRateMonitor):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the whole config beside the run, and in the tracker. No collective call: rank zero only."""
+    """Callback that saves the config in the run's directory and in the tracker. Not collective: rank zero only."""
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False)
-        # 200 kB for each process of ddp_spawn: more than a pipe holds, so processes would start one by one
+        # dropped for ddp_spawn: 200 kB fill the pipe to a process, so that processes would start one by one
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml`, and give the config to the tracker."""
+        """Write `config.yaml`, and log the config to the tracker."""
         if trainer.logger is None:  # a barebones run is not recorded
             return
         path = Path(str(trainer.logger.log_dir), "config.yaml")
@@ -346,13 +346,13 @@ class SaveConfig(SaveConfigCallback):
 
 
 def next_version(root: str, name: str, what: str = "version") -> str:
-    """Name the first free `version_N` under `root/name`, counted from 0; other names count from 1."""
+    """Return the first free `version_N` under `root/name`, from 0; other prefixes count from 1."""
     taken = [re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")]
     return f"{what}_{max((int(match[1]) for match in taken if match), default=-(what == 'version')) + 1}"
 
 
 def claim_version(folder: Path, what: str = "version") -> Path:
-    """Create the first free `version_N` in a folder; runs that start at once get different ones.
+    """Create the first free `version_N` in a folder; concurrent runs get different ones.
 
     Raises:
         UserError: When the folder cannot be created.
@@ -363,7 +363,7 @@ def claim_version(folder: Path, what: str = "version") -> Path:
             directory.mkdir(parents=True)
             break
         except OSError as error:
-            # another run was faster, or a rejected run has just removed the empty parent
+            # retry: another run created it first, or a rejected run removed the empty parent
             if attempt == 99 or not isinstance(error, FileExistsError | FileNotFoundError):
                 raise UserError(
                     f"{directory}: no folder can be made there ({error.strerror}): give another --run.root"
@@ -374,7 +374,7 @@ def claim_version(folder: Path, what: str = "version") -> Path:
 def make_loggers(
     folder: Path, mode: str, project: str, group: str | None, tags: Sequence[str] | None, resumed: str | None = None
 ) -> list[Logger]:
-    """Make the CSV logger, first because run directories follow it, and the tracker, for a new or an earlier run."""
+    """Create the CSV logger and the tracker. The CSV logger is first, because it sets the run's directory."""
     version, name = folder.name, folder.parent.name
     loggers: list[Logger] = [MetricsFile(str(folder.parent.parent), name=name, version=version)]
     if mode != "off":

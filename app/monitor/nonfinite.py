@@ -1,4 +1,4 @@
-"""Detects an infinite or NaN loss with one device read per logging window."""
+"""Detection of an infinite or NaN loss with one device read per logging window."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -16,19 +16,19 @@ NONE = 2**62
 
 
 class NonFinite(Callback):
-    """Reacts to a loss or weights that are not finite: stops the run, warns, or skips the updates.
+    """Callback for a non-finite loss or non-finite weights: stops the run, warns, or skips updates.
 
-    Each rank keeps the losses of a logging window on the device and reads them at its end. It also reads losses and
-    weights before a checkpoint is written, so that saved weights are finite. Skipping needs the gradients before each
-    update: a device read and a small all-reduce per step; in float16 the gradient scaler does that anyway.
+    Each rank keeps a logging window's losses on the device and reads them at the window's end. It also reads losses and
+    weights before a checkpoint is written, so that saved weights are finite. `skip` needs a device read and a small
+    all-reduce of the gradients per step; in float16, the gradient scaler does this anyway.
 
     Args:
-        action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates whose gradients are not
-            finite, on all ranks.
+        action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with non-finite gradients, on
+            all ranks.
 
     Attributes:
-        since: First epoch with a loss that is not finite.
-        step: First step with a loss that is not finite, from 1.
+        since: First epoch with a non-finite loss, from 0; set by `warn`.
+        step: First step with a non-finite loss, from 1.
         skipped: Number of skipped updates.
     """
 
@@ -37,11 +37,11 @@ class NonFinite(Callback):
         self.since: int | None = None
         self.step: int | None = None
         self.skipped = 0
-        self._losses: list[tuple[int, Tensor]] = []  # with the batch
+        self._losses: list[tuple[int, Tensor]] = []  # batch index and loss
         self._window, self._looked, self._last = 1, 0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with an empty window."""
+        """Reset the window."""
         self._losses, self._window, self._looked = [], log_window(trainer), trainer.global_step
 
     def on_train_batch_end(
@@ -52,23 +52,23 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._looked:  # where the sums of `app.modules` are read, too
+        if step % self._window == 0 and step != self._looked:  # same step as the sums of `app.modules`
             self._looked = step
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the rest of the epoch."""
+        """Check the losses since the last window."""
         self._look(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Check losses and weights before they are saved; Lightning has no hook for saving weights alone."""
+        """Check losses and weights before a checkpoint is written. Called by `Restoring`; Lightning has no hook."""
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
             self._look(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Skip an update: an optimizer passes over parameters without a gradient."""
-        if self.action != "skip" or getattr(trainer.precision_plugin, "scaler", None):  # which skips them itself
+        """Skip an update with non-finite gradients by setting all gradients to None."""
+        if self.action != "skip" or getattr(trainer.precision_plugin, "scaler", None):  # the scaler skips
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         bad = torch.tensor(not _finite(gradients), dtype=torch.int64, device=trainer.strategy.root_device)
@@ -77,14 +77,14 @@ class NonFinite(Callback):
             self.skipped += 1
             if self.skipped == 1:
                 rank_zero_info(
-                    f"the gradients of step {trainer.global_step + 1} are not finite: it is left out, and so are others"
+                    f"the gradients of step {trainer.global_step + 1} are not finite: skipping such steps from here on"
                 )
 
     def _look(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
-        """Check the losses since the last check, and weights to be saved. Collective.
+        """Check the losses since the last check, and the weights to save. Collective.
 
         Raises:
-            UserError: On every rank, when one of them is not finite on any, and the run is to stop.
+            UserError: On every rank, when a value on any rank is not finite and the action is `stop`.
         """
         losses, self._losses = self._losses, []
         first = NONE
@@ -111,7 +111,7 @@ class NonFinite(Callback):
             newest = f", and resume from {max(files, key=lambda path: path.stat().st_mtime)}" if files else ""
             raise UserError(
                 f"{problem}: lower the learning rate, give --trainer.gradient_clip_val or another --trainer.precision"
-                f"{newest}; --run.on_nonfinite warn continues anyway, and skip leaves out such steps"
+                f"{newest}; --run.on_nonfinite warn continues anyway, and skip omits such updates"
             )
         if self.since is None and self.action == "warn":
             self.since = trainer.current_epoch

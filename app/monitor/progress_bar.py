@@ -1,4 +1,4 @@
-"""The progress bar: Lightning's, with samples/s and the time left of the whole training."""
+"""Progress bar with samples/s and the remaining time of the whole training."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ PER_SECOND = 4
 class ProgressBar(RichProgressBar):
     """Progress bar that updates 4 times a second, because each update costs time.
 
-    Without a terminal or a notebook there is no bar; the lines of the epochs remain.
+    The bar is drawn only in a terminal or a notebook.
     """
 
     def __init__(self) -> None:
@@ -31,16 +31,16 @@ class ProgressBar(RichProgressBar):
         return super().is_enabled and (console.is_terminal or console.is_jupyter)
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Return the columns before the metrics."""
+        """Return the columns left of the metrics."""
         return [TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn()]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count epochs from 1, as the epochs' lines do."""
+        """Show the epoch, counted from 1."""
         super().on_train_epoch_start(trainer, pl_module)
         if self.progress is not None and self.train_progress_bar_id is not None:
             of = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
             self.progress.update(self.train_progress_bar_id, description=f"epoch {trainer.current_epoch + 1}{of}")
-            self.progress.live.transient = True  # the epochs' lines stay
+            self.progress.live.transient = True  # only the printed lines of epochs remain
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Update the bar when it is due, and after the last step of an epoch."""
@@ -50,7 +50,7 @@ class ProgressBar(RichProgressBar):
             super().on_train_batch_end(trainer, *args, **kwargs)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return the logged metrics, samples/s, and the time left."""
+        """Return the logged metrics, samples/s, and the remaining time."""
         logged = super().get_metrics(trainer, pl_module)
         shown = {name.removesuffix("_step"): value for name, value in logged.items() if name != "v_num"}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

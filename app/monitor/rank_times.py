@@ -1,4 +1,4 @@
-"""Step times of all ranks, and the ranks that are slower than the others."""
+"""Step times of all ranks, and detection of slow ranks."""
 
 import contextlib
 import math
@@ -23,25 +23,25 @@ from app.monitor.course import Course
 from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
-SLOWER = 0.1  # than the median of the other ranks
-DEVIATIONS = 4  # standard deviations of a fair coin, by which a slow rank's slower windows exceed half of all
+SLOWER = 0.1  # relative excess over the other ranks' median from which a rank is slower
+DEVIATIONS = 4  # significance of a slow rank, in standard deviations of a fair coin
 KEPT = 1000  # windows kept for the medians
 
 
 class RankTimes:
-    """Shares the ranks' step times once a window, in the background, and finds slow ranks one window later.
+    """Exchange of step times among ranks, once per window in the background, and detection of slow ranks.
 
-    A rank is slow when it is slower than the others in more than half of the windows, by four standard deviations of a
-    fair coin. Waiting for a core counts only if the rank shares its cores with no other rank, because chance decides
-    which of several ranks waits.
+    A rank is slow if it is slower than the others in significantly more than half of the windows: by four standard
+    deviations of a fair coin. For ranks that share cores, the wait for a core does not count, because chance decides
+    which rank waits.
 
     Args:
         timeout: Seconds to wait for another rank.
 
     Attributes:
         places: Node and cores of each rank.
-        others_cores: Mean number of rank zero's cores that other programs took during training.
-        memory: Seconds of training, and each rank's GiB: reserved by torch on a GPU, resident in memory on a CPU.
+        others_cores: Mean number of rank zero's cores that other programs used during training.
+        memory: Time series of each rank's memory in GiB: reserved by torch on a GPU, resident on a CPU.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -56,16 +56,16 @@ class RankTimes:
         self._group: Any = None
         self._process: Any = None
         self._pending: tuple[float, list[Tensor], Any] | None = None
-        self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # of each rank: data, compute, wait and memory
+        self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # each rank's data, compute, wait and memory
 
     def connect(self, trainer: Trainer, watched: Any) -> None:
-        """Connect with the other ranks. Collective."""
+        """Create the group of all ranks. Collective."""
         if trainer.world_size > 1 and self._group is None:
             with watched.connecting() if watched is not None else contextlib.nullcontext():
                 self._group = host_group(self._timeout)
 
     def begin(self, trainer: Trainer) -> None:
-        """Start the clocks of processes and cores. Collective."""
+        """Reset the clocks of processes and cores. Collective."""
         self._started, self._process = time.perf_counter(), psutil.Process()
         self.memory = Course(trainer.world_size)
         self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
@@ -74,7 +74,7 @@ class RankTimes:
 
     @property
     def ranks(self) -> list[RankTime]:
-        """Each rank's median milliseconds over the shared windows."""
+        """Median step times of each rank over the shared windows, in milliseconds."""
         if not self._windows:
             return []
         medians = (1000 * np.median(list(self._windows), axis=0)).round(4).tolist()  # (ranks, figures)
@@ -84,12 +84,12 @@ class RankTimes:
         ]
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
-        """Process the last shared window, and share this window's medians, memory, and times of cores.
+        """Process the pending window, and start the exchange of this window's medians, memory and core times.
 
         Args:
             trainer: The trainer.
-            steps: For each step, the seconds at which the last step ended, and this one's computation began, its last
-                gradient was ready, the gradients were averaged, and it ended; empty to process the last window only.
+            steps: Five times in seconds of each step: end of the previous step, start of the computation, last gradient
+                ready, gradients averaged, end of the step. Empty to process only the pending window.
         """
         if self._pending is not None:
             (seconds, rows, answer), self._pending = self._pending, None
@@ -124,19 +124,19 @@ class RankTimes:
         return (torch.cuda.memory_reserved(device) if cuda else self._process.memory_info().rss) / GIB
 
     def hear(self, seconds: float, rows: list[list[float]]) -> None:
-        """Process the figures of a window that the ranks have shared.
+        """Process a window's figures of all ranks.
 
         Args:
             seconds: Seconds since the start of training.
-            rows: A row for each rank: data, compute and wait in seconds; memory in GiB; busy seconds of its cores since
-                the start of training; CPU seconds of the rank since then; seconds per step of waiting for a core.
+            rows: Figures of each rank: data, compute and wait in seconds; memory in GiB; busy seconds of its cores, and
+                CPU seconds of the rank, both since the start of training; wait for a core in seconds per step.
         """
         self._heard += 1
         self._windows.append([row[:4] for row in rows])
         self.memory.add(seconds, *(row[3] for row in rows))
         ours = sum(row[5] for row, place in zip(rows, self.places, strict=True) if place == self.places[0])
         self.others_cores = round(max(rows[0][4] - ours, 0.0) / seconds, 2)
-        # ranks that share cores: compute without the wait for a core
+        # for ranks that share cores, subtract the wait for a core
         shared = [self.places.count(place) > 1 for place in self.places]
         busy = [[row[0], max(row[1] - row[6] * alike, 0.0)] for row, alike in zip(rows, shared, strict=True)]
         slow = slower(busy, [node for node, _ in self.places])
@@ -154,14 +154,14 @@ NAMES = ("data", "compute", "wait")
 
 
 def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, str]:
-    """Find the ranks that take longer for a step than the others, waits for other ranks excluded.
+    """Find the ranks whose step takes longer than the others', without the wait for other ranks.
 
     Args:
         rows: Data, compute and wait of each rank, in any unit.
         nodes: Node of each rank.
 
     Returns:
-        By rank, a line with the excess and its phase.
+        A line with the excess and its phase, by rank.
     """
     lines = {}
     for rank, (data, compute, *_) in enumerate(rows if len(rows) > 1 else ()):
@@ -176,6 +176,6 @@ def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, s
 
 
 def slow_ranks(ranks: Sequence[RankTime]) -> dict[int, str]:
-    """Describe each rank that was slower than the others, by its number."""
+    """Return a line about each slow rank, by rank."""
     lines = slower([[row.data, row.compute, row.wait] for row in ranks], [row.node for row in ranks])
     return {rank: line for rank, line in lines.items() if ranks[rank].slow}

@@ -1,4 +1,4 @@
-"""Page `report.html` of a training: its result, curves, confusions, and bottleneck."""
+"""Page `report.html` of a training: result, curves, confusion matrix, and bottleneck."""
 
 import csv
 import io
@@ -24,9 +24,9 @@ from app.system import page
 from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_plot, label_lines, plain, png, table
 
-CELLS = 20  # classes up to which the counts of a confusion matrix are written
-SHOWN = 10  # classes of a table that has not all
-WRONG_HEIGHT = 47  # percent of its width: the first two rows of the picture of wrong images
+CELLS = 20  # most classes for which a confusion matrix shows its counts
+SHOWN = 10  # number of classes in a shortened table
+WRONG_HEIGHT = 47  # height of the first two rows of wrong images, in percent of the width
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
@@ -41,7 +41,7 @@ BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) fo
 
 
 def leave_report(directory: str) -> None:
-    """Write the report of the run in a directory, if it has a record; errors are printed, because training is over."""
+    """Write the report of the run in a directory, if it has a record; print an error, because training is over."""
     path = Path(directory, "report.html")
     if not path.with_name("run.json").exists():
         return
@@ -53,11 +53,11 @@ def leave_report(directory: str) -> None:
 
 
 def make_report(folder: Path) -> str:
-    """Make the report of a run from the files in its folder.
+    """Return a run's report as HTML, made from the files in its folder.
 
     Raises:
-        ValueError: When its record cannot be read.
-        OSError: When another file cannot be read.
+        ValueError: When the run record is unreadable.
+        OSError: When another file is unreadable.
     """
     record = Record.load(folder / "run.json")
     names, counts = _confusion(folder / "confusion_matrix.csv")
@@ -79,7 +79,7 @@ def make_report(folder: Path) -> str:
 
 
 def headline(record: Record, tested: int) -> str:
-    """Summarise a training in one line.
+    """Return a one-line summary of a training.
 
     Args:
         record: The run record.
@@ -107,7 +107,7 @@ def headline(record: Record, tested: int) -> str:
 
 
 def _facts(record: Record) -> list[tuple[str, str]]:
-    """Return the settings and the hardware that the record has."""
+    """Return names and texts of the recorded settings and hardware."""
     model, data, machine, trained, setup = record.model, record.data, record.hardware, record.train_s, record.setup_s
     kinds = {"train": "training", "val": "validation", "test": "test"}
     counts = [f"{data.images[name]:,} {kind}" for name, kind in kinds.items() if data.images.get(name)] if data else []
@@ -129,7 +129,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read metrics.csv without its empty cells; an empty list if there is no file."""
+    """Read the rows of metrics.csv without empty cells; return an empty list without a file."""
     if not path.exists():
         return []
     with io.TextIOWrapper(open_file(path), newline="") as file:
@@ -138,7 +138,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
     epochs = record.epochs
-    # an epoch's figures are logged at its last step; with accumulation there are fewer steps than batches
+    # an epoch's metrics are logged at its last step; with accumulation, an epoch has fewer steps than batches
     ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
     length = ends[-1] if ends else record.steps_per_epoch or 1
 
@@ -199,11 +199,11 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
     label_lines(axes, [(line[1][-1], name, colour) for name, line, colour in drawn])
 
 
-# -- what is confused -------------------------------------------------------------------------------------------------
+# -- confusion matrix -------------------------------------------------------------------------------------------------
 
 
 def _confusion(path: Path) -> tuple[list[str], np.ndarray]:
-    """Return class names, and counts of label (rows) against prediction; both empty without a test."""
+    """Return class names, and counts (labels, predictions); both are empty without a test."""
     if not path.exists():
         return [], np.zeros((0, 0), int)
     with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:
@@ -212,7 +212,7 @@ def _confusion(path: Path) -> tuple[list[str], np.ndarray]:
 
 
 def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draw counts of label (rows) against prediction (classes, classes), shaded by their share of the row."""
+    """Draw a confusion matrix, (labels, predictions), shaded by the share of each row."""
     total = counts.sum(1, keepdims=True)
     shares = counts / np.maximum(total, 1)
     axes.imshow(shares, cmap=BLUES, vmin=0, vmax=1, interpolation="none")
@@ -234,7 +234,7 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
 
 
 def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
-    """Draw counts of label (rows) against prediction (columns), (classes, classes), and recall, into a PNG."""
+    """Draw a confusion matrix, (labels, predictions), with recall, into a PNG file."""
     side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
     title = "Confusion matrix: label against prediction"
     with whole(path) as file:
@@ -242,22 +242,22 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
-    """Draw images (C, H, W) in a grid, each below a caption of two lines. Of 2 or over 3 channels, the first shows."""
-    columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: a cell, and the longer side of an image in it
+    """Draw a grid of images (C, H, W) with captions of two lines; show only the first of 2 or more than 3 channels."""
+    columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: size of a cell, and longer side of an image
     lines = max(-(-len(rows) // columns), 1)
     figure = Figure(figsize=(columns * width, lines * height))
-    axes = figure.add_axes((0, 0, 1, 1))  # one for all: 25 of them take a second to lay out
+    axes = figure.add_axes((0, 0, 1, 1))  # one axes for all images, because 25 axes take a second
     axes.axis("off")
     for cell, (image, caption) in enumerate(rows):
         image = image if len(image) in (1, 3) else image[:1]
-        if image.is_floating_point():  # normalised
+        if image.is_floating_point():  # rescale normalised pixels to 0…1
             image = image.nan_to_num(0.0, 0.0, 0.0)
             image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
         centre, bottom = (cell % columns + 0.5) * width, (lines - cell // columns - 1) * height + 0.05
         high, wide = (side * length / max(image.shape[1:]) for length in image.shape[1:])
         pixels = image.expand(3, -1, -1).permute(1, 2, 0)
         axes.imshow(pixels, extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high))
-        # this grey shows on paper and on a dark screen
+        # a grey that is readable on paper and on a dark screen
         axes.text(centre, bottom + high + 0.05, caption, fontsize=8, color="#767676", ha="center", va="bottom")
     axes.set(xlim=(0, columns * width), ylim=(0, lines * height))
     return figure
@@ -290,7 +290,7 @@ def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: d
     return "\n\n".join(parts)
 
 
-# -- what limited the run ---------------------------------------------------------------------------------------------
+# -- bottleneck -------------------------------------------------------------------------------------------------------
 
 
 def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
@@ -330,7 +330,7 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
 
 
 def _over_time(axes: Axes, points: np.ndarray) -> None:
-    """Plot figures (points, 1 + lines) against the seconds in their first column."""
+    """Plot columns of an array (points, 1 + lines) against its first column, in seconds."""
     axes.plot(points[:, 0], points[:, 1:], color=page.BLUE)
     axes.set_xlabel("seconds of training")
     axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)
@@ -338,7 +338,7 @@ def _over_time(axes: Axes, points: np.ndarray) -> None:
 
 
 def stacked_bars(axes: Axes, labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]) -> None:
-    """Draw a bar for each row, of its phases in milliseconds."""
+    """Draw a stacked bar of phases in milliseconds for each row."""
     times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
     shares = times / np.maximum(times.sum(0), 1e-9)
     for phase, widths, share, left in zip(phases, times, shares, times.cumsum(0) - times, strict=True):

@@ -1,4 +1,4 @@
-"""Files of a test or a prediction: confusion matrix, wrong images, predictions."""
+"""Callbacks that write results: confusion matrix, wrong images, predictions."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ from app.system.files import whole
 
 
 class PredictionWriter(Callback):
-    """Writes `predictions.csv`: each image once, in order, for any world size."""
+    """Callback that writes `predictions.csv`: each image once, in order, for any world size."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, float]] = []
@@ -28,14 +28,14 @@ class PredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Keep this rank's rows: index, predicted label, probability."""
+        """Store this rank's rows: index, predicted label, probability."""
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
             probability, label = outputs.max(1)
             self._rows += zip(loader.samples(batch_idx).tolist(), label.tolist(), probability.tolist(), strict=True)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather all ranks' rows and write them. Collective."""
+        """Gather all ranks' rows, and write the file. Collective."""
         rows = sorted(row for part in gather_objects(self._rows) for row in part)
         self._rows = []
         directory = trainer.log_dir
@@ -59,14 +59,14 @@ class PredictionWriter(Callback):
 
 
 class TestFigures(Callback):
-    """Draws the confusion matrix and the most confidently wrong test images, for the run's directory and the tracker.
+    """Callback that draws the confusion matrix and the most confidently wrong test images.
 
     Args:
         wrong: Number of wrong images to show.
-        track: Whether to track the wrong images.
+        track: Whether to upload the wrong images.
     """
 
-    __test__ = False  # not for pytest
+    __test__ = False  # because pytest collects classes named Test…
 
     def __init__(self, wrong: int = 25, track: bool = False) -> None:
         self.wrong, self.track = wrong, track
@@ -75,7 +75,7 @@ class TestFigures(Callback):
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Keep this rank's most confidently wrong images."""
+        """Store this rank's most confidently wrong images."""
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
@@ -86,18 +86,18 @@ class TestFigures(Callback):
         self._worst = sorted([*self._worst, *wrong], reverse=True)[: self.wrong]
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather all ranks' figures, draw and track them. Collective."""
+        """Gather all ranks' results; draw and track them. Collective."""
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
-        matrix = torch.atleast_2d(pl_module.confusion.compute())  # a number for a single class
+        matrix = torch.atleast_2d(pl_module.confusion.compute())  # a scalar for a single class
         pl_module.confusion.reset()
         worst = sorted((row for part in gather_objects(self._worst) for row in part), reverse=True)[: self.wrong]
         self._worst = []
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:
             return
-        # imported here, because matplotlib takes a fifth of all import time
+        # a local import, because matplotlib takes a fifth of all import time
         from app.monitor.report import draw_confusion_matrix, draw_images
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ class TestFigures(Callback):
 
 
 def _write_table(path: Path, lines: list[list[Any]]) -> None:
-    """Write a CSV file; file names that are not UTF-8 keep their bytes."""
+    """Write a CSV file; keep the bytes of file names that are not UTF-8."""
     with whole(path) as file:
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         csv.writer(text).writerows(lines)

@@ -38,13 +38,13 @@ from app.system.machine import hardware, peak_memory, versions
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:
-    """List the devices of this process: several only under dp and ddp_dp."""
+    """Return the devices of this process; several only under dp and ddp_dp."""
     strategy = trainer.strategy
     return strategy.parallel_devices if isinstance(strategy, SplitForward) else [strategy.root_device]
 
 
 def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
-    """Return strategy, devices, sizes, precision and placement as the trainer resolved them, by the record's names."""
+    """Return the trainer's strategy, devices, sizes, precision and placement, by field of the run record."""
     data = getattr(trainer, "datamodule", None)
     own = data if isinstance(data, ImageData) else None
     loop = trainer.fit_loop.epoch_loop
@@ -73,20 +73,20 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
 
 
 class RunRecord(Callback):
-    """Fills the run record and writes `run.json`, also when the run fails or is interrupted.
+    """Callback that fills the run record and writes `run.json`, even if the run fails or is interrupted.
 
     Throughput is global samples per second over windows of `log_every_n_steps` steps (or an epoch, if shorter). The
-    device is synchronised at the end of a window and at no other time. The run's first window, windows of the first
-    `warmup_epochs` epochs, validation, and windows with profiled steps do not count.
+    device is synchronised only at the end of a window. Throughput excludes the run's first window, windows of the first
+    `warmup_epochs` epochs, validation, and windows with profiled steps.
 
     Args:
         command: The command line.
-        warmup_epochs: Epochs without a throughput.
-        checkpoints: The callbacks of the best and the last checkpoint; by default the trainer's.
+        warmup_epochs: Number of first epochs to exclude from throughput.
+        checkpoints: Callbacks of the best and the last checkpoint; by default the trainer's.
 
     Attributes:
-        record: The record.
-        rate: Samples/s of the last window, or None before it.
+        record: The run record.
+        rate: Samples/s of the last window; None before the first window's end.
     """
 
     rate: float | None = None
@@ -105,8 +105,8 @@ class RunRecord(Callback):
         self._open_epoch: records.Epoch | None = None
         self._validated = self._epoch_validated = False
         self._course = Course()
-        self._before = records.Course()  # of earlier parts
-        self._rates: list[tuple[float, float, bool]] = []  # per window: samples/s, samples per step, profiled
+        self._before = records.Course()  # series of earlier parts
+        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, is profiled
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
         self._begin_window(0.0)
@@ -118,7 +118,7 @@ class RunRecord(Callback):
 
         Args:
             folder: Directory of the run.
-            earlier: Its record.
+            earlier: Record of the run.
         """
         part = records.Part(**{each.name: getattr(earlier, each.name) for each in fields(records.Part)})
         if part.status == "running":
@@ -128,11 +128,11 @@ class RunRecord(Callback):
         for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
             setattr(earlier, name, getattr(now, name))
         earlier.run_dir, earlier.parts = str(folder), [*earlier.parts, part]
-        with suppress(OSError):  # reported at the next write
-            earlier.save(folder / "run.json")  # spawned ranks continue it
+        with suppress(OSError):  # the next write reports it
+            earlier.save(folder / "run.json")  # for spawned ranks, which continue it
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin the record, or continue it: the test after fit belongs to the same run."""
+        """Fill in the configuration; a test after fit continues the same record."""
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:
             return
@@ -150,7 +150,7 @@ class RunRecord(Callback):
         self._write()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Complete the record and give its figures to the tracker."""
+        """Complete the record, and log it to the tracker."""
         if self.path is None:
             return
         signal = None if self.record.finished else cause(trainer)
@@ -161,7 +161,7 @@ class RunRecord(Callback):
             tracker.log_record(self.record)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Record why the run ended. No collective call: the other ranks may be gone."""
+        """Record the reason of the end. Not collective, because other ranks may be gone."""
         data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
         if trainer.training and isinstance(data, ImageData) and out_of_memory(exception):
             at_once = data.micro_batch or math.ceil(data.global_batch_size / trainer.world_size)
@@ -169,7 +169,7 @@ class RunRecord(Callback):
                 exception.add_note(f"{PARTS} {at_once // 2}")
         if directory is None or not trainer.is_global_zero:
             return
-        if self.path is None:  # the run failed before it began, or in a spawned process
+        if self.path is None:  # the run failed before its setup, or in a spawned process
             self.path = Path(directory, "run.json")
             with suppress(ValueError):
                 self.record = Record.load(self.path)
@@ -186,7 +186,7 @@ class RunRecord(Callback):
 
     def _write(self) -> None:
         assert self.path is not None
-        config = self.path.with_name("config.yaml")  # a notebook has none
+        config = self.path.with_name("config.yaml")  # absent in a notebook
         self.record.config = str(config) if config.exists() else None
         try:
             self.record.save(self.path)
@@ -198,7 +198,7 @@ class RunRecord(Callback):
     # -- training -------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record how the model is executed, and count the accelerator's peak memory from here."""
+        """Record the model and its execution, and reset the accelerator's peak memory."""
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
             (_, first), *others = gather_objects((trainer.node_rank, data.content))
@@ -217,11 +217,11 @@ class RunRecord(Callback):
         self.record.model = model
         self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
-            if device.type == "cuda":  # not for a run on the CPU of a machine with a GPU
+            if device.type == "cuda":  # not in a CPU run on a machine with a GPU
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the last epoch's row and start the clocks."""
+        """Close the last epoch's row, and start the clocks."""
         if self.record.global_batch_size is None and (order := order_of(trainer.train_dataloader)) is not None:
             self.record.global_batch_size = order.batch_size
         self._close_epoch(trainer)
@@ -279,7 +279,7 @@ class RunRecord(Callback):
             self.record.validation = _metrics(trainer, "val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the epoch's row: its metrics are logged after this."""
+        """Open the epoch's row; `_close_epoch` adds the metrics, which are logged later."""
         self._last_step = _time_when_done(trainer)
         self._open_epoch = records.Epoch(
             trainer.current_epoch,
@@ -303,7 +303,7 @@ class RunRecord(Callback):
         self.record.epochs.append(row)
         if self.path is None:
             return
-        if trainer.progress_bar_callback is not None:  # a line that stays, also without a terminal
+        if trainer.progress_bar_callback is not None:  # a permanent line, even without a terminal
             is_best, left = (row.val_acc or 0.0) > best, self.time_left(trainer)
             memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
             metrics = trainer.callback_metrics
@@ -312,7 +312,7 @@ class RunRecord(Callback):
         self._write()
 
     def time_left(self, trainer: Trainer) -> float | None:
-        """Estimate the seconds to the end of training, validations included; None if the end is open."""
+        """Estimate the seconds to the end of training, with validations; return None if the end is unknown."""
         done, since = _batches(trainer), self._first_step
         by_epochs = (trainer.max_epochs or -1) * trainer.num_training_batches
         by_steps = trainer.max_steps * trainer.accumulate_grad_batches
@@ -322,7 +322,7 @@ class RunRecord(Callback):
         return (end - done) * (time.perf_counter() - since) / (done - self._first_batch)
 
     def _measure(self, trainer: Trainer) -> None:
-        """Update loop, times, throughput, losses and checkpoints."""
+        """Update the record's loop, times, throughput, losses and checkpoints."""
         record, loop = self.record, trainer.fit_loop.epoch_loop
         record.loop_reason = loop.reason if isinstance(loop, EpochLoop) else "--run.loop lightning"
         record.loop = "straight" if record.loop_reason is None else "lightning"
@@ -362,25 +362,25 @@ class RunRecord(Callback):
         record.checkpoint = records.Checkpoints(*(callback.best_model_path or None for callback in callbacks[:2]))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the last epoch and collect every rank's memory."""
+        """Close the last epoch, and gather the ranks' peak memory. Collective."""
         memory = [row for rows in gather_objects(_memory(trainer)) for row in rows]
         self._close_epoch(trainer)
         self.record.peak_memory = memory
         self._measure(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the checkpoints of a run that resumed at its end and took no step."""
+        """Record the checkpoints of a resumed run that took no step."""
         if self._first_step is None:
             self._measure(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the epochs so far, so that a resumed run's record has them all."""
+        """Save the epochs so far, so that a resumed run's record is complete."""
         if "train_loss" in trainer.callback_metrics:
             self._close_epoch(trainer)
         checkpoint["epochs"] = [vars(row) for row in self.record.epochs]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Continue the epochs of the resumed run."""
+        """Restore the epochs of the resumed run."""
         if trainer.state.fn == "fit":
             self.record.epochs = [records.Epoch(**row) for row in checkpoint.get("epochs", [])]
             for logger in trainer.loggers if trainer.is_global_zero and self.record.parts else []:
@@ -388,7 +388,7 @@ class RunRecord(Callback):
                     logger.go_back(checkpoint["global_step"])
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the test figures and their checkpoint, unless they are of the last weights."""
+        """Record the test metrics, and the tested checkpoint if one was loaded."""
         figures = _metrics(trainer, "test")
         self.record.test = None if figures == records.Metrics() else figures
         self.record.tested = str(trainer.ckpt_path) if trainer.ckpt_path else None
@@ -405,11 +405,11 @@ def _memory(trainer: Trainer) -> list[records.DeviceMemory]:
 
 
 def _continued(before: list[list[float]], points: list[list[float]], earlier: float) -> list[list[float]]:
-    """Append this part's points to those of earlier parts, if both have as many ranks.
+    """Append this part's points to earlier parts' points, unless the number of ranks differs.
 
     Args:
-        before: Rows of seconds and figures.
-        points: The same of this part.
+        before: Earlier parts' points, rows of seconds and figures.
+        points: This part's points.
         earlier: Seconds of training before this part.
     """
     later = [[round(seconds + earlier, 4), *figures] for seconds, *figures in points]
@@ -422,12 +422,12 @@ def learning_rate(trainer: Trainer) -> float | None:
 
 
 def _batches(trainer: Trainer) -> int:
-    """Count the training batches of all epochs so far."""
+    """Return the number of training batches of all epochs so far."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
 
 
 def _time_when_done(trainer: Trainer) -> float:
-    """Synchronise the device and return the time."""
+    """Synchronise the device, and return the time in seconds."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize(trainer.strategy.root_device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""The clock of a training step: data, compute and wait of every step, and all phases of a few."""
+"""Clock of training steps: data, compute and wait of every step, and all phases of a few steps."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ from app.parallel import SplitForward
 from app.record import PHASES, Phases, RankTime
 
 NAMES = (*PHASES, "forward", "backward", "launch")
-ACTIONS = {  # of Lightning's profilers: phase
+ACTIONS = {  # phase by the action's name in Lightning's profilers
     "train_dataloader_next": "data",
     "batch_to_device": "data",
     "training_step": "forward",
@@ -29,17 +29,17 @@ ACTIONS = {  # of Lightning's profilers: phase
 
 
 class StepClock(Callback):
-    """Times each step, and tells the rank's watchdog where the rank is.
+    """Callback that times each step, and reports the rank's phase to its watchdog.
 
-    Every step, without synchronising the device (on a GPU from events that are read a window later):
+    Times of every step, without synchronising the device (on a GPU, from events that are read a window later):
 
-    * data: from the end of a step to the start of the next one's computation
-    * compute: the rest of the step, waits before the last gradient included, such as SyncBatchNorm's
-    * wait: from the last gradient to the end of the backward pass, which averages the gradients
+    * data: from the end of a step to the start of the next step's computation
+    * compute: the rest of the step, with waits before the last gradient, such as SyncBatchNorm's
+    * wait: from the last gradient to the end of the backward pass, while gradients are averaged
 
-    For 20 steps after the first 5, with the device synchronised between phases, rank zero's:
+    Phases of 20 steps after the first 5, with the device synchronised between phases:
 
-    * data: waiting for the batch, moving it to the device, augmenting and normalising it
+    * data: wait for the batch, its transfer to the device, augmentation and normalisation
     * forward_backward: the model's step (forward) and its backward pass; launch is the part in which the host issues
       work: all of it on a CPU
     * communication: the wait above, and the ranks' agreement whether to stop. Under dp: scattering the batch, copying
@@ -48,18 +48,18 @@ class StepClock(Callback):
     * rest: metrics, logging, and Python between the calls
 
     Args:
-        ranks: The object that shares the times among ranks.
+        ranks: Exchange of the times among ranks.
     """
 
     skipped, window = 5, 20
 
     def __init__(self, ranks: RankTimes) -> None:
         self.ranks = ranks
-        self._beat: Any = [0, 0, 0]  # without a watchdog nobody reads it
+        self._beat: Any = [0, 0, 0]  # unused without a watchdog
         self._now: Callable[[], Any] = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         self._steps: list[tuple[Any, ...]] = []
-        self._last_window: list[tuple[Any, ...]] = []  # a GPU has finished it by now
+        self._last_window: list[tuple[Any, ...]] = []  # complete on a GPU, too
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
         self._step = self._window = self._left = 0
@@ -72,7 +72,7 @@ class StepClock(Callback):
     # -- watchdog -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Connect with watchdog and other ranks. Collective."""
+        """Connect to the watchdog and the other ranks. Collective."""
         watched = watchdog.heartbeat if watchdog.heartbeat and watchdog.heartbeat.folder else None
         if watched is not None:
             self._beat = watched.values
@@ -80,7 +80,7 @@ class StepClock(Callback):
         self.ranks.connect(trainer, watched)
 
     def _stop_beating(self, *_: Any, **__: Any) -> None:
-        """Tell the watchdog that this rank ends."""
+        """End the watch, because this rank ends."""
         if watchdog.heartbeat is not None:
             watchdog.heartbeat.end()
         self._beat = [0, 0, 0]
@@ -106,12 +106,12 @@ class StepClock(Callback):
         self.ranks.begin(trainer)
         if trainer.world_size > 1:
             trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
-            self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # one process has no such hook
+            self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # unnecessary for one process
             self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in trainable]
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer, *_: Any) -> None:
-        """Start waiting for data, outside of any step."""
+        """Start the wait for data."""
         self._step = trainer.global_step + 1
         beat = self._beat
         beat[0], beat[1], beat[2] = self._step, DATA, beat[2] + 1
@@ -132,7 +132,7 @@ class StepClock(Callback):
 
     def _on_averaged(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat[1] = UPDATE
-        if self._ready is self._waited_since:  # this backward pass did not reach the parameter
+        if self._ready is self._waited_since:  # the backward pass did not reach the hooked parameter
             return
         self._averaged, self._waited_since = self._now(), self._ready
         if len(self._handles) > 1 and self._last_parameter is not None:  # only the last gradient matters
@@ -140,14 +140,17 @@ class StepClock(Callback):
             self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
 
     def _wait(self) -> float:
-        """Return the seconds of the current step's wait; the device is synchronised."""
+        """Return the current step's wait in seconds. Requires a synchronised device."""
         ready, averaged = self._seconds([(self._began, self._ready, self._averaged)])[0][1:]
         return averaged - ready
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the step's times, and share those of a window that ends here."""
+        """Store the step's times; at the end of a window, share the times of the window before it.
+
+        A GPU has finished the earlier window, so reading its times does not block.
+        """
         now = self._now()
         self._steps.append((self._ended, self._began, self._ready, self._averaged, now))
         self._ended = now
@@ -164,7 +167,7 @@ class StepClock(Callback):
             self._profile(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share the last times. Collective."""
+        """Share the remaining times. Collective."""
         self._unhook()
         self._end_profile()
         if self._cuda:
@@ -181,12 +184,12 @@ class StepClock(Callback):
 
     @property
     def timing(self) -> bool:
-        """Whether the clock may have slowed the step that ends now: only on a GPU."""
+        """Whether the clock may slow the current step; only on a GPU."""
         return self._cuda and self._seen <= self.skipped + self.window
 
     @property
     def time_per_step(self) -> Phases | None:
-        """Median milliseconds of each phase; None when training was too short."""
+        """Median milliseconds of each phase; None if no step was profiled."""
         if not self._phases:
             return None
         medians = {name: statistics.median(step[name] for step in self._phases) for name in NAMES}
@@ -194,7 +197,7 @@ class StepClock(Callback):
         return Phases(n=len(self._phases), **phases)
 
     def _profile(self, trainer: Trainer) -> None:
-        """End a profiled step; begin after the first steps, and end after the last."""
+        """Store a profiled step; start and stop the profiler at the right steps."""
         if self._profiler is not None:
             self._phases.append(self._profiler.take())
             if len(self._phases) == self.window:
@@ -209,13 +212,13 @@ class StepClock(Callback):
 
 
 def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> Phases:
-    """Divide the step time of the throughput's windows among its phases, in milliseconds.
+    """Return the phases scaled to the step time of the throughput's windows, in milliseconds.
 
     Args:
         profiled: Median of each phase over a few profiled steps.
-        step: Median step time in the windows.
+        step: Median step time in the windows, in milliseconds.
         rank: Rank zero's median times over all windows, or None without other ranks. They replace the profiled data and
-            communication, because a few steps say little about waiting for other ranks.
+            communication, because waits for other ranks vary between steps.
     """
     known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
     scale = (step - sum(known.values())) / sum(getattr(profiled, phase) for phase in PHASES if phase not in known)
@@ -230,19 +233,19 @@ def _recorded() -> torch.cuda.Event:
 
 
 def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
-    """Return the seconds from the first event to each."""
+    """Return the seconds from the first event to each event."""
     return [[steps[0][0].elapsed_time(event) / 1000 for event in step] for step in steps]
 
 
 class _PhaseProfiler(PassThroughProfiler):
-    """Stands in for the trainer's profiler, because the loop reports each part of a step to it."""
+    """Profiler that times a step's phases; replaces the trainer's, which the loop calls around each part of a step."""
 
     def __init__(self, trainer: Trainer, wait: Callable[[], float]) -> None:
         super().__init__()
         self.trainer, self.wait, self.device = trainer, wait, trainer.strategy.root_device
         self.cuda = self.device.type == "cuda"
         self._begun: dict[str, float] = {}
-        self._marks: list[float] = []  # dp: start of the forward, then each replica's start and end
+        self._marks: list[float] = []  # under dp: start of the forward pass, then each replica's start and end
         self._before, trainer.profiler = trainer.profiler, self  # type: ignore[attr-defined]
         self._handles = [each.register_step_post_hook(self._on_stepped) for each in trainer.optimizers]
         strategy, module = trainer.strategy, trainer.lightning_module
@@ -266,7 +269,7 @@ class _PhaseProfiler(PassThroughProfiler):
         self._began = self.now()
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of the phases in the step that ends here, and begin the next."""
+        """Return the seconds of each phase in the step that ends here, and start the next step."""
         spent, whole = self._spent, self.now() - self._began
         spent["forward_backward"] = spent["forward"] + spent["backward"]
         spent["rest"] = max(whole - sum(spent[phase] for phase in PHASES), 0.0)
@@ -285,7 +288,7 @@ class _PhaseProfiler(PassThroughProfiler):
 
     def stop(self, action_name: str) -> None:
         name = action_name.rsplit(".", 1)[-1]
-        if name == "on_before_optimizer_step":  # of the module, after the callbacks': the update follows
+        if name == "on_before_optimizer_step":  # the last hook before the update
             self._begun["optimizer"] = self.now()
         if name not in ACTIONS or name not in self._begun:
             return
@@ -299,13 +302,13 @@ class _PhaseProfiler(PassThroughProfiler):
         del self._begun[name]
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        captured = self.cuda and torch.cuda.is_current_stream_capturing()  # a graph must not synchronise
+        captured = self.cuda and torch.cuda.is_current_stream_capturing()  # synchronising is illegal during capture
         if "optimizer" in self._begun and not captured:
             self._spent["optimizer"] += self.now() - self._begun.pop("optimizer")
 
     def _mark(self, *_: Any) -> None:
         if self.cuda:
-            torch.cuda.synchronize()  # of this thread's device
+            torch.cuda.synchronize()  # synchronises this thread's device
         self._marks.append(time.perf_counter())
 
     def _on_gathered(self, *_: Any) -> None:
@@ -313,5 +316,5 @@ class _PhaseProfiler(PassThroughProfiler):
         if self.trainer.training:
             overhead = self.now() - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
-            for phase in ("forward", "launch"):  # the module's forward is inside of the step's
+            for phase in ("forward", "launch"):  # the module's forward is part of the step's
                 self._spent[phase] -= overhead

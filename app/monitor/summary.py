@@ -1,4 +1,4 @@
-"""Lines about a run: one for each epoch, and a summary at the end."""
+"""Printed lines about a run: one for each epoch, and a summary at the end."""
 
 import math
 import re
@@ -16,16 +16,16 @@ from app.monitor.rank_times import slow_ranks
 from app.record import Epoch, Metrics, Record
 from app.record.words import duration, percent
 
-OTHERS = 0.25  # cores taken by other programs, from which the report mentions them
+OTHERS = 0.25  # from this number of cores on, the summary mentions other programs
 
 
 def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
-    """Summarise a run line by line: how it went, where its files are, and what to try next.
+    """Yield the lines of a run's summary: results, files, and next commands.
 
     Args:
         record: The run record.
         loggers: The run's loggers.
-        fitted: Whether it was a training.
+        fitted: Whether the command was `fit`.
         use: Command to suggest for the best checkpoint, or None.
     """
     directory, losses, speed, epochs = Path(str(record.run_dir)), record.train_loss, record.throughput, record.epochs
@@ -89,7 +89,7 @@ def epoch_line(
     memory: float,
     left: float | None,
 ) -> str:
-    """Write an epoch's line; its columns line up with other epochs'.
+    """Format an epoch's line, with columns aligned with other epochs'.
 
     Args:
         row: The epoch's row of the run record.

@@ -1,4 +1,4 @@
-"""Strategies, which share the work among devices and processes. Importing this registers their names."""
+"""Strategies that distribute training over devices and processes. Importing this package registers their names."""
 
 import atexit
 
@@ -20,9 +20,9 @@ for cls in (DataParallelStrategy, FP16, BF16, PowerSGD, LocalSGD, Ring, Hybrid):
 
 @atexit.register
 def _end_process_group() -> None:
-    """End gloo's threads while Python still runs, because they sometimes abort an exiting process.
+    """Destroy the process group before Python exits, because gloo's threads sometimes abort an exiting process.
 
-    Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does so for NCCL only, and only for its own.
+    Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does this only for its own NCCL group.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

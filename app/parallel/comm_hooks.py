@@ -1,4 +1,4 @@
-"""Variants of `ddp` that communicate gradients compressed, rarely, or by an explicit ring all-reduce."""
+"""Variants of `ddp` with other communication: compressed gradients, fewer exchanges, or an explicit ring all-reduce."""
 
 from collections import Counter
 from typing import Any
@@ -27,7 +27,7 @@ class FixedHook(DDP):
 
 
 class FP16(FixedHook):
-    """`ddp` with float16 gradients on the wire: half the bytes, and gradients above 65,504 overflow.
+    """`ddp` that communicates float16 gradients: half the bytes, but gradients above 65,504 overflow.
 
     Sums are rounded, too, so that losses differ from `ddp`'s. Source: torch's `fp16_compress_hook`.
     """
@@ -37,7 +37,7 @@ class FP16(FixedHook):
 
 
 class BF16(FixedHook):
-    """`ddp` with bfloat16 gradients on the wire: half the bytes, no overflow, but only 8 bits of precision.
+    """`ddp` that communicates bfloat16 gradients: half the bytes, no overflow, but only 8 bits of precision.
 
     Sums are rounded, too, so that losses differ from `ddp`'s. Source: torch's `bf16_compress_hook`.
     """
@@ -54,8 +54,8 @@ class PowerSGD(FixedHook):
     https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook`.
 
     Args:
-        matrix_approximation_rank: Columns of the thin matrices: the more, the better the approximation.
-        start_powersgd_iter: First steps of a run, which average whole gradients; torch suggests 10 % of all.
+        matrix_approximation_rank: Number of columns of the thin matrices; more columns approximate better.
+        start_powersgd_iter: Number of first steps without compression; torch suggests 10 % of all steps.
         kwargs: Arguments of `DDP`.
     """
 
@@ -70,12 +70,12 @@ class PowerSGD(FixedHook):
         self.options = matrix_approximation_rank, start_powersgd_iter
 
     def comm_state(self) -> PowerSGDState:
-        """Begin without error."""
+        """Return a new state, without an error of earlier steps."""
         self.state = PowerSGDState(None, *self.options)
         return self.state
 
     def on_train_end(self) -> None:
-        """Report the compression rate, or warn if nothing was compressed."""
+        """Print the compression rate, or warn if no step was compressed."""
         super().on_train_end()
         start = f"--trainer.strategy.start_powersgd_iter {self.state.start_powerSGD_iter}"
         if self.state.iter <= self.state.start_powerSGD_iter:
@@ -86,16 +86,16 @@ class PowerSGD(FixedHook):
 
 
 class LocalSGD(FixedHook):
-    """`ddp` whose nodes train independently after a while, and average their weights every few steps.
+    """`ddp` whose nodes train independently after some steps, and average their weights every few steps.
 
-    Gradients are averaged within each node on every step. Losses differ from `ddp`'s; validation scores the images of
-    each rank with its node's weights, and a checkpoint holds rank zero's weights. Source: Lin et al.,
+    Gradients are averaged within each node on every step. Losses differ from `ddp`'s. In validation, each rank uses its
+    node's weights; a checkpoint contains rank zero's weights. Source: Lin et al.,
     https://arxiv.org/abs/1808.07217; torch's `post_localSGD_hook` and `PeriodicModelAverager`, which document the
     defaults.
 
     Args:
-        start_localsgd_iter: First steps of a run, which average gradients over all nodes.
-        period: Steps between two averages of the weights.
+        start_localsgd_iter: Number of first steps that average gradients over all nodes.
+        period: Number of steps between two averages of the weights.
         kwargs: Arguments of `DDP`.
     """
 
@@ -110,27 +110,27 @@ class LocalSGD(FixedHook):
         self.average_weights_every(period)
 
     def comm_state(self) -> PostLocalSGDState:
-        """Group the ranks of each node; torch would form groups of as many ranks as there are CUDA devices."""
+        """Return a state with one group per node; by default, torch groups as many ranks as CUDA devices."""
         node, _ = dist.new_subgroups(group_size=self.num_processes)
         return PostLocalSGDState(process_group=None, subgroup=node, start_localSGD_iter=self.start_localsgd_iter)
 
 
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:
-    """Sum a tensor over all ranks, in place; each rank communicates with its two neighbours in a ring only.
+    """Sum a tensor over all ranks, in place, in a ring: each rank communicates only with its two neighbours.
 
-    Scatter-reduce: the buffer is cut into one chunk per rank, N. In each of N−1 steps, a rank sends one chunk to the
-    next rank, which adds its own. Then each rank has the sum of one chunk. All-gather: the sums travel round in N−1
-    more steps. Every rank sends 2(N−1)/N of the buffer, the minimum.
+    Reduce-scatter: the buffer is cut into N chunks, one per rank. In each of N−1 steps, a rank sends one chunk to the
+    next rank, which adds its own. Afterwards, each rank has the sum of one chunk. All-gather: the sums pass around the
+    ring in N−1 more steps. Every rank sends 2(N−1)/N of the buffer, the minimum.
 
     Sources: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations (2009),
     https://doi.org/10.1016/j.jpdc.2008.09.002; Baidu's ring all-reduce, https://github.com/baidu-research/baidu-allreduce.
 
     Args:
-        buffer: Tensor of shape (n,), of any length, also below the number of ranks: an empty chunk is not sent.
-        group: The ranks that take part; by default all.
+        buffer: Tensor of shape (n,). If n is below the number of ranks, empty chunks are not sent.
+        group: Process group; by default all ranks.
 
     Returns:
-        Bytes that this rank sent; all ranks together send 2(N−1) times the buffer.
+        Number of bytes that this rank sent; all ranks together send 2(N−1) times the buffer.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     chunks = buffer.tensor_split(world)
@@ -147,7 +147,7 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
 
 
 def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.ProcessGroup | None) -> int:
-    """Send to the next rank and receive from the previous one, at once to avoid a deadlock."""
+    """Send to the next rank and receive from the previous one, concurrently to avoid a deadlock; return sent bytes."""
     ends = ((dist.isend, out, (rank + 1) % world), (dist.irecv, into, (rank - 1) % world))
     operations = [dist.P2POp(do, tensor, group=group, group_peer=peer) for do, tensor, peer in ends if len(tensor)]
     for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -158,10 +158,10 @@ def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.Proce
 def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients by `ring_all_reduce`, and count the traffic.
 
-    For learning and measuring: it waits for each of its steps, so it does not overlap with the backward pass. torch's
-    own all-reduce does, and should be faster.
+    For learning and measuring: the hook blocks, so it does not overlap with the backward pass. Torch's own all-reduce
+    overlaps, and should be faster.
     """
-    buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, as torch's own hooks do: less overflow
+    buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, as in torch's hooks, to avoid overflow
     traffic.update(sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last()))
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
@@ -169,19 +169,19 @@ def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.F
 
 
 class Ring(FixedHook):
-    """`ddp` with an explicit all-reduce, to learn from and to measure against: `app.parallel.comm_hooks`."""
+    """`ddp` with an explicit ring all-reduce, for learning and measuring: see `ring_all_reduce`."""
 
     strategy_name = "ddp_ring"
     fixed_hook = staticmethod(ring_hook)
     sends_between_devices = True
 
     def comm_state(self) -> Counter[str]:
-        """Count steps, bytes of gradients and bytes that this rank sends from zero."""
+        """Return new counters of steps, bytes of gradients, and bytes sent by this rank."""
         self.traffic = Counter[str]()
         return self.traffic
 
     def on_train_end(self) -> None:
-        """Report the traffic."""
+        """Print the traffic per step."""
         super().on_train_end()
         if steps := self.traffic["steps"]:
             sent, gradients = (self.traffic[name] / steps / 1e6 for name in ("sent", "gradients"))

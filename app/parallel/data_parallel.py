@@ -1,7 +1,7 @@
-"""`dp`: one process whose devices each take a part of every batch.
+"""Strategy `dp`: one process that splits every batch over its devices.
 
-Lightning removed this strategy in 2.0. As in `net = nn.DataParallel(net)`, only the forward pass runs on the replicas;
-loss, metrics and logging run once, on the main device, on the gathered output.
+Lightning removed this strategy in 2.0. As in `net = nn.DataParallel(net)`, only the forward pass runs on the replicas.
+Loss, metrics and logging run once, on the main device, with the gathered output.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tre
 
 
 class Replica(nn.Module):
-    """Model on one device; computes a part of the batch in the caller's autocast state.
+    """Replica of the model on one device, with the calling thread's autocast state.
 
-    An `ImageClassifier`'s forward is its network's, so devices copy its network only. They copy any other
-    LightningModule whole.
+    Of an `ImageClassifier`, only the network is copied, because its forward is the network's. Any other LightningModule
+    is copied whole.
 
-    Threads begin with the default autocast state, and `parallel_apply` passes on only whether it is enabled. bf16 would
-    silently become fp16.
+    The autocast state is set explicitly, because threads start with the default one and `parallel_apply` passes on only
+    whether it is enabled: bf16 would silently become fp16.
 
     Attributes:
         index: Number of this replica.
@@ -46,38 +46,38 @@ class Replica(nn.Module):
         self.inference = False
 
     def capture(self, device_type: str) -> None:
-        """Remember the calling thread's state."""
+        """Save the calling thread's autocast state and inference mode."""
         self.inference = torch.is_inference_mode_enabled()
         dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
         self.autocast = partial(torch.autocast, device_type, dtype, enabled)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute on this replica."""
+        """Run the model's forward pass on this replica."""
         inference = torch.inference_mode() if self.inference else nullcontext()
         with inference, self.autocast():
-            if isinstance(self.module, LightningModule):  # `module.forward` is patched to come here
+            if isinstance(self.module, LightningModule):  # call the class's forward, because the instance's leads here
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.module(*args, **kwargs)
 
 
 class SplitForward(Traits, Strategy):
-    """Mixin that spreads a model's forward pass over the devices of one process.
+    """Mixin that splits a model's forward pass over the devices of one process.
 
     Attributes:
-        parallel_devices: The devices; the first one holds the model and the loss.
-        replica: The module that each device runs.
+        parallel_devices: Devices; the first one holds the model and computes the loss.
+        replica: Module that each device runs a copy of.
     """
 
     replicas_communicate = False  # SyncBatchNorm communicates between processes only
     parallel_devices: Any  # list[torch.device]; Lightning sets it
     replica: Replica | None = None
     _forwards = 0
-    # One thread for each replica: autograd orders its work by counters of the recording threads. If any thread took any
-    # replica, as in a pool, the order of summation would vary.
+    # One thread per replica, not a pool, because autograd orders its work by the threads' counters: with any other
+    # assignment of replicas to threads, the order of summation would vary.
     _threads: Sequence[ThreadPoolExecutor] = ()
 
     def setup(self, trainer: Any) -> None:
-        """Move the model to the main device and prepare its replicas."""
+        """Move the model to the main device, and prepare the replicas."""
         super().setup(trainer)
         assert self.lightning_module is not None
         self.replica = Replica(self.lightning_module)
@@ -85,25 +85,25 @@ class SplitForward(Traits, Strategy):
             self._threads = [ThreadPoolExecutor(1) for _ in self.parallel_devices]
 
     def teardown(self) -> None:
-        """End the threads."""
+        """Shut down the threads."""
         for thread in self._threads:
             thread.shutdown()
         super().teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward spread over the replicas."""
+        """Run the module's step with its forward pass split over the replicas."""
         return self._spread(super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward spread over the replicas."""
+        """Run the module's step with its forward pass split over the replicas."""
         return self._spread(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward spread over the replicas."""
+        """Run the module's step with its forward pass split over the replicas."""
         return self._spread(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward spread over the replicas."""
+        """Run the module's step with its forward pass split over the replicas."""
         return self._spread(super().predict_step, args, kwargs)
 
     def _spread(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,14 +142,14 @@ class SplitForward(Traits, Strategy):
 
 
 class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
-    """Splits every batch over the devices of one process.
+    """Strategy that splits every batch over the devices of one process.
 
-    On CUDA this is `torch.nn.DataParallel`: each forward makes new replicas. On CPU, `devices: N` runs N replicas as
-    threads that share the parameters: the same meaning, testable anywhere. As in `DataParallel`, only the running
-    statistics of replica 0's BatchNorm persist.
+    On CUDA it works as `torch.nn.DataParallel`: each forward pass creates new replicas. On a CPU, `devices: N` runs N
+    replicas in threads that share the parameters. As in `DataParallel`, only the running statistics of replica 0's
+    BatchNorm persist.
 
     Args:
-        parallel_devices: The devices; the first one holds the model and the loss.
+        parallel_devices: Devices; the first one holds the model and computes the loss.
     """
 
     strategy_name = "dp"
@@ -161,12 +161,12 @@ class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device that holds the model and computes the loss."""
+        """Device that holds the model and computes the loss."""
         return self.parallel_devices[0]
 
 
 def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor], args: Any, kwargs: Any) -> Any:
-    """Do the work of `nn.DataParallel` for replicas on one CPU: scatter, apply in threads, gather."""
+    """Run `nn.DataParallel`'s forward pass on one CPU: scatter, apply in threads, gather."""
     leaves, structure = tree_flatten((args, kwargs))
     chunks = [leaf.chunk(len(threads)) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
     used = max((len(chunk) for chunk in chunks if chunk is not None), default=1)
@@ -189,7 +189,7 @@ def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor],
 
 
 def _gather(*outputs: Any) -> Any:
-    """Return one result of all replicas: a batch dimension is concatenated, a scalar becomes a vector."""
+    """Gather the replicas' outputs: concatenate tensors along the batch; stack scalars into a vector."""
     if not isinstance(outputs[0], Tensor):
         return outputs[0]
     return torch.cat([output if output.ndim else output[None] for output in outputs])

@@ -1,4 +1,4 @@
-"""`ddp`: one process for each device, and `ddp_dp`: one for each node."""
+"""Strategies `ddp`, with one process per device, and `ddp_dp`, with one process per node."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -15,14 +15,14 @@ class DDP(Traits, DDPWithHooks):
     """Lightning's DDP strategy, with communication hooks on every device.
 
     Args:
-        process_group_backend: Library that communicates: `gloo`, `nccl`, `mpi`; by default nccl on CUDA, gloo on CPU.
-        ddp_comm_hook: Averages each bucket of gradients in place of an all-reduce: the import path of a function, such
+        process_group_backend: Communication library: `gloo`, `nccl` or `mpi`; by default nccl on CUDA, gloo on CPU.
+        ddp_comm_hook: Import path of a function that averages each bucket of gradients instead of an all-reduce, such
             as `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook`.
         ddp_comm_state: First argument of the hook.
-        ddp_comm_wrapper: Wraps the hook, such as `default_hooks.fp16_compress_wrapper`.
+        ddp_comm_wrapper: Wrapper of the hook, such as `default_hooks.fp16_compress_wrapper`.
         find_unused_parameters: Search on each step for parameters that the loss does not use. Costs time.
         static_graph: Promise that every step uses the same parameters. Not with gradient accumulation.
-        gradient_as_bucket_view: Let gradients be views of the communicated buckets, not copies.
+        gradient_as_bucket_view: Make gradients views of the communicated buckets, not copies.
         bucket_cap_mb: Size of the buckets in MiB; torch's default is 25.
         start_method: Start method of the processes: `popen` runs the command line again.
     """
@@ -56,14 +56,14 @@ class DDP(Traits, DDPWithHooks):
             self.strategy_name = f"ddp_{start_method}"
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Resume, and warn of state that the checkpoint lacks."""
+        """Restore the optimizers, and warn of state that the checkpoint lacks."""
         super().load_optimizer_state_dict(checkpoint)
         if self.not_in_checkpoint:
             rank_zero_warn(f"{self.strategy_name}: the checkpoint does not hold {self.not_in_checkpoint}")
 
 
 class Hybrid(SplitForward, DDP):
-    """`ddp` between nodes, with one process per node that splits its part of a batch over its devices as `dp` does.
+    """`ddp` between nodes and `dp` within: one process per node splits its share of a batch over the node's devices.
 
     As under `dp`, only the running statistics of replica 0's BatchNorm persist.
     """
@@ -74,5 +74,5 @@ class Hybrid(SplitForward, DDP):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """Number of processes on this node."""
         return self.processes_per_node

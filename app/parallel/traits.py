@@ -8,13 +8,13 @@ class Traits:
 
     Attributes:
         single_process: Whether all devices belong to one process.
-        processes_per_node: Number of processes of a node, or None for one per device.
-        replicas_communicate: Whether replicas exchange values within the forward pass, as SyncBatchNorm does.
-        sends_between_devices: Whether it uses point-to-point operations, which gloo has on CPU only.
-        needs_several_nodes: Why it needs several nodes, or None.
-        on_one_node: The strategy to use on one node instead.
-        fixed_hook: Its communication hook, or None.
-        not_in_checkpoint: State that a checkpoint lacks, in words, or None.
+        processes_per_node: Number of processes per node, or None for one per device.
+        replicas_communicate: Whether replicas can exchange values in the forward pass, as SyncBatchNorm does.
+        sends_between_devices: Whether the strategy uses point-to-point operations, which gloo has only on CPU.
+        needs_several_nodes: Reason for which the strategy needs several nodes, or None.
+        on_one_node: Name of the strategy to use on one node instead, or None.
+        fixed_hook: Communication hook of the strategy, or None.
+        not_in_checkpoint: Description of state that a checkpoint lacks, or None.
     """
 
     single_process = False

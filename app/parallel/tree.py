@@ -1,7 +1,7 @@
-"""Sums over the shards of a global batch in one fixed binary tree, whatever the number of ranks.
+"""Sums over the shards of a global batch in one fixed binary tree, for any number of ranks.
 
-Node (level, i) sums shards i · 2^level to (i + 1) · 2^level - 1. Addition of two floating-point numbers commutes but
-does not associate, so the tree alone decides the bits of a sum, not which rank adds first.
+Node (level, i) sums shards i · 2^level to (i + 1) · 2^level - 1. Floating-point addition is commutative but not
+associative, so the tree alone decides the bits of a sum; the order of arrival does not matter.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,17 +16,17 @@ Node = tuple[int, int]
 
 
 class Tree:
-    """Binary tree over all shards, and the exchange of partial sums between ranks.
+    """Binary tree over all shards, with the exchange of partial sums between ranks.
 
     Args:
         count: Number of shards.
-        rank: This process.
+        rank: Rank of this process.
         world_size: Number of processes.
         group: Process group, or None for one process.
 
     Attributes:
         shares: Number of shards of each rank.
-        shards: Shards of this rank.
+        shards: Indices of this rank's shards.
     """
 
     def __init__(self, count: int, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
@@ -35,18 +35,18 @@ class Tree:
         self.deal(equal_shares(world_size, count))
 
     def deal(self, shares: Sequence[int]) -> None:
-        """Set the number of shards of each rank, the same on all ranks."""
+        """Set the number of shards of each rank. All ranks must pass the same shares."""
         self.shares, self.shards = list(shares), run_of(self.rank, shares)
         self._held = [self.partial_sums(run_of(rank, shares)) for rank in range(self.world_size)]
 
     def add(self, nodes: dict[Node, Any], node: Node, value: Any, plus: Callable[[Any, Any], Any]) -> None:
-        """Add a node's value to the sums so far, and merge each pair of siblings into their parent.
+        """Insert a node's value into the partial sums, and merge each pair of siblings into their parent.
 
         Args:
-            nodes: The sums so far, changed in place.
-            node: The node.
-            value: Its value.
-            plus: Adds two values.
+            nodes: Partial sums by node, changed in place.
+            node: The node to insert.
+            value: Value of the node.
+            plus: Function that adds two values.
         """
         level, index = node
         while (level, index) != self.root:
@@ -59,7 +59,7 @@ class Tree:
         nodes[level, index] = value
 
     def partial_sums(self, shards: Iterable[int]) -> list[Node]:
-        """Return the nodes that remain when some shards have been added."""
+        """Return the nodes of the partial sums of some shards."""
         nodes: dict[Node, None] = {}
         for shard in shards:
             self.add(nodes, (0, shard), None, lambda *_: None)
@@ -68,8 +68,9 @@ class Tree:
     def sum(self, nodes: dict[Node, Tensor]) -> Tensor:
         """Return the sum over the shards of all ranks, (n,). Collective.
 
-        Each rank adds up its n-th part of all nodes and sends it to the others, as in a ring: 2 (N - 1) / N of the
-        bytes where the ranks divide the shards evenly. Only point-to-point operations.
+        Each rank sums its 1/N of the vector over all nodes, and sends the result to the other ranks. As in a ring, a
+        rank sends 2 (N - 1) / N of the bytes if the ranks divide the shards evenly. Uses only point-to-point
+        operations.
 
         Args:
             nodes: Partial sums of this rank, each (n,).
@@ -93,7 +94,12 @@ class Tree:
         return whole
 
     def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
-        """Send a tensor to each other rank, and receive one from each."""
+        """Send a tensor to each other rank, and receive one from each, in place.
+
+        Args:
+            sent: Tensor for each other rank, by rank.
+            received: Buffer for each other rank's tensor, by rank.
+        """
         operations = [
             distributed.P2POp(operation, tensors[other], other, self.group)
             for other in sent

@@ -1,6 +1,6 @@
-"""Prediction of the gain of a bigger machine or a second node, from a step and a network.
+"""Prediction of the speed-up on more devices or nodes, from a measured step and a network.
 
-cost_model   the formulas, with their sources
-measure      a step and the gradients of a model, measured here
+cost_model   formulas, with their sources
+measure      measurement of a step and its gradients
 command      `python -m app plan`
 """

@@ -1,4 +1,4 @@
-"""`python -m app plan`: reads its flags, measures, predicts, and writes the plan."""
+"""Command `python -m app plan`: parses flags, measures, predicts, and writes the report."""
 
 import itertools
 import math
@@ -36,13 +36,13 @@ USAGE = """\
 python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]
 
 Predicts step time, throughput, efficiency and cost on more devices and nodes,
-from a step measured here, or in runs that you name, and a network measured
-here, or given. Flags of fit say what to train.
+from a step (measured here, or recorded in runs) and a network (measured here,
+or given by flags). Flags of fit define the training.
 
   python -m app plan --config configs/quickstart.yaml --run.threads 1
   python -m app plan --run RUN --per_node 8 --bandwidth 25GB/s --latency 20us"""
 
-# units in bytes per second, and in seconds
+# units of bandwidth in bytes per second, and of latency in seconds
 BANDWIDTHS = {
     f"{prefix}{unit}/s": factor * size
     for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
@@ -52,7 +52,7 @@ LATENCIES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def quantity(name: str, text: str) -> float:
-    """Read `25GB/s` or `100Mbit/s` as bytes per second, or, for a latency, `20us` as seconds.
+    """Parse a bandwidth such as `25GB/s` into bytes per second, or a latency such as `20us` into seconds.
 
     Raises:
         UserError: When number or unit is missing, or the bandwidth is zero.
@@ -71,14 +71,14 @@ class Basis:
     """Basis of a plan.
 
     Attributes:
-        step: A step on one device.
-        batch: The global batch.
-        config: The resolved configuration of the measurement.
+        step: Step on one device.
+        batch: Global batch size.
+        config: Resolved configuration of the measurement.
         cuda: Whether the device is a GPU.
-        threads: Threads of a process on a CPU.
-        source: A sentence on the source of the step.
-        devices: Number of processes with exclusive GPUs, or cores, on that machine.
-        cautions: Sentences on effects that the predictions ignore.
+        threads: Number of threads of a process on a CPU.
+        source: Description of the step's source.
+        devices: Number of processes with exclusive GPUs or cores on the measured machine.
+        cautions: Sentences about effects that the predictions ignore.
     """
 
     step: Step
@@ -92,7 +92,7 @@ class Basis:
 
 
 def run(arguments: list[str]) -> int:
-    """Measure, predict, and write the plan.
+    """Measure, predict, and write the report.
 
     Args:
         arguments: The arguments after `plan`.
@@ -101,14 +101,14 @@ def run(arguments: list[str]) -> int:
         Exit code.
 
     Raises:
-        UserError: For a user's mistake.
+        UserError: For invalid flags, or a failed measurement.
     """
     own, flags = split_flags(arguments)
     options = _parse(own)
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=110, highlight=False)
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
-            raise UserError(f"{flag} {value}: with --run the steps are those of the run: leave it out")
+            raise UserError(f"{flag} {value}: --run already defines the steps: leave it out")
     if warning := busy():
         console.print(f"[yellow]busy[/yellow]  {warning}")
     with working(console) as show:
@@ -154,13 +154,13 @@ def _parse(arguments: list[str]) -> Namespace:
     for name, settings in {
         "max_devices": {"type": number, "default": 16, "metavar": "N", "help": "largest number of devices to predict"},
         "scale_batch": {"type": bool, "default": False, "help": "let the global batch grow with the devices"},
-        "per_node": {"type": number, "metavar": "N", "help": "devices of a node; else those of this machine"},
-        "bandwidth": {"metavar": "X", "help": "within a node, such as 25GB/s; else measured"},
-        "latency": {"metavar": "X", "help": "within a node, such as 20us; else measured"},
-        "node_bandwidth": {"metavar": "X", "help": "between nodes; else as given within one"},
-        "node_latency": {"metavar": "X", "help": "between nodes; else as given within one"},
+        "per_node": {"type": number, "metavar": "N", "help": "devices per node; by default this machine's"},
+        "bandwidth": {"metavar": "X", "help": "within a node, such as 25GB/s; measured by default"},
+        "latency": {"metavar": "X", "help": "within a node, such as 20us; measured by default"},
+        "node_bandwidth": {"metavar": "X", "help": "between nodes; by default --bandwidth"},
+        "node_latency": {"metavar": "X", "help": "between nodes; by default --latency"},
         "price_per_hour": {"type": NonNegativeFloat, "metavar": "X", "help": "of one device; adds the cost"},
-        "run": {"nargs": "+", "metavar": "DIR", "help": "take the steps of runs; else they are measured"},
+        "run": {"nargs": "+", "metavar": "DIR", "help": "read the steps from runs; measured by default"},
         "root": {"default": "runs", "help": "plans go to ROOT/plan"},
     }.items():
         parser.add_argument(f"--{name}", **settings)
@@ -172,14 +172,14 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _counts(most: int, per_node: int) -> list[int]:
-    """List numbers of devices: powers of two within a node, then whole nodes, doubled."""
+    """Return the device counts to predict: powers of two within a node, then powers of two of whole nodes."""
     doubled = [2**exponent for exponent in range(most.bit_length())]
     counts = {count for count in doubled if count < per_node} | {count * per_node for count in doubled}
     return sorted(count for count in counts if count <= most)
 
 
 def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str], None]) -> Basis:
-    """Measure the step, or read it from runs."""
+    """Return the basis of the plan: measure the step, or read it from runs."""
     fit = ["fit", *itertools.chain.from_iterable(flags)]
     records = [read_record(path) for path in options.run or ()]
     if records:
@@ -193,7 +193,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
         configs = [read_yaml(str(record.config)) for record in records]
         models = [(c.get("model"), r.precision, r.threads) for c, r in zip(configs, records, strict=True)]
         if any(model != models[0] for model in models):
-            raise UserError("the runs of --run are of different models, precisions or threads: give runs of one")
+            raise UserError("the runs of --run differ in model, precision or threads: vary only the batch size")
         cuda, threads = records[0].accelerator == "cuda", records[0].threads
         gpus = len(records[0].hardware.gpus) if records[0].hardware else 0
         if len({timed(record).images for record in records}) == 1:
@@ -216,10 +216,10 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
 
 
 def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
-    """Refuse to plan for processes that would share a GPU, or the cores of this machine.
+    """Reject a plan whose processes would share a GPU or this machine's cores.
 
     Raises:
-        UserError: Unless the network of another machine, or between machines like this one, is given.
+        UserError: Unless flags describe another machine's network, or the network between machines like this one.
     """
     per_node = options.per_node or devices
     network = options.bandwidth is not None and options.latency is not None
@@ -235,12 +235,12 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
-    """Describe the machines, and the source of their network's figures."""
+    """Return the machines to predict, and a description of the source of their network's figures."""
     missing = [name for name in ("bandwidth", "latency") if options[name] is None]
     per_node = options.per_node or basis.devices
     if missing and basis.cuda and not torch.cuda.is_available():
         given = " and ".join(f"--{name}" for name in missing)
-        raise UserError(f"the steps are of a GPU, and this machine has none to measure its network: give {given}")
+        raise UserError(f"the steps are from a GPU, but this machine has no GPU to measure the network: give {given}")
     within = {name: options[name] for name in ("bandwidth", "latency") if options[name] is not None}
     between = {name: options[f"node_{name}"] for name in ("bandwidth", "latency")}
     between = {name: value for name, value in between.items() if value is not None}

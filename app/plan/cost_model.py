@@ -1,34 +1,34 @@
-"""Predicts how training scales: step time on 1…N devices × nodes, from a step and a network.
+"""Cost model of scaling: step time on 1…N devices × nodes, from a step and a network.
 
-A step of a batch of b images on one device takes data(b) + forward(b) + backward(b) + update + rest. The first three
-are lines in b, fitted to measured steps; their offset is the cost of launching them.
+On one device, a step with b images takes data(b) + forward(b) + backward(b) + update + rest. The first three are linear
+in b, fitted to measured steps; their offset is the cost of launching.
 
-ddp: each of N devices takes b = B/N images of a global batch B. The gradients lie in buckets, as DDP makes them; a
-bucket is added up over a ring once the backward pass has made its last gradient, one bucket after the other:
+ddp: each of N devices computes b = B/N images of a global batch B. DDP groups the gradients into buckets. A bucket is
+reduced over a ring once its last gradient is ready, one bucket after the other:
 
     all_reduce(bytes) = 2(N-1)/N · bytes/bandwidth + 2(N-1) · latency
     end of bucket i   = max(end of bucket i-1, ready_i · backward(b)) + all_reduce(bytes_i)
     step              = data(b) + forward(b) + max(backward(b), end of the last bucket) + update + rest
-                        + all_reduce(8 bytes), by which the ranks agree whether to stop
+                        + all_reduce(8 bytes), the ranks' agreement on stopping
 
-so that communication costs only what the backward pass does not hide. Over several nodes the ring is as fast as its
+Communication costs only the time that the backward pass does not hide. Over several nodes, the ring is as fast as its
 slowest link. Sources: Patarasuk and Yuan (ring), https://doi.org/10.1016/j.jpdc.2008.09.002; Li et al., VLDB 2020
 (buckets, overlap), https://arxiv.org/abs/2006.15704.
 
-dp: one process feeds all devices of one node. Python launches the replicas one after the other (they share its lock),
-the parameters go out to N-1 devices and their gradients come back on every step, nothing of it overlaps, and data,
-update and rest are those of the whole batch on the first device:
+dp: one process feeds all devices of one node. Python launches the replicas one after the other, because they share its
+lock. On every step, parameters are sent to N-1 devices and gradients are sent back, without overlap. Data, update and
+rest are those of the whole batch on the first device:
 
     step = data(B) + N · (launch of forward and backward) + (forward + backward)(b) without launch
            + 2(N-1) · (bytes of the parameters/bandwidth + latency) + update + rest
 
-On a CPU nothing is copied, and autograd takes the backward pass of all replicas in one thread, where it has one for
-each GPU: https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
+On a CPU, nothing is copied. Autograd runs the backward pass of all replicas in one thread, but uses one thread per GPU:
+https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
-Processes that share cores are not predicted, because the formulas ignore how they disturb each other.
+Processes that share cores are not predicted, because the formulas ignore their interference.
 
-Each prediction has a range: the same formulas with all steps as much faster or slower than their lines as any window of
-the measured ones was, and with the link as much faster or slower than its line as any measured all-reduce was.
+Each prediction has a range, from the same formulas with scaled steps and link. The scales are the largest deviations of
+measured windows from the fitted step, and of measured all-reduces from the fitted link.
 
 Not modelled: stragglers, other traffic, and algorithms other than the ring. For small buffers among many ranks, NCCL
 uses trees, whose latency grows with log N.
@@ -42,29 +42,29 @@ import pandas as pd
 
 from app.system.interconnect import Link, fit_line
 
-AGREEMENT = 8  # bytes: app.launch.signals
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: torch.nn.parallel.DistributedDataParallel's defaults
+AGREEMENT = 8  # bytes of the all-reduce in app.launch.signals
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes; defaults of torch.nn.parallel.DistributedDataParallel
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds as a function of the images of a batch."""
+    """Seconds as a linear function of the number of images in a batch."""
 
     launch: float
     per_image: float
 
     def __call__(self, images: float) -> float:
-        """Predict the seconds for a batch."""
+        """Return the seconds for a batch."""
         return self.launch + self.per_image * images
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced together.
+    """Bucket of gradients that are reduced together.
 
     Attributes:
-        size: Bytes.
-        ready: Share of the backward pass after which the last gradient is ready, 0…1.
+        size: Size in bytes.
+        ready: Share of the backward pass after which the bucket's last gradient is ready, 0…1.
     """
 
     size: int
@@ -73,17 +73,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the phases of a step on one device, and its gradients.
+    """Step on one device: seconds of its phases, and its gradients.
 
     Attributes:
         data: Fetching and preparing the batch.
-        forward: The forward pass.
-        backward: The backward pass.
-        update: The optimizer.
-        rest: Everything else.
-        buckets: The gradients, in the order in which they become ready.
+        forward: Forward pass.
+        backward: Backward pass.
+        update: Optimizer step.
+        rest: Remaining time.
+        buckets: Gradients, in the order in which they become ready.
         launch_known: Whether the lines were fitted to more than one batch size.
-        spread: The fastest and the slowest measurement, relative to the lines.
+        spread: Fastest and slowest measurement, relative to the lines.
     """
 
     data: Line
@@ -97,7 +97,7 @@ class Step:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all gradients, as many as of the parameters."""
+        """Bytes of the parameters, which equal the bytes of the gradients."""
         return sum(bucket.size for bucket in self.buckets)
 
     def single(self, batch: float) -> float:
@@ -105,7 +105,13 @@ class Step:
         return self.data(batch) + self.forward(batch) + self.backward(batch) + self.update + self.rest
 
     def ddp(self, batch: int, devices: int, link: Link) -> float:
-        """Predict the seconds of a step of a global batch under ddp; `link` is the slowest one of the ring."""
+        """Predict the seconds of a step under ddp.
+
+        Args:
+            batch: Global batch size.
+            devices: Number of devices.
+            link: Slowest link of the ring.
+        """
         if devices == 1:
             return self.single(batch)
         images = -(-batch // devices)
@@ -119,11 +125,11 @@ class Step:
         """Predict the seconds of a step under dp.
 
         Args:
-            batch: The global batch.
-            devices: Replicas.
-            link: Between the devices.
-            shared: Whether they are threads on one CPU: there are no parameters to copy, and one of them takes the
-                backward pass of all.
+            batch: Global batch size.
+            devices: Number of replicas.
+            link: Link between the devices.
+            shared: Whether the replicas are threads on one CPU. Then no parameters are copied, and one thread runs the
+                backward pass of all replicas.
         """
         if devices == 1:
             return self.single(batch)
@@ -137,13 +143,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Timed:
-    """Steps of one batch size that were measured on one device.
+    """Measured steps with one batch size on one device.
 
     Attributes:
-        images: Images of a batch on that device.
+        images: Number of images of a batch on the device.
         phases: Milliseconds of each phase, as `time_per_step` in run.json.
-        windows: Rates of the median window over those of the fastest and the slowest one.
-        threads: Threads of the process.
+        windows: Median rate divided by the fastest window's rate, and by the slowest window's.
+        threads: Number of threads of the process.
     """
 
     images: float
@@ -156,9 +162,9 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
     """Fit the step of one device to measurements with several batch sizes.
 
     Args:
-        measured: The measurements; with one batch size, data, forward and backward are proportional to the images.
-        backward: Share of forward and backward that is backward, 0…1.
-        buckets: The gradients.
+        measured: Measurements. With one batch size, data, forward and backward are taken as proportional to the images.
+        backward: Share of the backward pass in forward and backward, 0…1.
+        buckets: Gradients.
     """
     images = [timed.images for timed in measured]
 
@@ -188,10 +194,10 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
 
 
 def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int) -> tuple[float, float]:
-    """Find the fastest and the slowest measured all-reduce, relative to a link's prediction.
+    """Return the fastest and the slowest measured all-reduce, relative to the fitted link's prediction.
 
     Args:
-        measured: Bytes and seconds.
+        measured: Bytes and seconds of each all-reduce.
         link: The fitted link.
         ranks: Number of ranks of the measurement.
     """
@@ -200,10 +206,10 @@ def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int
 
 
 def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
-    """Fill buckets as DDP does once it knows the order: the first one to 1 MiB, the others to 25 MiB.
+    """Group gradients into buckets as DDP does after its first step: the first bucket of 1 MiB, the others of 25 MiB.
 
     Args:
-        gradients: Bytes of each gradient and the part of the backward pass after which it is ready, in order.
+        gradients: Bytes of each gradient, and share of the backward pass after which it is ready, in order.
     """
     buckets: list[Bucket] = []
     size = 0
@@ -219,14 +225,14 @@ def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines to train on, real or imagined.
+    """Machines to predict.
 
     Attributes:
-        per_node: Devices of a node.
+        per_node: Number of devices per node.
         link: Link between the devices of a node.
         node_link: Link between nodes; None if unknown, so that only one node can be predicted.
-        shared: Whether the devices of a node share one memory and one feeding thread, as cores of a CPU do.
-        link_spread: The fastest and the slowest measured all-reduce, relative to `link`.
+        shared: Whether the devices of a node are cores of one CPU, with one memory and one thread that feeds them.
+        link_spread: Fastest and slowest measured all-reduce, relative to `link`.
         price_per_hour: Price of one device for an hour, or None.
     """
 
@@ -238,7 +244,7 @@ class Machines:
     price_per_hour: float | None = None
 
     def slowest(self, devices: int) -> Link:
-        """Find the slowest link of a ring over that many devices."""
+        """Return the slowest link of a ring over a number of devices."""
         if devices <= self.per_node:
             return self.link
         assert self.node_link is not None
@@ -249,18 +255,19 @@ class Machines:
 def predict(
     step: Step, batch: int, counts: Iterable[int], machines: Machines, scale_batch: bool = False
 ) -> pd.DataFrame:
-    """Predict training on each number of devices, under ddp, and under dp within a node.
+    """Predict training on several numbers of devices, under ddp, and under dp within a node.
 
     Args:
-        step: A step on one device.
-        batch: The global batch; each device's batch with `scale_batch`.
+        step: Step on one device.
+        batch: Global batch size; with `scale_batch`, each device's batch size.
         counts: Numbers of devices.
         machines: The machines.
         scale_batch: Whether the global batch grows with the devices.
 
     Returns:
-        A row for each, with step_ms, samples_per_s, speed_up, efficiency, waiting_ms (communication that the backward
-        pass does not hide) and, with a price, cost_per_million_samples. `_low` and `_high` are the ends of the range.
+        A row for each strategy and number of devices, with step_ms, samples_per_s, speed_up, efficiency, waiting_ms
+        (communication that the backward pass does not hide) and, with a price, cost_per_million_samples. `_low` and
+        `_high` are the ends of the range.
     """
     rows: list[dict[str, Any]] = []
     alone = batch / step.single(batch)
@@ -296,9 +303,18 @@ def predict(
 def _seconds(
     strategy: str, step: Step, images: int, count: int, machines: Machines, compute: float, sending: float
 ) -> float:
-    """Predict the seconds of a step on devices that compute, and a link that sends, slower by a factor each.
+    """Predict the seconds of a step with slower devices and a slower link.
 
-    Devices slower by a factor are the same as a link faster by it, with all of the step slower by it.
+    Devices slower by `compute` are modelled by a link faster by `compute`, and a whole step slower by `compute`.
+
+    Args:
+        strategy: `ddp` or `dp`.
+        step: Step on one device.
+        images: Global batch size.
+        count: Number of devices.
+        machines: The machines.
+        compute: Factor by which devices are slower.
+        sending: Factor by which the link is slower.
     """
     link = machines.slowest(count)
     link = Link(link.bandwidth * compute / sending, link.latency * sending / compute)

@@ -1,4 +1,4 @@
-"""Measures a step of training, and when its gradients are ready, on one device of this machine."""
+"""Measurement of a training step, and of the times at which its gradients are ready, on one device."""
 
 import time
 from collections.abc import Callable
@@ -21,27 +21,27 @@ ONE_DEVICE = (  # flags of a short, quiet run of 30 steps
     *("--trainer.enable_checkpointing=false", "--trainer.fast_dev_run=false", "--trainer.barebones=false"),
     *("--run.warmup_epochs=0", "--run.wandb=false"),
 )
-LIMIT = 300.0  # seconds
+LIMIT = 300.0  # timeout of a run in seconds
 
 
 def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda activity: None) -> list[Timed]:
-    """Train for 30 steps on one device with the global batch, a quarter and a sixteenth of it.
+    """Measure 30 steps on one device with the global batch, a quarter and a sixteenth of it.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
-        say: Receives a description of the next measurement.
+        say: Function called with a description of each measurement.
 
     Returns:
-        The measurements, the global batch's first; only that one if the data cannot take another batch size.
+        The measurements, the global batch's first.
 
     Raises:
-        UserError: When such a run fails.
+        UserError: When a run fails.
     """
     say("measuring steps on one device")
     record = timed_run(arguments)
     batch = record.global_batch_size
     if batch is None:
-        raise UserError("plan needs data of this application, to know the batch: give --data")
+        raise UserError("plan needs data of this application, to read the batch size: give --data")
     measured = [timed(record)]
     for size in sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True):
         say(f"measuring steps on one device with batches of {size}")
@@ -56,7 +56,7 @@ def timed_run(arguments: list[str]) -> Record:
         arguments: The arguments of `python -m app`, beginning with `fit`.
 
     Raises:
-        UserError: When the run fails, or its steps could not be timed.
+        UserError: When the run fails, or its steps were not timed.
     """
     record = run_fit([*arguments[1:], *ONE_DEVICE], LIMIT)
     if record.time_limit is not None:
@@ -69,7 +69,7 @@ def timed_run(arguments: list[str]) -> Record:
 
 
 def timed(record: Record) -> Timed:
-    """Return the times of a step on one device."""
+    """Return a record's step times on one device."""
     rates = record.throughput
     windows = (rates.median / rates.max, rates.median / rates.min) if rates.median and rates.max and rates.min else None
     assert record.global_batch_size
@@ -80,10 +80,10 @@ def timed(record: Record) -> Timed:
 
 
 def read_record(path: str) -> Record:
-    """Read the record of a run whose steps were timed on each device.
+    """Read the record of a run for `--run`.
 
     Raises:
-        UserError: When there is no record, or it lacks a field.
+        UserError: When the record is missing, lacks a field, or is of a run under dp.
     """
     file = Path(path) if path.endswith(".json") else Path(path, "run.json")
     try:
@@ -94,20 +94,20 @@ def read_record(path: str) -> Record:
         if not getattr(record, name):
             raise UserError(f"--run {path}: its record has no {name}: give a run of fit of 6 or more steps")
     if record.world_size < record.replicas:
-        raise UserError(f"--run {path} was under dp, whose step is not that of one device: give another run")
+        raise UserError(f"--run {path} was under dp, so its step is not one device's: give another run")
     return record
 
 
 def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tuple[int, float]]]:
-    """Run forward and backward passes, and time when each gradient is ready.
+    """Measure the backward pass's share of the computation, and the time at which each gradient is ready.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
-        batch: Images of a batch.
+        batch: Number of images of a batch.
 
     Returns:
-        The backward pass's share of both, and each gradient's bytes with the share of the backward pass after which it
-        is ready, in order.
+        Share of the backward pass in forward and backward, 0…1; bytes of each gradient with the share of the backward
+        pass after which it is ready, in order.
     """
     model, data = build(arguments)
     if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):

@@ -1,4 +1,4 @@
-"""Sentences and pictures of predictions, beside measurements."""
+"""Report of predictions: sentences, tables and plots."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,18 +14,18 @@ from app.system.page import table as page_table
 
 ENDS = ("samples_per_s_low", "samples_per_s", "samples_per_s_high")
 PICTURES = {"throughput": "Samples/s", "efficiency": "Samples/s of each device, % of one device's"}
-ENOUGH = 0.5  # a recommended way uses more than this share of each device
+ENOUGH = 0.5  # least efficiency of a recommendation
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
-    """Choose the fastest way that uses enough of each device, by the low end of the prediction."""
+    """Return the row of the fastest prediction with enough efficiency, by the low end of the range."""
     sure = table["speed_up_low"].where(table["devices"] > 1, 1.0)
     enough = table["shared_equally"] & (sure > ENOUGH * table["devices"])
     return table.assign(sure=sure)[enough].nlargest(1, "sure").iloc[0]
 
 
 def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int) -> str:
-    """Write the recommendation in one line."""
+    """Return the recommendation in one line."""
     model, row = config["model"], recommended(table)
     name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
     gain = f"{row['strategy']} on {_devices(row)}: at least {row['sure']:.2f} × one device, predicted"
@@ -38,13 +38,13 @@ def _devices(row: pd.Series) -> str:
 
 
 def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
-    """Explain the recommendation, and report measurements that contradict a prediction."""
+    """Yield sentences that explain the recommendation."""
     row = recommended(table)
     if row["devices"] > 1:
         yield f"Predicted: {_range(row, 'speed_up', '.2f')} times one device, {row['efficiency']:.0%} of the ideal."
     elif len(table) > 1:
         larger = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
-        yield f"No other way is sure to use half of each device. Try {larger}: more work for each exchange."
+        yield f"No other variant surely uses half of each device. Try {larger}: more work per exchange."
 
 
 def _range(row: pd.Series, name: str, form: str) -> str:
@@ -52,7 +52,7 @@ def _range(row: pd.Series, name: str, form: str) -> str:
 
 
 def predictions(table: pd.DataFrame) -> str:
-    """Write the table of predictions in Markdown."""
+    """Return the table of predictions in Markdown."""
     batches = zip(table["replica_batch"], table["shared_equally"], strict=True)
     columns = {
         "": table["strategy"],
@@ -71,10 +71,10 @@ def predictions(table: pd.DataFrame) -> str:
 
 
 def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
-    """Explain the table."""
-    yield "The range shows how far measured steps and all-reduces were from the formulas. `compare` measures the truth."
+    """Yield sentences that explain the table."""
+    yield "The range shows how far measured steps and all-reduces were from the formulas. `compare` measures real runs."
     if not table["shared_equally"].all():
-        yield "\\* on paper only: `fit` refuses a batch that the devices cannot share equally."
+        yield "\\* hypothetical: `fit` rejects a batch that the devices cannot share equally."
     if machines.node_link is None:
         yield (
             f"More than {machines.per_node} devices are not predicted: give `--node_bandwidth` and `--node_latency` "
@@ -83,7 +83,7 @@ def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
 
 
 def origin(step: Step, machines: Machines, source: str, network: str) -> Iterator[str]:
-    """Describe the measurements, the given figures, and the model behind the predictions."""
+    """Yield paragraphs about the measurements, the given figures, and the cost model."""
     buckets = ", ".join(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}" for bucket in step.buckets)
     links = {"in a node": machines.link if machines.per_node > 1 else None, "between nodes": machines.node_link}
     speeds = ", ".join(
@@ -92,12 +92,12 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
         if link
     )
     yield (
-        f"Step: {plain(source)}. It took {step.spread[0]:.2f} to {step.spread[1]:.2f} times what was fitted to it. "
+        f"Step: {plain(source)}. It took {step.spread[0]:.2f} to {step.spread[1]:.2f} times the fitted time. "
         f"Buckets of gradients, and when in the backward pass they are ready: {buckets}."
     )
     yield (
         f"Network: {speeds}; {network} All-reduces took {machines.link_spread[0]:.2f} to "
-        f"{machines.link_spread[1]:.2f} times what was fitted to them. Waiting is communication that the backward "
+        f"{machines.link_spread[1]:.2f} times the fitted time. Waiting is communication that the backward "
         "pass does not hide. The model is a ring all-reduce of DDP's buckets that overlaps with the backward pass; its "
         "formulas and sources are in app/plan/cost_model.py."
     )
@@ -116,7 +116,7 @@ def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure |
 
 
 def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, per_node: int) -> None:
-    """Draw one figure of each way of running against the number of devices."""
+    """Draw one quantity of ddp, dp and the ideal against the number of devices."""
     ddp, dp = (table[rows].set_index("devices") for rows in (table["strategy"] != "dp", table["strategy"] == "dp"))
     low, middle, high = (ddp[name] for name in ENDS)
     axes.fill_between(ddp.index, low, high, color=BLUE, alpha=0.15, linewidth=0)

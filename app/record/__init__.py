@@ -1,7 +1,7 @@
-"""The run record: one field per fact. This package alone reads and writes `run.json`.
+"""Run record: the only package that reads and writes `run.json`.
 
-Every field has a default, because runs end early and older versions wrote fewer fields. Field names are the names in
-the file; `app/monitor/README.md` explains them.
+Every field has a default, because a run may end early and older versions wrote fewer fields. Field names are the names
+in the file; `app/monitor/README.md` explains them.
 """
 
 from contextlib import suppress
@@ -13,9 +13,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from app.system.files import read_json, write_json
 
-PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # of a step; they add up to all of it
+PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
 
-LIMIT = 1e15  # no figure of a run is larger; a file with one is damaged
+LIMIT = 1e15  # a file with a larger number is damaged
 Int = Annotated[int, Field(gt=-LIMIT, lt=LIMIT)]
 Float = Annotated[float, Field(gt=-LIMIT, lt=LIMIT)]
 Count = Annotated[int, Field(gt=0, lt=LIMIT)]
@@ -24,7 +24,7 @@ Positive = Annotated[float, Field(gt=0, lt=LIMIT)]
 
 @dataclass
 class Epoch:
-    """Figures of an epoch; `whole` is false for an epoch that a stop cut short."""
+    """Figures of an epoch; `whole` is false for an interrupted epoch."""
 
     epoch: Int
     whole: bool = True
@@ -38,7 +38,7 @@ class Epoch:
 
 @dataclass
 class Metrics:
-    """Loss and accuracy (0 to 1) over a split; null where the model did not log them."""
+    """Loss and accuracy (0 to 1) over a split; null if the model did not log them."""
 
     loss: Float | None = None
     acc: Float | None = None
@@ -113,7 +113,7 @@ class DeviceMemory:
 
 @dataclass
 class Course:
-    """Figures over the seconds of training: rows of seconds and samples/s, and of seconds and each rank's GiB."""
+    """Time series of training: rows of seconds and samples/s, and rows of seconds and each rank's GiB."""
 
     samples_per_s: list[list[Float]] = field(default_factory=list)
     memory_gib: list[list[Float]] = field(default_factory=list)
@@ -155,21 +155,21 @@ class Hardware:
 
 @dataclass
 class Part:
-    """A part of a training; of a resumed one, `train_s` is the earlier part's own seconds."""
+    """Part of a training; in `Record.parts`, `train_s` is the part's own seconds."""
 
-    # how it went
+    # outcome
     status: str = "running"
     error: str | None = None
     command: str | None = None
     resumed_from: str | None = None
     launchers: list[str] = field(default_factory=list)
 
-    # how it ran
+    # configuration
     strategy: str | None = None
     devices: Count | None = None
     world_size: Count = 1
 
-    # what came out
+    # results
     steps: Int = 0
     setup_s: Float | None = None
     train_s: Float | None = None
@@ -177,7 +177,7 @@ class Part:
 
 @dataclass
 class Record(Part):
-    """What a run was and how it went."""
+    """Record of a run: configuration, outcome and measurements."""
 
     run_dir: str | None = None
     config: str | None = None
@@ -185,7 +185,7 @@ class Record(Part):
     tracker: str | None = None
     parts: list[Part] = field(default_factory=list)
 
-    # how it ran
+    # configuration
     num_nodes: Count = 1
     replicas: Count = 1
     threads: Count | None = None
@@ -207,15 +207,15 @@ class Record(Part):
     benchmark: bool | None = None
     fused: bool | None = None
 
-    # on what
+    # model, data and machine
     model: Model | None = None
     data: DataSet | None = None
     images_left_out: dict[str, Int] | None = None
     hardware: Hardware | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
 
-    # what came out
-    steps_per_epoch: Float | None = None  # infinite for a loader without a length: null in the file
+    # results
+    steps_per_epoch: Float | None = None  # infinite for a loader without a length; null in the file
     epochs: list[Epoch] = field(default_factory=list)
     train_loss: FirstToLast | None = None
     validation: Metrics | None = None
@@ -225,7 +225,7 @@ class Record(Part):
     not_finite_step: Int | None = None
     skipped_steps: Int = 0
 
-    # how fast
+    # speed
     throughput: Throughput = field(default_factory=Throughput)
     time_per_step: Phases | None = None
     ranks: list[RankTime] = field(default_factory=list)
@@ -233,7 +233,7 @@ class Record(Part):
     course: Course = field(default_factory=Course)
     peak_memory: list[DeviceMemory] = field(default_factory=list)
 
-    # of a run that another command started
+    # set by the command that started the run
     wall_s: Positive | None = None
     time_limit: Float | None = None
 
@@ -245,7 +245,7 @@ class Record(Part):
             path: The file.
 
         Raises:
-            ValueError: When the file cannot be read, or a field has a value it cannot have; the message names both.
+            ValueError: When the file is unreadable or a field is invalid; the message names file and field.
         """
         try:
             return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
@@ -255,7 +255,7 @@ class Record(Part):
             raise ValueError(f"{path} cannot be read ({place}: {first['msg'][:80]})") from error
 
     def save(self, path: Path) -> None:
-        """Write the record, whole or not at all; infinity and NaN become null.
+        """Write the record atomically; infinity and NaN become null.
 
         Raises:
             OSError: When the file cannot be written.
@@ -271,18 +271,18 @@ class Record(Part):
 
     @property
     def accelerator(self) -> str:
-        """Kind of the devices: `cpu`, `cuda`, …; before they are recorded, the kind that the machine has."""
+        """Type of the devices, `cpu` or `cuda`, …; before the memory is recorded, guessed from the machine's GPUs."""
         if self.peak_memory:
             return self.peak_memory[0].device.partition(":")[0]
         return "cuda" if self.hardware and self.hardware.gpus else "cpu"
 
 
 def mark_failed(directory: str, reason: str) -> None:
-    """Record why a run failed, because its own processes could not or saw only the consequence.
+    """Write the reason of a failure into a run's record, because its processes may not know the cause.
 
     Args:
-        directory: The run's directory.
-        reason: One line.
+        directory: Directory of the run.
+        reason: Reason in one line.
     """
     path = Path(directory, "run.json")
     with suppress(ValueError, OSError):  # no file, a damaged one, or a full disk
@@ -293,7 +293,7 @@ def mark_failed(directory: str, reason: str) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop nulls, so that their fields take their defaults."""
+    """Drop nulls, so that their fields get their defaults."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

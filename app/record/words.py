@@ -1,12 +1,12 @@
-"""Words for figures of a run."""
+"""Text for the figures of a run record."""
 
 from collections.abc import Mapping
 
 from app.record import PHASES, Record
 
-OVERHEAD = 0.35  # a phase above this share of a step, other than the model's work, is the bottleneck
-LAUNCH_BOUND = 0.9  # above this share of its work, a GPU waits for the host's launches
-BOTTLENECKS = {  # phase: its name, and a remedy
+OVERHEAD = 0.35  # a phase above this share of a step is the bottleneck, instead of forward and backward
+LAUNCH_BOUND = 0.9  # if launching takes this share of forward and backward, the host is the bottleneck
+BOTTLENECKS = {  # name and remedy of each phase
     "forward_backward": (
         "The model's own computation",
         "more devices, `--trainer.precision bf16-mixed`, `--model.compile default` or a larger `--data.batch_size`",
@@ -28,12 +28,12 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share of 1: `63.73 %`."""
+    """Format a share, 0 to 1, in percent: `63.73 %`."""
     return f"{100 * share:.2f} %"
 
 
 def way_of_running(record: Record, device: str = "") -> str:
-    """Name strategy, devices and nodes: `ddp, 4 × GPU on 2 nodes`; `one CPU`.
+    """Format strategy, devices and nodes: `ddp, 4 × GPU on 2 nodes`, or `one CPU`.
 
     Args:
         record: The run record.
@@ -45,13 +45,13 @@ def way_of_running(record: Record, device: str = "") -> str:
 
 
 def threads(record: Record) -> str:
-    """Count the CPU threads: `1 thread`, `2 threads each`."""
+    """Format the number of CPU threads: `1 thread`, or `2 threads each` for several processes."""
     plural = "s" * (record.threads != 1)
     return f"{record.threads} thread{plural}{' each' * (record.world_size > 1)}"
 
 
 def batch(record: Record) -> str:
-    """Describe the global batch: `64 = 2 × 32, at most 16 at once`."""
+    """Format the global batch: `64 = 2 × 32, at most 16 at once`."""
     size = record.global_batch_size or 0
     share = f" = {record.replicas} × {size / record.replicas:g}" if record.replicas > 1 else ""
     return (
@@ -62,10 +62,10 @@ def batch(record: Record) -> str:
 
 
 def bottleneck(milliseconds: Mapping[str, float], cuda: bool, placement: str | None) -> tuple[str, str]:
-    """Name a step's bottleneck with its share of the step, and a remedy, in Markdown.
+    """Return a step's bottleneck with its share of the step, and a remedy, in Markdown.
 
     Args:
-        milliseconds: Of each phase, and of `launch`.
+        milliseconds: Milliseconds of each phase, and of `launch`.
         cuda: Whether a GPU computes.
         placement: Placement of the images.
     """

@@ -1,4 +1,4 @@
-"""One training run as a function: `run_fit(flags, limit) -> Record`."""
+"""Training run as a function: `run_fit(flags, limit) -> Record`."""
 
 from app.runs.starter import CommandLine, fit_commands, run_fit
 

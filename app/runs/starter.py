@@ -1,7 +1,7 @@
-"""Runs `python -m app fit` in separate processes, waits for them, and returns the record.
+"""Starter of runs: runs `python -m app fit` in separate processes, and returns the record.
 
-Commands that measure or prove something run `fit` this way, because a new process starts with a fresh accelerator, its
-own threads, and unchanged settings.
+`compare`, `verify`, `plan`, `replay` and `doctor` run `fit` this way, because a new process has a fresh accelerator,
+its own threads, and default settings.
 """
 
 import os
@@ -23,14 +23,14 @@ from app.launch.process import environment_of_a_run
 from app.record import Record
 from app.system.machine import busy_seconds, own_seconds
 
-GRACE = 15.0  # seconds in which a run may stop in order
+GRACE = 15.0  # seconds for a run to stop cleanly
 POLL = 0.5  # seconds between two checks of a run
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false", "--run.test", "false"]
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class CommandLine(NamedTuple):
-    """One process of a run.
+    """Command line of one process of a run.
 
     Attributes:
         arguments: Arguments of `python -m app`.
@@ -41,13 +41,13 @@ class CommandLine(NamedTuple):
     environment: Mapping[str, str] = {}
 
     def __str__(self) -> str:
-        """Format the command as a person types it."""
+        """Format the command for a shell."""
         variables = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
         return variables + shlex.join(["python", "-m", "app", *self.arguments])
 
 
 def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str, str]] = ({},)) -> list[CommandLine]:
-    """List the command lines of a run: one, or one for each of several nodes on this machine.
+    """Return the command lines of a run, one for each node; all nodes are on this machine.
 
     Args:
         flags: Arguments of `fit`; later ones win.
@@ -70,22 +70,22 @@ def run_fit(
 ) -> Record:
     """Run a training to its end or its time limit, and return its record.
 
-    The output of node N is kept in `folder/output_nodeN.txt`.
+    The output of node N is written to `folder/output_nodeN.txt`.
 
     Args:
         flags: Arguments of `fit`, such as `["--config", "a.yaml", "--trainer.max_steps", "30"]`.
         limit: Seconds after which the run is stopped.
         folder: Parent of the run's directory, `version_0`; a temporary folder by default.
         nodes: Environment variables of each node; several nodes share this machine.
-        poll: Called twice a second.
+        poll: Function called twice a second.
 
     Returns:
-        The record. `status` is `completed`; `interrupted` for a run that stopped at the limit; or `failed`, where
-        `error` gives the reason. `time_limit` is set when the limit ended the run.
+        The record. `status` is `completed`, `interrupted` for a run that stopped at the limit, or `failed` with the
+        reason in `error`. `time_limit` is set if the limit ended the run.
 
     Raises:
         KeyboardInterrupt: On Ctrl-C, after the run has ended.
-        SystemExit: On SIGTERM, likewise.
+        SystemExit: On SIGTERM, after the run has ended.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
@@ -104,11 +104,11 @@ def run_fit(
                     stdout=stack.enter_context(output.open("w")),
                     stderr=subprocess.STDOUT,
                     env=environment_of_a_run() | dict(command.environment),
-                    start_new_session=True,  # this process alone receives Ctrl-C, and stops the run
+                    start_new_session=True,  # so that only this process receives Ctrl-C
                 )
             )
         codes = [process.poll() for process in processes]
-        while None in codes and not any(codes) and not late:  # other nodes would wait for a failed one
+        while None in codes and not any(codes) and not late:  # stop if one fails, because other nodes would wait for it
             poll()
             with suppress(subprocess.TimeoutExpired):
                 processes[codes.index(None)].wait(POLL)
@@ -134,14 +134,14 @@ def run_fit(
 
 
 def last_lines(folder: Path, count: int = 12) -> list[str]:
-    """Return the last lines of a failed run's output, from a node that reports an error if possible."""
+    """Return the last lines of a failed run's output, preferably of a node with an error message."""
     nodes = [_lines(path) for path in sorted(folder.glob("output_node*.txt"))]
     nodes.sort(key=lambda lines: "error: " not in "\n".join(lines))
     return [line[:300] for line in nodes[0][-count:]] if nodes else []
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
-    """Return why a run failed, in one line; prefer a node that crashed to one that reported an error or ended."""
+    """Return the reason of a run's failure in one line, preferably of a node that crashed."""
     node = min(range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node))
     lines = _lines(outputs[node])
     errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
@@ -155,7 +155,7 @@ def _lines(output: Path) -> list[str]:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stop a run and all its processes: in order if possible, else by force."""
+    """Terminate a run's processes, and kill those that do not stop in time."""
     running = [process for process in processes if process.poll() is None]
     children = [child for process in running for child in psutil.Process(process.pid).children(recursive=True)]
     for process in running:
@@ -170,6 +170,6 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in psutil.wait_procs(children, timeout=max(deadline - time.monotonic(), 0.1))[1]:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    for process in processes:  # kill processes that the run started meanwhile
+    for process in processes:  # kill processes that were started after `children` was read
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

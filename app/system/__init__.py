@@ -1,1 +1,1 @@
-"""Describes this machine, measures how fast its processes communicate, and writes files in one piece."""
+"""System layer: machine, network, files, pages, and patches of libraries."""

@@ -1,7 +1,7 @@
-"""Stand-ins for modules that most runs import and never use. Only the program, `app.cli.main`, installs them.
+"""Stand-ins for modules that most runs import but never use. Only `app.cli.main` and spawned ranks install them.
 
 CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's FLOP counter 0.1.
-A stand-in has the few names that importers read. Any other name, and any call, imports the real module. At an upgrade,
+A stand-in has only the names that importers read. Any other name, and any call, imports the real module. At an upgrade,
 `python -X importtime -m app fit` lists the importers.
 """
 
@@ -18,7 +18,7 @@ from app.system.patches import expects
 
 
 class _Deferred(MetaPathFinder, Loader):
-    """Finder of stand-ins for a module and its submodules, until one of them is loaded."""
+    """Import finder that returns stand-ins for a module and its submodules until one of them is loaded."""
 
     def __init__(self, name: str, *functions: str, **values: Any) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class _Deferred(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         if isinstance(module, _StandIn):
             vars(module).update(self.stand_ins[module.__name__])
-        elif module.__spec__ is not None and module.__spec__.loader is self:  # an imported submodule: its own spec
+        elif module.__spec__ is not None and module.__spec__.loader is self:  # give a real submodule its real spec
             module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
 
 
@@ -75,7 +75,10 @@ class _NothingCompiled(type):
 
 @expects("torch.optim:Optimizer.zero_grad.__wrapped__")
 def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
-    """Exclude a function from tracing. torch._disable_dynamo caches an unwrapped result in `__dynamo_disable`."""
+    """Replace `torch._dynamo.disable` until the real module is loaded.
+
+    `torch._disable_dynamo` caches an unwrapped result in `__dynamo_disable`, so loading the module removes it.
+    """
     if not isinstance(function, FunctionType):
         return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)
     if not wrapping:
@@ -103,5 +106,5 @@ FLOPS = _Deferred("torch.utils.flop_counter", "FlopCounterMode")
 
 
 def defer_imports() -> None:
-    """Install the stand-ins of modules that are not imported yet. Safe to call again."""
+    """Install the stand-ins of modules that are not yet imported. Safe to call again."""
     sys.meta_path[:0] = [each for each in (DYNAMO, PLOTS, FLOPS) if each.name not in sys.modules and not each.pending]

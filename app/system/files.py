@@ -1,4 +1,4 @@
-"""Opens files that users name, and writes files that are either whole or absent."""
+"""File access: opens files that users name, and writes files atomically."""
 
 import errno
 import fcntl
@@ -11,14 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-PART = ".part"  # suffix of a file while it is written
+PART = ".part"  # suffix of an unfinished file
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; reject a pipe, which would block, and a device, which may never end.
+    """Open a regular file for reading; reject pipes, because they block, and devices, because they may be endless.
 
     Raises:
-        OSError: When the file cannot be opened, or is no regular file.
+        OSError: When the file cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -29,16 +29,16 @@ def open_file(path: str | Path) -> BinaryIO:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that gets its name only once it is complete and on the disk.
+    """Open a file for atomic writing: it is renamed to its path when it is complete and flushed to disk.
 
-    It is written in the same folder under another name. A lock distinguishes it from incomplete files of killed
-    processes, which `remove_parts` removes.
+    The unfinished file is in the same folder, and locked. `remove_parts` deletes files without a lock, which killed
+    processes left.
 
     Args:
-        path: The file; its folder is created.
+        path: Path of the file; its folder is created.
 
     Raises:
-        OSError: When the file cannot be written; an existing file stays as it is.
+        OSError: When the file cannot be written; an existing file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part, file = _part(path)
@@ -56,7 +56,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _part(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a locked file in the path's folder; until it is locked, another process may remove it."""
+    """Create a locked file in the path's folder; retry if another process removes it before the lock."""
     while True:
         part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
         file = part.open("xb")
@@ -68,7 +68,7 @@ def _part(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's names to the disk, so that a loss of power does not undo a renaming."""
+    """Flush a folder's entries to disk, so that a power failure does not undo a rename."""
     with suppress(OSError):  # a file system without fsync of folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -78,15 +78,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove incomplete files of killed processes."""
+    """Delete unfinished files of killed processes."""
     for part in folder.glob(f".*{PART}"):
         with suppress(OSError), part.open("r+b") as file:  # NFS locks only files that are open for writing
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while it is written
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if a process is writing it
             part.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8 by `whole`; a lone surrogate becomes a question mark.
+    """Write a UTF-8 text file atomically; a lone surrogate becomes a question mark.
 
     Raises:
         OSError: When the file cannot be written.
@@ -96,11 +96,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file by `whole`.
+    """Write a JSON file atomically.
 
     Args:
-        path: The file; its folder is created.
-        value: Its content; NaN and infinity become null.
+        path: Path of the file; its folder is created.
+        value: Content; NaN and infinity become null.
 
     Raises:
         OSError: When the file cannot be written.
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ValueError: When the file cannot be read or holds no object; the message names the file.
+        ValueError: When the file is unreadable or not a JSON object; the message names the file.
     """
     try:
         with open_file(path) as file:

@@ -1,4 +1,4 @@
-"""Speed of the exchange of gradients: measured all-reduces of several sizes, and a link fitted to them."""
+"""Network between devices: measured all-reduces, a link fitted to them, and the choice of interfaces."""
 
 import os
 import queue
@@ -16,17 +16,17 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-NOBODY = ("192.0.2.1", 9)  # an address that no machine has: https://www.rfc-editor.org/rfc/rfc5737
+NOBODY = ("192.0.2.1", 9)  # a reserved address of no machine: https://www.rfc-editor.org/rfc/rfc5737
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
 
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of two devices.
+    """Link between two devices.
 
     Attributes:
-        bandwidth: Bytes per second, in each direction.
-        latency: Seconds until the first byte arrives.
+        bandwidth: Bandwidth in bytes per second, in each direction.
+        latency: Latency in seconds.
     """
 
     bandwidth: float
@@ -35,7 +35,7 @@ class Link:
     def all_reduce(self, size: float, ranks: int) -> float:
         """Predict the seconds of an all-reduce over a ring of ranks.
 
-        Each rank sends 2(N-1) parts of 1/N of the buffer, one after the other. Source: Patarasuk and Yuan,
+        Each rank sends 2(N-1) chunks of 1/N of the buffer, one after the other. Source: Patarasuk and Yuan,
         https://doi.org/10.1016/j.jpdc.2008.09.002.
 
         Args:
@@ -47,12 +47,12 @@ class Link:
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Fit offset and slope, neither below zero, of a line with the least squared *relative* errors."""
+    """Return offset and slope, both nonnegative, of the line with the least squared *relative* errors."""
     weights = 1 / np.asarray(y)
     slope, offset = np.polyfit(x, y, 1, w=weights)
-    if slope < 0:  # the best level line
+    if slope < 0:  # fit a constant
         return float(weights.sum() / (weights @ weights)), 0.0
-    if offset < 0:  # the best line through zero
+    if offset < 0:  # fit a line through zero
         scaled = np.asarray(x) * weights
         return 0.0, float(scaled.sum() / (scaled @ scaled))
     return float(offset), float(slope)
@@ -62,8 +62,8 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
     """Fit a link to measured all-reduces.
 
     Args:
-        measured: Bytes and seconds of each.
-        ranks: Number of participating ranks.
+        measured: Bytes and seconds of each all-reduce.
+        ranks: Number of ranks of the measurement.
     """
     steps = 2 * (ranks - 1)
     offset, slope = fit_line([size for size, _ in measured], [seconds for _, seconds in measured])
@@ -71,7 +71,7 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
 
 
 def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
-    """Measure an all-reduce between two processes of this machine: on GPUs through NCCL if there are two, else gloo.
+    """Measure all-reduces of two processes of this machine: NCCL with two GPUs, else gloo.
 
     Args:
         timeout: Seconds after which the processes are killed.
@@ -80,8 +80,8 @@ def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
         Bytes and median seconds of each size.
 
     Raises:
-        TimeoutError: When the processes do not find each other or do not answer in time.
-        RuntimeError: When one of them fails.
+        TimeoutError: When the processes do not finish in time.
+        RuntimeError: When a process fails.
     """
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
@@ -128,14 +128,14 @@ def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
 
 
 def own_addresses() -> list[str]:
-    """Return the IP addresses of this machine, addresses that other machines may reach first."""
+    """Return this machine's IP addresses, loopback addresses last."""
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family in families}
     return sorted(addresses, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
 
 
 def outward_address() -> str:
-    """Return this machine's address for other hosts: on the chosen interface, or on the default route."""
+    """Return this machine's address for other hosts: on gloo's configured interface, or on the default route."""
     chosen = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
     addresses = [entry.address for entry in chosen if entry.family == socket.AF_INET]
     with suppress(OSError):  # no route
@@ -144,28 +144,28 @@ def outward_address() -> str:
 
 
 def _own_address_towards(target: Any, family: int = socket.AF_INET) -> str:
-    """Return the address from which this machine reaches another, without sending a packet."""
+    """Return this machine's source address towards another, without sending a packet."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
 
 
 def use_loopback() -> None:
-    """Let gloo use the loopback for processes of one machine, unless the user chose an interface."""
+    """Make gloo use the loopback interface, unless the user configured one."""
     if "lo" in psutil.net_if_addrs():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def use_interface_to(address: str) -> None:
-    """Let gloo and NCCL use the network interface towards the main node, unless the user chose one.
+    """Make gloo and NCCL use the network interface towards an address, unless the user configured one.
 
-    By default gloo takes the interface of the host's name, which is often the loopback.
+    By default, gloo uses the interface of the host's name, which is often the loopback.
     """
     try:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         own = _own_address_towards(target, family)
         if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-            own = _own_address_towards(NOBODY)  # this host's name often means the loopback
+            own = _own_address_towards(NOBODY)  # the host's own name often resolves to the loopback
     except OSError:
         return
     if own in ("127.0.0.1", "::1"):
@@ -173,4 +173,4 @@ def use_interface_to(address: str) -> None:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in entries) and name != "lo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: this one, not all with this prefix
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: exact name, not a prefix

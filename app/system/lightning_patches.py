@@ -1,6 +1,6 @@
 """Private names of Lightning, one function or class for each use.
 
-At an upgrade, `tests/test_patches.py` lists missing names; each docstring names further things to check.
+At an upgrade, `tests/test_patches.py` lists missing names; docstrings list further checks.
 """
 
 import inspect
@@ -37,21 +37,21 @@ _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
 _MODULE = "lightning.pytorch.core.module:LightningModule"
 
-# -- its output ------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------------
 
 SPEAKERS = (
     *(f"lightning.{package}.utilities.rank_zero" for package in ("pytorch", "fabric")),
     *(f"lightning.fabric.utilities.{module}" for module in ("distributed", "seed")),
 )
-HIDDEN = (  # beginnings of lines
+HIDDEN = (  # first words of hidden lines
     *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
     *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
-    "Your model can run with static graph",  # it gains nothing here
+    "Your model can run with static graph",  # static graphs gain nothing here
 )
 
 
 def hide_lines() -> None:
-    """Hide Lightning's advertisements, and lines that repeat ours; not with --verbose."""
+    """Hide Lightning's advertisements and lines that repeat ours, unless --verbose is set."""
     for name in SPEAKERS:
         logging.getLogger(name).addFilter(_is_shown)
 
@@ -79,25 +79,24 @@ def signal_connector(trainer: Trainer) -> Any:
 
 @expects(f"{_TRAINER}._signal_connector")
 def replace_signal_connector(trainer: Trainer, connector: Any) -> None:
-    """Replace Lightning's signal handler, which makes a collective call out of step with the other ranks.
+    """Replace Lightning's signal handler, which makes a collective call although other ranks are elsewhere.
 
-    Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: is it still created in `Trainer.__init__`, and
-    called by `register_signal_handlers` and `teardown` alone?
+    Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: does `Trainer.__init__` still create it? Does
+    Lightning call only its `register_signal_handlers` and `teardown`?
     """
     trainer._signal_connector = connector
 
 
 def _no() -> bool:
-    """Stand in for a method. A module's function, because spawned processes receive the trainer as a pickle."""
+    """Return false; replaces methods. Not a lambda, because spawned processes unpickle the trainer."""
     return False
 
 
 @expects(f"{_FIT_LOOP}._iteration_based_training")
 def count_epochs(trainer: Trainer) -> None:
-    """Let max_steps end training and nothing else.
+    """Prevent a side effect of max_steps: Lightning treats a complete resumed epoch as interrupted.
 
-    Lightning would mistake a complete resumed epoch for an interrupted one. Source:
-    https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: run test_resume without this.
+    Source: https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: run test_resume without this.
     """
     trainer.fit_loop._iteration_based_training = _no  # type: ignore[method-assign]
 
@@ -111,14 +110,14 @@ _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector:_Checkpo
     *(f"{_RESTORING}.restore_training_state", f"{_RESTORING}.dump_checkpoint"),
 )
 class Restoring(_CheckpointConnector):
-    """Restores a run from a checkpoint; a damaged one is a user error.
+    """Checkpoint connector that raises a UserError for a damaged checkpoint.
 
     At an upgrade: do `Trainer._run` and `save_checkpoint` still call these methods?
     """
 
     @classmethod
     def put_into(cls, trainer: Trainer) -> None:
-        """Replace a Trainer's connector."""
+        """Replace a Trainer's checkpoint connector by an instance of this class."""
         trainer._checkpoint_connector = cls(trainer)
 
     def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +125,7 @@ class Restoring(_CheckpointConnector):
             super()._restore_modules_and_callbacks(*args, **kwargs)
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the checkpoint to save, after callbacks with `before_saving` have checked it."""
+        """Return the checkpoint to save; first pass it to the callbacks' `before_saving`."""
         checkpoint = super().dump_checkpoint(weights_only)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "before_saving"):
@@ -153,7 +152,7 @@ class Restoring(_CheckpointConnector):
 
 @expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")
 def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
-    """Skip Lightning's agreement on SIGTERM: a broadcast on every step that raises instead of saving.
+    """Disable Lightning's broadcast of SIGTERM on every step, which raises instead of saving.
 
     Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call it?
     """
@@ -162,15 +161,15 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
 
 @expects(f"{_FIT_LOOP}._can_stop_early")
 def may_stop_early(trainer: Trainer) -> bool:
-    """Return whether min_epochs and min_steps are reached, so that `should_stop` counts."""
+    """Return whether min_epochs and min_steps are reached, so that `should_stop` takes effect."""
     return trainer.fit_loop._can_stop_early
 
 
-# -- its error messages --------------------------------------------------------------------------------------
+# -- error messages ------------------------------------------------------------------------------------------
 
 
 def complaint(error: Exception) -> str | None:
-    """Return Lightning's own message about its settings, with the flag; None for other errors."""
+    """Return Lightning's message about its settings, with the flag if known; None for other errors."""
     if isinstance(error, MisconfigurationException):
         return one_line(str(error))
     file = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
@@ -184,19 +183,19 @@ def complaint(error: Exception) -> str | None:
 
 @expects(f"{_MODULE}._trainer")
 def is_attached(module: LightningModule) -> bool:
-    """Return whether a Trainer has the module; the public `trainer` raises without one."""
+    """Return whether the module has a Trainer; the public `trainer` raises without one."""
     return module._trainer is not None
 
 
 @expects("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin._device")
 def set_device(module: LightningModule, device: torch.device) -> None:
-    """Set `self.device` for the forward of a replica, because torch's `replicate` copies the root's."""
+    """Set a replica's `self.device`, because torch's `replicate` copies the main device's."""
     module._device = device
 
 
 @expects("lightning.pytorch.callbacks.early_stopping:EarlyStopping._check_on_train_epoch_end")
 def check_after_validation_only(callback: Callback) -> None:
-    """Keep EarlyStopping from checking an epoch that was interrupted before its validation."""
+    """Make EarlyStopping check only after validation, not after an interrupted epoch."""
     callback._check_on_train_epoch_end = False  # type: ignore[attr-defined]
 
 
@@ -220,14 +219,14 @@ def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
     f"{_CHECKPOINT}._monitor_candidates",
 )
 def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
-    """Save, unless this step is saved already. At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`."""
+    """Save a checkpoint unless this step has one. At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`."""
     if not checkpoint._should_skip_saving_checkpoint(trainer):
         checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
 
 
 @expects(f"{_CONNECTOR}._choose_auto_accelerator")
 def default_accelerator() -> str:
-    """Return the name of the accelerator that `auto` means here. At an upgrade: is there a public function?"""
+    """Return the name of the accelerator that `auto` selects here. At an upgrade: is there a public function?"""
     return _AcceleratorConnector._choose_auto_accelerator()
 
 
@@ -242,19 +241,19 @@ def default_accelerator() -> str:
 class DDPWithHooks(DDPStrategy):
     """Lightning's DDP, with a communication hook on every device, and without a separate stream.
 
-    Lightning registers the hook on CUDA only and drops it silently elsewhere. Source: strategies/ddp.py,
-    `_register_ddp_hooks`. It wraps the model on a new stream. Nodes that accumulate gradients stay on that stream, so
-    that each backward pass waits for it. Source: https://github.com/Lightning-AI/pytorch-lightning/pull/21746. At an
-    upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter a
-    new stream?
+    Lightning registers the hook only on CUDA, and drops it silently elsewhere. Source: strategies/ddp.py,
+    `_register_ddp_hooks`. Lightning wraps the model on a new stream. Autograd's accumulation nodes stay on that stream,
+    so that each backward pass waits for it. Source: https://github.com/Lightning-AI/pytorch-lightning/pull/21746. At an
+    upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter a new
+    stream?
     """
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
-        # gloo ends a process whose call meets a different call of the user's in the same group
+        # a separate group, because gloo ends the process if DDP's call meets a user's call in one group
         if distributed.is_initialized() and distributed.get_backend() == "gloo":
             level = distributed.get_debug_level()
-            # under DETAIL, torch's DDP logger mistakes the wrapper that checks calls for gloo itself, and crashes
+            # not under DETAIL, because torch's DDP logger then crashes on the group's wrapper
             distributed.set_debug_level(distributed.DebugLevel.OFF)
             group = distributed.new_group(backend="gloo", timeout=self._timeout)
             distributed.set_debug_level(level)
@@ -262,17 +261,17 @@ class DDPWithHooks(DDPStrategy):
         return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
 
     def keep_buffers(self) -> None:
-        """Do not broadcast buffers: virtual devices make them equal."""
+        """Disable the broadcast of buffers, because virtual devices keep them equal."""
         names = inspect.signature(DistributedDataParallel).parameters
-        # torch 2.14 renamed it, and warns of the earlier name
+        # torch 2.14 renamed the argument, and warns about the earlier name
         self._ddp_kwargs["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
 
     def comm_state(self) -> object | None:
-        """Return the hook's first argument; called once, when the processes are connected."""
+        """Return the hook's first argument. Called once, after the processes are connected."""
         return self._ddp_comm_state
 
     def average_weights_every(self, steps: int) -> None:
-        """Have Lightning average the weights of all ranks every few steps, for post-local SGD."""
+        """Make Lightning average the ranks' weights every few steps, for post-local SGD."""
         self._model_averaging_period = steps
 
     def _register_ddp_hooks(self) -> None:
@@ -283,7 +282,7 @@ class DDPWithHooks(DDPStrategy):
 
 @expects(f"{_DDP}._timeout")
 def set_timeout(strategy: Strategy, seconds: float) -> None:
-    """Set the time for which ranks wait for each other; DDP's own option is no plain number."""
+    """Set the timeout of ranks that wait for each other, in seconds; DDP's option is a timedelta."""
     if hasattr(strategy, "_timeout"):
         strategy._timeout = timedelta(seconds=seconds)
 
@@ -305,7 +304,7 @@ def start_method(strategy: Strategy) -> str | None:
 
 @expects("lightning.pytorch.loggers.wandb:WandbLogger._wandb_init")
 def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
-    """Return the logger's arguments for `wandb.init`, to change them before its first use."""
+    """Return the logger's mutable arguments for `wandb.init`."""
     return logger._wandb_init
 
 
@@ -334,13 +333,13 @@ class CommandLine(LightningCLI):
     """
 
     def _parse_ckpt_path(self) -> None:
-        """Keep the requested model: a checkpoint of another model is an error."""
+        """Do nothing: Lightning would replace the requested model's settings by the checkpoint's."""
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         return super()._prepare_subcommand_kwargs(subcommand) | self.more_arguments()
 
     def more_arguments(self) -> dict[str, Any]:
-        """Return arguments that replace the command line's for the Trainer's method."""
+        """Return arguments of the Trainer's method that override the command line's."""
         return {}
 
     def _set_seed(self) -> None:
@@ -355,16 +354,16 @@ class CommandLine(LightningCLI):
         self.run_subcommand(subcommand)
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method that a command names."""
+        """Run the Trainer's method of a command."""
         try:
             super()._run_subcommand(subcommand)
         finally:
             self.after_subcommand()
 
     def after_subcommand(self) -> None:
-        """Run after the Trainer's method, also when it has failed."""
+        """Clean up after the Trainer's method, whether or not it failed."""
 
     @property
     def command_parser(self) -> LightningArgumentParser:
-        """The parser of the command that was typed."""
+        """The requested command's parser."""
         return self._parser(self.subcommand)

@@ -1,4 +1,4 @@
-"""Describes this machine and this installation."""
+"""Description of this machine and this installation."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ import torch
 import app
 
 GIB = 2**30
-CONTROL_GROUPS = Path("/sys/fs/cgroup")  # of version 2
+CONTROL_GROUPS = Path("/sys/fs/cgroup")  # control groups, version 2
 
 
 def versions() -> dict[str, str | None]:
@@ -52,23 +52,23 @@ def hardware() -> dict[str, Any]:
     if torch.cuda.is_initialized():
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     elif torch.cuda.device_count():
-        gpus = _nvidia_smi("name")  # torch would take memory on GPUs that this process does not use
+        gpus = _nvidia_smi("name")  # not torch, which would allocate memory on unused GPUs
     return {"cpu": cpu[1] if cpu else platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpus": gpus}
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and its control group's quota."""
+    """Return the number of cores that this process may use, by affinity and control-group quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups():
-        quota, period = (group / "cpu.max").read_text().split()  # in microseconds; or `max`
+        quota, period = (group / "cpu.max").read_text().split()  # microseconds, or `max`
         cores = cores if quota == "max" else min(cores, max(int(quota) // int(period), 1))
     return cores
 
 
 def busy() -> str | None:
-    """Describe other processes' load on this machine, and a remedy; None if enough cores are free.
+    """Return a message about other processes' load, with a remedy; None if enough cores are free.
 
-    The one-minute load average is the whole host's. A process that may use only some cores ignores load on the others.
+    The one-minute load average is the whole host's, so load that fits on the cores outside this process's is ignored.
     """
     load, cores = psutil.getloadavg()[0], usable_cores()
     if load <= max(cores, (os.cpu_count() or 1) - cores):
@@ -78,10 +78,10 @@ def busy() -> str | None:
 
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
-    """Return the busy seconds since boot, summed over some cores or all."""
+    """Return the busy seconds since boot, summed over some or all cores."""
     some = 0 < len(cores) < (os.cpu_count() or 1)
     times = [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores] if some else [psutil.cpu_times()]
-    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are in the user's time, too
+    idle = ("idle", "iowait", "guest", "guest_nice")  # user time includes guests
     return sum(seconds for each in times for name, seconds in each._asdict().items() if name not in idle)
 
 
@@ -97,7 +97,7 @@ def own_seconds() -> float:
 
 
 def core_wait_seconds() -> float:
-    """Return the seconds that this process's main thread waited for a core; 0 except on Linux."""
+    """Return the seconds that this process's main thread waited for a core. Linux only; 0 elsewhere."""
     with suppress(OSError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
@@ -115,7 +115,7 @@ def _control_groups() -> list[Path]:
 def driver() -> str | None:
     """Return the version of NVIDIA's driver, or None.
 
-    `torch.utils.collect_env` fails, because it expects a heading that nvidia-smi 610 no longer prints.
+    `torch.utils.collect_env` fails, because nvidia-smi 610 no longer prints the heading that it expects.
     """
     return next(iter(_nvidia_smi("driver_version")), None)
 
@@ -131,10 +131,10 @@ def _nvidia_smi(field: str) -> list[str]:
 
 
 def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
-    """Return the peak memory of this process in GiB, on each of its devices and on the host.
+    """Return this process's peak memory in GiB, on each of its devices and on the host.
 
-    On CUDA, allocated and reserved are the peaks of torch's allocator. `in_use_gib` is the driver's current count, with
-    CUDA's context, libraries, NCCL's buffers and other processes.
+    On CUDA, allocated and reserved are the peaks of torch's allocator. `in_use_gib` is the driver's current count,
+    including CUDA's context, libraries, NCCL's buffers and other processes.
     """
     rows = []
     for device in devices:
@@ -150,7 +150,7 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
 
 
 def _peak_rss() -> int:
-    """Return the peak memory of this process in bytes; on Linux, getrusage's would begin with the parent's."""
+    """Return this process's peak memory in bytes, not by getrusage on Linux, because that includes the parent's."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024

@@ -1,7 +1,6 @@
-"""HTML pages for reports: one file without scripts, for light and dark screens and for paper.
+"""HTML pages for all reports: one file without scripts, for light and dark screens and for paper.
 
-A page has a title with the result, a lead, and sections of Markdown with figures. Secondary sections are folded. All
-reports of this application are such pages.
+A page has a title with the result, a lead, and sections of Markdown with figures. Secondary sections are folded.
 """
 
 import base64
@@ -19,7 +18,7 @@ from matplotlib.figure import Figure  # not pyplot, because notebooks share its 
 
 STYLE = Path(__file__).with_suffix(".css").read_text()
 LOOK: Any = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
-# colours of figures; in a page they become variables, with other values on a dark screen
+# colours of figures; in a page, they become CSS variables, with other values on a dark screen
 COLOURS = tuple(LOOK["axes.prop_cycle"].by_key()["color"])
 BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
 INK, PAPER, PALE = LOOK["text.color"], "#fffffe", "#a9c1f0"
@@ -28,13 +27,13 @@ VARIABLES = {INK: "currentColor"} | {colour: f"var(--{name})" for colour, name i
 
 
 class Section(NamedTuple):
-    """A section of a page.
+    """Section of a page.
 
     Attributes:
-        heading: Its heading.
-        text: Markdown. `![description](name "title")` shows the figure of that name; figures on consecutive lines stand
-            side by side if there is room.
-        folded: Whether the reader has to open it.
+        heading: Heading of the section.
+        text: Markdown. `![description](name "title")` inserts the figure of that name; figures on consecutive lines are
+            side by side if they fit.
+        folded: Whether the section is folded at first.
     """
 
     heading: str
@@ -43,13 +42,13 @@ class Section(NamedTuple):
 
 
 def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[str, Figure | bytes]) -> str:
-    """Make a page.
+    """Return a page as HTML.
 
     Args:
-        title: The result, one line of plain text.
+        title: Result, one line of plain text.
         lead: Markdown below the title.
-        sections: The sections; empty ones are dropped.
-        figures: Figures by their names in the text, drawn or as a PNG file's content.
+        sections: Sections; empty ones are dropped.
+        figures: Figures, or contents of PNG files, by their names in the text.
     """
 
     def image(renderer: Any, tokens: Sequence[Any], index: int, options: Any, env: Any) -> str:
@@ -60,7 +59,7 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     markdown.add_render_rule("image", image)
-    # a name may contain characters of a link or of an image from elsewhere
+    # allow only our figures and anchors, because file or class names may contain Markdown links
     markdown.validateLink = lambda url: url in figures or url.startswith("#")  # type: ignore[method-assign]
     body = [f"<h1>{html.escape(title)}</h1>", markdown.render(lead)]
     for heading, text, folded in sections:
@@ -76,7 +75,7 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
 
 
 def plain(text: object) -> str:
-    """Escape Markdown's markup."""
+    """Escape Markdown markup."""
     return re.sub(r"([\\`*\[\]<>|~#\"]|(?<!\w)_|_(?!\w))", r"\\\1", str(text))
 
 
@@ -85,8 +84,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], words: Conta
 
     Args:
         headers: Headers of the columns.
-        rows: The rows.
-        words: Columns of words, from 0; other columns hold numbers, aligned on the right.
+        rows: Cells of each row.
+        words: Indices of columns with words; other columns have numbers, aligned on the right.
     """
     rule = [":--" if column in words else "--:" for column in range(len(headers))]
     lines = [map(plain, headers), rule, *(map(plain, row) for row in rows)]
@@ -94,7 +93,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], words: Conta
 
 
 def code(text: str) -> str:
-    """Quote text verbatim."""
+    """Format text as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -103,12 +102,12 @@ def draw_plot(
 ) -> Figure:
     """Draw a plot with a fixed layout: numbers on the left, names of lines on the right.
 
-    Computing a layout would take half of a figure's time.
+    A computed layout would double the time of a figure.
 
     Args:
-        paint: Fills the axes.
+        paint: Function that draws on the axes.
         height: Height in inches.
-        below: Fills a second, flat plot with the same x axis below.
+        below: Function that draws on a second, flat plot below, with the same x axis.
     """
     width = 4.6
     with matplotlib.rc_context(LOOK):
@@ -124,10 +123,10 @@ def draw_plot(
 
 
 def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None) -> Figure:
-    """Draw a figure in the style of the pages, with a layout that follows its content.
+    """Draw a figure in the pages' style, with a computed layout.
 
     Args:
-        paint: Fills the axes.
+        paint: Function that draws on the axes.
         width: Width in inches.
         height: Height in inches.
         title: Title above the axes, for a figure outside a page.
@@ -141,7 +140,7 @@ def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2,
 
 
 def png(figure: Figure) -> bytes:
-    """Return a figure as a PNG file's content, on white."""
+    """Return a figure as PNG, on white."""
     file = io.BytesIO()
     with matplotlib.rc_context(LOOK):
         figure.savefig(file, format="png", dpi=120, facecolor="white")
@@ -149,12 +148,12 @@ def png(figure: Figure) -> bytes:
 
 
 def superscript(power: int) -> str:
-    """Return an exponent in Unicode, as in 10⁻⁶."""
+    """Return an exponent in Unicode superscript, as in 10⁻⁶."""
     return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write the lines' names at their right ends, and move overlapping names apart.
+    """Write lines' names at their right ends, and move overlapping names apart.
 
     Args:
         axes: Axes with all lines drawn.
@@ -194,7 +193,7 @@ def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
         text = text.replace(colour, variable)
     text = text.replace("xlink:href", "href")
     text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{re.sub(r'[^a-z0-9]', '-', name)}-", text)
-    width = 96 * figure.get_figwidth() * 1.2  # CSS pixels: a wide page does not enlarge the text
+    width = 96 * figure.get_figwidth() * 1.2  # CSS pixels; limits the size of text on a wide page
     view = re.search(r'viewBox="[^"]*"', text)
     assert view is not None
     head = f'<svg role="img" aria-label="{alt}" {view[0]} style="max-width: {width:.0f}px">'

@@ -1,4 +1,4 @@
-"""Random streams derived from a key, independent of the program's global streams."""
+"""Random streams derived from a key, independent of the global random state."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch
 
 
 def seed_of(*key: int) -> int:
-    """Return the seed of a key, such as (seed, purpose, epoch, step): below 2^63."""
+    """Return the seed of a key such as (seed, purpose, epoch, step), below 2^63."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -18,7 +18,7 @@ def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], 
     """Yield a function that seeds torch, NumPy and Python's `random`; restore their states at the end.
 
     Args:
-        device: Device whose stream of torch is included.
+        device: Device whose random state is included; None for the host only.
     """
     gpu = torch.get_device_module(device) if device is not None and device.type != "cpu" else None
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()

@@ -12,7 +12,7 @@ def working(console: Console) -> Iterator[Callable[[str], None]]:
     """Show the current activity and its duration in the last line of a terminal.
 
     Yields:
-        A function that takes the name of the next activity.
+        A function that sets the name of the current activity.
     """
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,4 +1,4 @@
-"""Private names of torch, one function for each use. At an upgrade, `tests/test_patches.py` lists missing ones."""
+"""Private names of torch, one function for each use. At an upgrade, `tests/test_patches.py` lists missing names."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -10,7 +10,7 @@ from app.system.patches import EXPECTED, expects
 
 __all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
 
-# for nested arguments: torch.nn.parallel.scatter works on CUDA only
+# for nested arguments, because torch.nn.parallel.scatter works only on CUDA
 EXPECTED[f"{__name__}.tree_map"] = tuple(
     f"torch.utils._pytree:{name}" for name in ("tree_flatten", "tree_map", "tree_unflatten")
 )
@@ -26,8 +26,8 @@ Module = TypeVar("Module", bound=nn.Module)
 def shallow_copies(module: Module, count: int) -> Sequence[Module]:
     """Return copies of a module that share its parameters; only the first copy shares its buffers.
 
-    Threads thus do not write to the same running statistics. `torch.nn.parallel.replicate` copies to CUDA devices only.
-    At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.
+    Separate buffers keep threads from writing to the same running statistics. `torch.nn.parallel.replicate` works only
+    on CUDA. At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.
     """
     modules = list(module.modules())
     copies = []
@@ -44,7 +44,7 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
 
 @expects("torch.distributed.distributed_c10d:_abort_process_group")
 def abort_process_group() -> None:
-    """Leave the process group without waiting for the other ranks; NCCL's exit would wait.
+    """Abort the process group without waiting for the other ranks; destroying NCCL's group would wait.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown. At an upgrade: is there a public function?
     """

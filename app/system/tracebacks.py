@@ -1,4 +1,4 @@
-"""Origin of an exception: an object that a flag named, or the user's own code."""
+"""Origin of an exception: an object that a flag created, or the user's code."""
 
 import os
 import re
@@ -10,13 +10,14 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]")
-# code between an optimizer and the loss, and between a strategy or precision and the gradients
+# loops and autograd run inside calls of an optimizer, strategy or precision plugin; errors below them are not theirs
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
-BEGIN = re.compile(rf"(?:\n[TD].* exception.*:\n\n)?^(?:Original )?{re.escape(HEAD)}", re.MULTILINE)  # or in a chain
+# beginning of a traceback, with the sentence that links it to the previous one in a chain
+BEGIN = re.compile(rf"(?:\n[TD].* exception.*:\n\n)?^(?:Original )?{re.escape(HEAD)}", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.+?)", line \d+.*\n(?:    .*\n)*', re.MULTILINE)
 
-MADE_BY: dict[type, str] = {}  # class that a flag names: the flag
+MADE_BY: dict[type, str] = {}  # flag by the class that it names
 
 
 def _is_users(file: str) -> bool:
@@ -24,9 +25,9 @@ def _is_users(file: str) -> bool:
 
 
 def users_part(text: str) -> str | None:
-    """Cut tracebacks to the user's frames and the frame that called them; return None without such frames.
+    """Shorten tracebacks to the user's frames and the frame that calls them; return None without such frames.
 
-    Exceptions without the user's frames are omitted, in a chain or within another process's traceback.
+    In a chain, or in another process's traceback, exceptions without user frames are omitted.
     """
     cut = ""
     for block in BEGIN.split(text):
@@ -39,7 +40,7 @@ def users_part(text: str) -> str | None:
 
 
 def maker(error: BaseException) -> str | None:
-    """Return flag and class of the object that raised, such as `--data.augment RandomCrop`, or None."""
+    """Return flag and class of the object that raised an error, such as `--data.augment RandomCrop`, or None."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         file, cls = frame.f_code.co_filename, type(frame.f_locals.get("self"))
         if file.startswith(OURS) or STEP.match(file) or _is_users(file):
@@ -50,11 +51,11 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a user error that names the flag whose object raised; None if no flag made the object.
+    """Return a UserError that names the flag of the object that raised an exception; None without such a flag.
 
     Args:
         error: The exception.
-        message: Replaces the exception's text; with a message, an error without a flag is returned, too.
+        message: Text that replaces the exception's. With a message, return a UserError even without a flag.
     """
     flag = maker(error)
     if flag is None:

@@ -1,4 +1,4 @@
-"""Private names of wandb, one function for each use. At an upgrade, `tests/test_patches.py` lists missing ones."""
+"""Private names of wandb, one function for each use. At an upgrade, `tests/test_patches.py` lists missing names."""
 
 import sys
 
@@ -18,7 +18,7 @@ def forget_run() -> None:
 
 @expects("wandb.sdk.wandb_run:Run._detect_and_apply_job_inputs")
 def skip_launch_inputs() -> None:
-    """Keep `wandb.init` from importing W&B Launch, a second of CPU, unless a job has inputs.
+    """Keep `wandb.init` from importing W&B Launch, which takes a CPU second, unless a job has inputs.
 
     At an upgrade: does `_detect_and_apply_job_inputs` still do nothing else?
     """
@@ -27,7 +27,7 @@ def skip_launch_inputs() -> None:
     apply = Run._detect_and_apply_job_inputs
 
     def apply_where_given(run: Run) -> None:
-        if "wandb.sdk.launch.inputs.internal" in sys.modules:  # inputs are staged there
+        if "wandb.sdk.launch.inputs.internal" in sys.modules:  # the module that stages inputs
             apply(run)
 
     if apply.__module__ != __name__:

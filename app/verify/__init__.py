@@ -1,11 +1,11 @@
-"""Proves that ways of running are the same training, on anybody's model and data."""
+"""Verification that all ways of running are the same training, for any model and data."""
 
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # recorded ranks import this package
+if TYPE_CHECKING:  # because recorded ranks import this package
     from app.verify.verdict import Verdict
 
 
@@ -26,12 +26,12 @@ def same_training(
         model: Import path of the LightningModule.
         data: Import path of the LightningDataModule.
         flags: Flags of `fit`, without dashes: `{"data.batch_size": 32}`.
-        ways: Further variants: names, with their flags of `fit`.
-        steps: Optimizer steps of each run.
-        quick: Only one device, two processes, and stop and resume.
+        ways: Flags of `fit` of further variants, by name.
+        steps: Number of optimizer steps of each run.
+        quick: Whether to run only one device, two processes, and stop and resume.
 
     Returns:
-        The verdict: true when all variants are the same; its text is the table, with the causes.
+        The verdict: true if all variants are the same training. Its text is the table with the causes.
 
     Raises:
         UserError: When the training fails on one device.

@@ -1,4 +1,4 @@
-"""Causes of a variant's differences from the reference, as far as they are known, and remedies."""
+"""Known causes of a variant's differences from the reference, and their remedies."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ class Cause(NamedTuple):
     """Cause of a difference.
 
     Attributes:
-        columns: Columns that it explains.
-        text: The cause, with figures.
-        remedy: The remedy.
-        effect: Change of the loss when the cause is removed, at the most changed step; None where it is not known.
+        columns: Columns that the cause explains.
+        text: Description of the cause, with figures.
+        remedy: Remedy of the cause.
+        effect: Largest change of a step's loss when the cause is removed; None if unknown.
     """
 
     columns: tuple[str, ...]
@@ -24,13 +24,13 @@ class Cause(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A variant that differs from the reference.
+    """Variant that differs from the reference.
 
     Attributes:
-        reference: The reference's recording.
-        way: The variant's recording.
+        reference: Recording of the reference.
+        way: Recording of the variant.
         found: First differences, by column.
-        replicas: Devices that share a batch.
+        replicas: Number of devices that share a batch.
     """
 
     reference: Recorded
@@ -40,18 +40,18 @@ class Case(NamedTuple):
 
     @property
     def splits(self) -> bool:
-        """Return whether the network sees smaller batches than in the reference."""
+        """Whether the network sees smaller batches than in the reference."""
         return self.replicas > 1 or self.way.facts["accumulate"] > self.reference.facts["accumulate"]
 
 
 NUMBERS = ("loss", "gradients", "weights", "evaluation", "optimizer")
-ORDER, SHARDS = {"run.global_order": "true"}, {"run.virtual_devices": "4"}  # flags of ours that remove causes
+ORDER, SHARDS = {"run.global_order": "true"}, {"run.virtual_devices": "4"}  # flags that remove causes
 OURS = "--run.global_order true: ranks share one permutation and every batch of it"
 BITS = "--run.virtual_devices 4 in all ways but dp"
 
 
 def causes(case: Case) -> list[Cause]:
-    """Return the causes of the differences, the first one first."""
+    """Return the causes of the differences, in order of occurrence."""
     if not case.found:
         return []
     at_most_one = [_split(case), _samples(case), _rates(case)]
@@ -59,7 +59,7 @@ def causes(case: Case) -> list[Cause]:
 
 
 def _samples(case: Case) -> Cause | None:
-    """Return why the samples of a step differ."""
+    """Return the cause of different samples in a step, or None."""
     way, reference, place = case.way, case.reference, case.found.get("samples")
     if place is None:
         return None
@@ -74,8 +74,8 @@ def _samples(case: Case) -> Cause | None:
     if _other_pixels(case):
         return Cause(
             everything,
-            "the same samples with other pixels: augmentation is drawn from global random state, which is not "
-            "that of the reference",
+            "the same samples with other pixels: augmentation uses the global random state, which differs "
+            "from the reference's",
             "--run.global_order true where a data set draws it, --run.virtual_devices 4 where a module does; or seed "
             "a generator by seed, epoch and sample",
         )
@@ -114,7 +114,7 @@ def _samples(case: Case) -> Cause | None:
     if same == [True, False]:
         return Cause(
             everything,
-            "every epoch has the same order: nobody calls set_epoch of the sampler",
+            "every epoch has the same order: the sampler's set_epoch is never called",
             "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start",
         )
     ours, theirs = (each.facts["sampler"] for each in (way, reference))
@@ -138,7 +138,7 @@ def _other_pixels(case: Case) -> bool:
 
 
 def _split(case: Case) -> Cause | None:
-    """Return a cause when one run validates samples that the other one trains on."""
+    """Return a cause if one run validates samples that the other run trains on, else None."""
     runs = case.way, case.reference
     ours, theirs = (run.evaluated for run in runs)
     here, there = ({sample for step in run.steps for sample in step.samples} for run in runs)
@@ -154,7 +154,7 @@ def _split(case: Case) -> Cause | None:
 
 
 def _same_order(recorded: Recorded) -> bool:
-    """Return whether the second epoch repeats the first one's order, as far as it ran."""
+    """Return whether the second epoch, complete or not, repeats the first epoch's order."""
     orders = [[list(map(str, step.samples)) for step in recorded.epoch(number)] for number in (0, 1)]
     count = min(map(len, orders))
     return bool(count) and orders[0][:count] == orders[1][:count]
@@ -176,7 +176,7 @@ def _lost_order(case: Case, number: int) -> Cause:
 
 
 def _rates(case: Case) -> Cause | None:
-    """Return why learning rates differ."""
+    """Return the cause of different learning rates, or None."""
     if "learning rate" not in case.found:
         return None
     way, reference, place = case.way, case.reference, case.found["learning rate"]
@@ -190,13 +190,13 @@ def _rates(case: Case) -> Cause | None:
             f"the learning rate advances with each of the {way.facts['accumulate']} batches that a step accumulates",
             "advance it when an optimizer step was made: leave that to Lightning (interval: step)",
         )
-    first = next((step.number for step in reference.steps if any(step.rates[0])), 0)  # of a warm-up from 0
+    first = next((step.number for step in reference.steps if any(step.rates[0])), 0)  # after a warm-up from 0
     if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
         by = "the number of ranks" if ratio == len(way.ranks) else "something that differs"
         return Cause(
             columns,
-            f"the learning rate is {ratio:g} times that of the reference from the first step on: it is scaled by {by}",
-            "leave it as it is where the global batch stays; scale it only with the global batch",
+            f"the learning rate is {ratio:g} times the reference's from the first step on: it is scaled by {by}",
+            "keep it while the global batch is the same; scale it only with the global batch",
         )
     if way.resumed_at is not None and place.step is not None and place.step >= way.resumed_at:
         return Cause(
@@ -232,7 +232,7 @@ def _rates(case: Case) -> Cause | None:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """Find differences by BatchNorm and by random numbers within the step."""
+    """Yield BatchNorm and random numbers in the step as causes."""
     facts = case.way.facts
     dealt = "samples" not in case.found or _other_pixels(case)
     if not dealt or not ({"loss", "gradients", "weights"} & case.found.keys()):
@@ -302,7 +302,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
 
 
 def _state(case: Case) -> Iterator[Cause]:
-    """Find state that differs between ranks, and state in attributes."""
+    """Yield state that differs between ranks, or that only attributes hold, as causes."""
     way, reference = case.way, case.reference
     first = way.ranks[0]["digests"]
     apart_on = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
@@ -340,7 +340,7 @@ def _state(case: Case) -> Iterator[Cause]:
         elif way.facts["strategy"] == "dp":
             yield Cause(
                 NUMBERS,
-                f"what forward keeps in attributes is lost with dp's replicas: {_some(lost)}",
+                f"attributes that forward sets are lost with dp's replicas: {_some(lost)}",
                 "return it from forward and keep it in training_step; or use ddp",
             )
 
@@ -394,12 +394,12 @@ def _of(name: str, modules: list[str]) -> bool:
 
 
 def rounding() -> Cause:
-    """Return why the bits differ where nothing else does."""
+    """Return the cause of different bits without another difference."""
     return Cause(NUMBERS, "each rank adds up its samples, and sums of other parts are rounded otherwise", BITS)
 
 
 def unused(reference: Recorded) -> Cause:
-    """Return why ddp fails: the parameters that have no gradient in the reference."""
+    """Return the cause of a failure under ddp: parameters without a gradient in the reference."""
     used = reference.steps[0].gradients
     names = [name for name in reference.ranks[0]["parameters"] if name not in used]
     return Cause(

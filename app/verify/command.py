@@ -1,4 +1,4 @@
-"""`python -m app verify`: reads its flags, runs the variants, and reports differences and causes."""
+"""Command `python -m app verify`: parses flags, runs the variants, and reports differences and causes."""
 
 import shlex
 import sys
@@ -22,20 +22,20 @@ USAGE = """\
 python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]
 
 Trains a few steps on one device and in every other way that this machine allows. Shows the first differences, their
-causes, and remedies. Exit code 0: the same training in all ways; 1: a difference; 2: it cannot be run."""
+causes, and remedies. Exit code 0: the same training in all ways; 1: a difference; 2: it cannot run."""
 
 
 def run(arguments: list[str]) -> int:
-    """Verify, and write the report.
+    """Run the verification, and write the report.
 
     Args:
         arguments: The arguments after `verify`.
 
     Returns:
-        Exit code: 0 when all variants are the same training, 1 when one is not.
+        Exit code: 0 if all variants are the same training, else 1.
 
     Raises:
-        UserError: For a user's mistake, or when the training fails on one device.
+        UserError: For invalid flags, or when the training fails on one device.
     """
     console = Console() if sys.stdout.isatty() else Console(width=110)
     options, prover = _parse(arguments)
@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
-    """Read the options of verify itself, and the flags of `fit` that were typed."""
+    """Return the options of `verify`, and a prover with the command line's flags of `fit`."""
     own, flags = split_flags(arguments)
     parser = PlainParser(prog="python -m app verify", usage=USAGE)
     parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")

@@ -1,4 +1,4 @@
-"""First differences of two recordings of a training, from the samples of a step to the final optimizer state."""
+"""First differences of two recordings of a training, from a step's samples to the final optimizer state."""
 
 import json
 import math
@@ -14,14 +14,15 @@ from app.errors import UserError
 from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
-TOLERANCE = 1e-5  # for float32: relative for losses and gradients, and for other values above 1
-TINY = 1e-3  # below this size, losses and shares of the largest gradient are compared absolutely, because
-# they may be differences of larger numbers
-EXACT = 1e-10  # for float64, where only rounding is this small
+TOLERANCE = 1e-5  # tolerance for float32: relative for losses, gradients, and other values above 1
+# losses below this size, and gradients below this share of the largest, are compared absolutely, because they may be
+# differences of larger numbers
+TINY = 1e-3
+EXACT = 1e-10  # tolerance for float64; smaller differences are rounding
 
 
 class Recorded:
-    """Recording of a run, by all of its ranks.
+    """Recording of a run by all its ranks.
 
     Args:
         run_dir: Directory of the run.
@@ -47,7 +48,7 @@ class Recorded:
 
     @cached_property
     def steps(self) -> list["Step"]:
-        """The steps, as all ranks recorded them."""
+        """Steps of the run, each with all ranks' recordings."""
         together = zip(*(rank["steps"] for rank in self.ranks), strict=False)
         return [Step(number, list(ranks)) for number, ranks in enumerate(together)]
 
@@ -57,21 +58,21 @@ class Recorded:
 
     @cached_property
     def evaluated(self) -> Counter[Any]:
-        """How often each sample was evaluated, in the last validation."""
+        """Number of evaluations of each sample in the last validation."""
         batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
         return Counter(sample for batch in batches for sample in batch)
 
     def metrics(self, rank: int = 0) -> dict[str, float]:
-        """Metrics of the evaluation, as a rank has them."""
+        """Return the evaluation's metrics on a rank."""
         return self.ranks[rank]["metrics"]
 
 
 class Step:
-    """One optimizer step.
+    """Optimizer step.
 
     Args:
-        number: From 0.
-        ranks: As recorded by each rank.
+        number: Number of the step, from 0.
+        ranks: Recording of each rank.
     """
 
     def __init__(self, number: int, ranks: list[dict[str, Any]]) -> None:
@@ -80,12 +81,12 @@ class Step:
 
     @property
     def samples(self) -> list[Any]:
-        """Samples of all ranks and micro-batches."""
+        """Ids of the samples of all ranks and micro-batches."""
         return [sample for rank in self.ranks for batch in rank["samples"] for sample in batch]
 
     @property
     def labels(self) -> list[str]:
-        """Digests of the integers in the samples."""
+        """Digests of the samples' integer tensors, such as labels."""
         return [label for rank in self.ranks for batch in rank["labels"] for label in batch]
 
     @property
@@ -95,17 +96,17 @@ class Step:
 
     @property
     def micro_batches(self) -> int:
-        """Number of accumulated batches of a rank."""
+        """Number of accumulated batches per rank."""
         return len(self.ranks[0]["samples"])
 
     @property
     def loss(self) -> float:
-        """The minimised loss: the mean over the ranks."""
+        """Minimised loss: the mean over ranks."""
         return sum(rank["loss"] for rank in self.ranks) / len(self.ranks)
 
     @property
     def weighted_loss(self) -> float:
-        """The mean of the ranks' and micro-batches' losses, weighted by their samples."""
+        """Mean of the ranks' and micro-batches' losses, weighted by their samples."""
         parts = [
             (loss, len(batch))
             for rank in self.ranks
@@ -116,12 +117,12 @@ class Step:
 
     @property
     def operations(self) -> list[list[tuple[str, str, list[str]]]]:
-        """Module, name and digests of each operation, for each shard or rank's share of a batch."""
+        """Module, name and output digests of each operation, for each shard or rank."""
         return [part for rank in self.ranks for part in rank.get("operations", [])]
 
     @property
     def rates(self) -> tuple[list[float], list[float]]:
-        """Learning rate and weight decay of each group of parameters."""
+        """Learning rate and weight decay of each parameter group."""
         return self.ranks[0].get("rates", []), self.ranks[0].get("decays", [])
 
     @property
@@ -131,13 +132,13 @@ class Step:
 
 
 class Parting(NamedTuple):
-    """A run's first difference from the reference.
+    """First difference of a run from the reference.
 
     Attributes:
         where: Step, parameter or metric.
-        figures: The values of run and reference.
-        size: Size of the difference, relative for values above 1; infinite for a value that is no number.
-        step: Number of the step, if it has one.
+        figures: Values of run and reference, as text.
+        size: Size of the difference, relative for values above 1; infinite for a non-finite value.
+        step: Number of the step, or None.
     """
 
     where: str
@@ -150,7 +151,7 @@ class Parting(NamedTuple):
 
 
 def apart(here: float, there: float, scale: float = 1.0) -> float:
-    """Return the difference of two figures, relative to a scale or to the larger value; 0 if both are NaN."""
+    """Return the difference of two values, relative to the larger of `scale` and the second; 0 if both are NaN."""
     if here == there or (math.isnan(here) and math.isnan(there)):
         return 0.0
     difference = abs(here - there) / max(scale, abs(there))
@@ -185,16 +186,16 @@ def largest(reference: Recorded, way: Recorded) -> float:
 
 
 def effect(way: Recorded, other: Recorded) -> float:
-    """Return the largest difference of two runs' losses at a step, infinite if one of them is no number."""
+    """Return the largest difference of two runs' losses at a step; infinite if one loss is not finite."""
     sizes = [abs(here.loss - there.loss) for here, there in zip(way.steps, other.steps, strict=False)]
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 
 def first_operation(reference: Recorded, way: Recorded) -> str | None:
-    """Name the first operation whose output, or else the first parameter whose gradient, has other bits."""
+    """Return the first operation with other output bits, else the first parameter with other gradient bits, or None."""
     for here, there in zip(way.steps, reference.steps, strict=False):
         shards = list(zip(here.operations, there.operations, strict=False))
-        if len(here.operations) != len(there.operations):  # then operations are compared over the whole batch
+        if len(here.operations) != len(there.operations):  # compare operations over the whole batch
             shards = [(_joined(here.operations), _joined(there.operations))]
         for number, pair in enumerate(shards):
             for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):
@@ -210,7 +211,7 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
 
 
 def _joined(parts: list[list[tuple[str, str, list[str]]]]) -> list[tuple[str, str, list[str]]]:
-    """Join the digests of the parts of a batch, operation by operation."""
+    """Concatenate the digests of a batch's parts, operation by operation."""
     return [(*rows[0][:2], [each for row in rows for each in row[2]]) for rows in zip(*parts, strict=False)]
 
 
@@ -253,14 +254,14 @@ def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Itera
     """Yield the weights and buffers that differ at the end."""
     for name in {*reference.weights, *way.weights}:
         if name not in reference.weights or name not in way.weights:
-            yield Parting(name, "there in one of them only")
+            yield Parting(name, "present in only one run")
             continue
         here, there = way.weights[name].double(), reference.weights[name].double()
         if here.shape != there.shape:
             yield Parting(name, f"{tuple(here.shape)}, {tuple(there.shape)} in the reference")
         elif here.numel():
             size = float(((here - there).abs() / there.abs().clamp(min=1)).max())
-            if not size <= tolerance:  # or not finite in one run
+            if not size <= tolerance:  # true for NaN, too
                 yield Parting(name, f"differs by up to {size:.2g}", math.inf if math.isnan(size) else size)
     for rank, recorded in enumerate(way.ranks):
         for name in way.ranks[0]["parameters"]:
@@ -276,7 +277,7 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
         yield Parting("samples", f"{' and '.join(counts)}, of {sum(wanted.values())}")
     for rank in range(len(way.ranks)):
         ours, theirs = way.metrics(rank), reference.metrics()
-        if rank:  # only rank zero may log
+        if rank:  # some metrics are logged only on rank zero
             theirs = {name: value for name, value in theirs.items() if name in ours}
         yield from _metrics(ours, theirs, f" on rank {rank}" if rank else "", tolerance)
 
@@ -289,7 +290,7 @@ def _metrics(ours: Mapping[str, float], theirs: Mapping[str, float], where: str,
 
 
 def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
-    """Compare the optimizers' and schedulers' state on rank zero by norms."""
+    """Yield differences of the optimizers' and schedulers' states on rank zero, compared by norms."""
     ours, theirs = ({name: each.ranks[0][name] for name in ("optimizers", "schedulers")} for each in (way, reference))
     for path, here, there in _leaves(ours, theirs, ""):
         size = apart(here, there) if isinstance(here, float | int) and isinstance(there, float | int) else math.inf

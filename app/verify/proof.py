@@ -1,4 +1,4 @@
-"""Runs a training as several variants, and compares them with one device."""
+"""Verification: runs a training in several variants, and compares them with one device."""
 
 import math
 import re
@@ -19,7 +19,7 @@ from app.verify.verdict import Remedied, Result, Verdict
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
-MAY_BE_ROUNDING = 1e-2  # a larger first difference is not rounding, not even in 16 bits
+MAY_BE_ROUNDING = 1e-2  # a larger first difference is not rounding, even in 16 bits
 NUMBERS = ("loss", "gradients", "weights")
 UNUSED = re.compile("find_unused_parameters|finished reduction")
 
@@ -29,11 +29,11 @@ class Settings:
     """Settings of `verify`, in addition to flags of `fit`.
 
     Args:
-        steps: Optimizer steps of each run.
-        ways: Further variants: names, with their flags of `fit`.
-        quick: Only one device, two processes, and stop and resume.
-        bits: Require the same bits, and name the first operation whose output differs.
-        time_limit: Seconds after which a run is ended and counts as failed.
+        steps: Number of optimizer steps of each run.
+        ways: Flags of `fit` of further variants, by name.
+        quick: Run only one device, two processes, and stop and resume.
+        bits: Require the same bits, and print the first operation with another output.
+        time_limit: Seconds after which a run is stopped and counts as failed.
     """
 
     steps: int = 30
@@ -44,17 +44,17 @@ class Settings:
 
 
 class Prover:
-    """Runs the variants, and compares their recordings.
+    """Verification of a training: runs the variants, and compares their recordings.
 
     Args:
         settings: Settings of `verify`.
         configs: Config files of `fit`.
         typed: Flags of `fit`, without dashes.
         folder: Folder of the runs.
-        say: Receives the name of each run.
+        say: Function called with the name of each run.
 
     Raises:
-        UserError: When a flag cannot be read, or this application sets it.
+        UserError: When a flag is invalid, or set by `verify` itself.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Prover:
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.references: dict[str, Recorded | None] = {}  # runs on one device with further flags
+        self.references: dict[str, Recorded | None] = {}  # runs on one device, by their additional flags
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
 
     def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return the variants' names and flags, and the reasons for skipping others."""
+        """Return the variants' flags by name, and the reasons of skipped variants by name."""
         ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
         left_out: dict[str, str] = {}
         if self.settings.quick:
@@ -117,13 +117,13 @@ class Prover:
         return ways | self.settings.ways, left_out
 
     def run(self) -> Verdict:
-        """Run all variants.
+        """Run all variants, and return the verdict.
 
         Raises:
-            UserError: When the reference cannot be run, or `fit` rejects a variant's flags.
+            UserError: When the reference fails, or `fit` rejects a variant's flags.
         """
         flags, skipped = self.ways()
-        for name, more in flags.items():  # reject wrong flags before anything runs
+        for name, more in flags.items():  # check all flags before the first run
             self.variant(name, more)
         reference = self._run(REFERENCE, ALONE)
         if reference.recorded is None:
@@ -140,14 +140,14 @@ class Prover:
         return Verdict(reference.recorded, results, self.settings.bits)
 
     def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
-        """Make a variant of the training.
+        """Return a variant of the training.
 
         Raises:
-            UserError: When `fit` rejects its flags.
+            UserError: When `fit` rejects the flags.
         """
         variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
-            variant.lacking = None  # replicas may share cores: slow, but the same training
+            variant.lacking = None  # because replicas may share cores here
         return variant
 
     def _run(
@@ -163,11 +163,11 @@ class Prover:
 
         Args:
             name: Name of the variant.
-            flags: Its flags of `fit`.
-            reference: The recording to compare with, if any.
-            earlier: The recording of the part before a resume.
-            steps: Optimizer steps; by default those of the settings.
-            more: Name of a series of runs, such as `in float64`.
+            flags: Flags of `fit` of the variant.
+            reference: Recording to compare with, or None.
+            earlier: Recording of the part before a resume, or None.
+            steps: Number of optimizer steps; by default the settings'.
+            more: Name of a series of runs with additional flags; also the name of its folder.
         """
         variant = self.variant(name, flags)
         result = Result(name, variant.arguments, skipped=variant.lacking)
@@ -208,7 +208,7 @@ class Prover:
         return result
 
     def _resume(self, reference: Recorded, more: Mapping[str, Any], series: str = "") -> Result:
-        """Stop in the middle of the first epoch, and resume from the checkpoint."""
+        """Run a training that stops in the middle of the first epoch, and resume it from the checkpoint."""
         flags, middle = {**ALONE, **more}, max(len(reference.epoch(0)) // 2, 1)
         stopped = self._run(STOPPED, flags, steps=middle, more=series)
         if stopped.recorded is None:
@@ -219,12 +219,15 @@ class Prover:
     def _again(
         self, name: str, flags: Mapping[str, Any] | None, more: Mapping[str, Any]
     ) -> tuple[Recorded | None, Result]:
-        """Run one device and a variant with further flags; None and the failure if one device does not run.
+        """Run one device and a variant with additional flags.
 
         Args:
             name: Name of the variant.
-            flags: Its flags; None for the variant that is stopped and resumed.
-            more: The further flags.
+            flags: Flags of the variant; None for the variant that is stopped and resumed.
+            more: Additional flags.
+
+        Returns:
+            Recording on one device, and the variant's result; None and the failure if one device fails.
         """
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
         failure = Result(name, [])
@@ -239,12 +242,12 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, more=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Remove causes by flags of ours, one after the other, and find the causes behind them.
+        """Repeat a variant with flags that remove causes, to find further causes; add these to the result.
 
         Args:
-            result: The result of a variant that differs.
-            flags: Its flags; None for the variant that was stopped and resumed.
-            reference: The recording on one device.
+            result: Result of a variant that differs.
+            flags: Flags of the variant; None for the variant that was stopped and resumed.
+            reference: Recording on one device.
         """
         before, more, left = result, dict[str, Any](), result.causes
         for flag in (ORDER, SHARDS):
@@ -253,7 +256,7 @@ class Prover:
                 continue
             try:
                 self.variant(result.name, {**(flags or ALONE), **more, **flag})
-            except UserError:  # a rule refuses the flag
+            except UserError:  # a rule rejects the flag
                 continue
             more |= flag
             same, after = self._again(result.name, flags, more)
@@ -274,12 +277,12 @@ class Prover:
             before, reference, left = after, same, after.causes
 
     def _repeat_in_float64(self, result: Result, flags: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
-        """Repeat a variant in float64, in which rounding nearly vanishes and other differences stay.
+        """Repeat a variant in float64, where rounding nearly vanishes, to separate rounding from other differences.
 
         Args:
-            result: The result of a variant that differs.
-            flags: Its flags; None for the variant that was stopped and resumed.
-            more: Further flags of this run.
+            result: Result of a variant that differs; updated.
+            flags: Flags of the variant; None for the variant that was stopped and resumed.
+            more: Additional flags of the result's run.
         """
         numbers = [result.differences[name] for name in NUMBERS if name in result.differences]
         exact = str(self.config.trainer.precision).startswith("64")
@@ -306,7 +309,7 @@ def _without_figures(cause: Cause) -> str:
 
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Set the effect of a cause that changes the loss: of the flag that removed it, or of all that remain."""
+    """Return a cause with its effect on the loss: `change` if the cause remains, else `removed`."""
     if "loss" not in cause.columns:
         return cause
     if _without_figures(cause) in remaining:

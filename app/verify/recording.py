@@ -23,7 +23,7 @@ from app.data.batches import GlobalBatches, Shards
 from app.launch.signals import stop_training
 from app.system.patches import expects
 
-FOLDER = "recording"  # in the directory of the run: rank_N.json of each rank, weights.pt of rank zero
+FOLDER = "recording"  # folder in the run's directory with each rank's rank_N.json, and rank zero's weights.pt
 
 
 @expects("torch.utils._python_dispatch:TorchDispatchMode")
@@ -49,12 +49,12 @@ class Operations(TorchDispatchMode):
 
 
 class Recording(Callback):
-    """Records samples, learning rates, losses, gradients and evaluations; ends training after some steps.
+    """Callback that records samples, learning rates, losses, gradients and evaluations, and limits training.
 
     Args:
-        steps: Optimizer steps after which training ends.
-        epoch_steps: Optimizer steps after which an epoch ends, so that a few steps see more than one of them.
-        bits: Record the bits of each operation's output and of each gradient, too.
+        steps: Number of optimizer steps of training.
+        epoch_steps: Number of optimizer steps per epoch, so that a short training has more than one epoch.
+        bits: Whether to record digests of each operation's output and of each gradient, too.
     """
 
     def __init__(self, steps: int, epoch_steps: int, bits: bool = False) -> None:
@@ -66,7 +66,7 @@ class Recording(Callback):
         self._before: dict[str, float] = {}  # metrics at the start of the last validation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Watch the operations of `training_step`."""
+        """Wrap `training_step` to record its operations, if bits are recorded."""
         if self.bits and stage == "fit":
             pl_module.training_step = self._watched(pl_module)  # type: ignore[method-assign]
 
@@ -79,7 +79,7 @@ class Recording(Callback):
             with (operations := Operations(samples)), operations.tracker:
                 output = training_step(batch, *args)
             assert self._step is not None
-            if samples:  # else the rank has a stand-in
+            if samples:  # skip a stand-in
                 self._step.setdefault("operations", []).append(operations.rows)
             loss: Any = output["loss"] if isinstance(output, dict) else output
             self.record["operators"] = operators(loss, module)
@@ -94,7 +94,7 @@ class Recording(Callback):
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
-            if trainer.val_check_batch == float("inf"):  # data without a length: Lightning validates at this limit
+            if trainer.val_check_batch == float("inf"):  # without a length, Lightning validates only at this limit
                 trainer.limit_train_batches = batches
             elif trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, batches)
@@ -109,7 +109,7 @@ class Recording(Callback):
         self._random = torch.get_rng_state()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Record learning rates and gradients, after the reduction and before clipping."""
+        """Record learning rates and gradients, after their reduction and before clipping."""
         if self._step is None:  # outside a batch
             return
         for group in optimizer.param_groups:
@@ -123,12 +123,12 @@ class Recording(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the loss; end training after the last step."""
+        """Record the loss, and stop training after the last step."""
         step = self._step
         if step is None:  # the collate function returned None
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        # Lightning has divided it by the number of batches that are accumulated
+        # undo Lightning's division by the number of accumulated batches
         step["losses"].append(float("nan") if loss is None else float(loss) * trainer.accumulate_grad_batches)
         if not torch.equal(self._random, torch.get_rng_state()):
             self.record["draws"] = True
@@ -140,11 +140,11 @@ class Recording(Callback):
         self.record["steps"].append(step)
         if (
             trainer.global_step // max(len(trainer.optimizers), 1) >= self.steps
-        ):  # global_step counts the steps of every optimizer
+        ):  # global_step counts all optimizers' steps
             stop_training(trainer, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the previous evaluation: the last one counts."""
+        """Drop the previous evaluation, because only the last one is compared."""
         self.record["evaluation"] = {}
         self._before = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -164,7 +164,7 @@ class Recording(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note the samples of a batch."""
+        """Record the samples of a batch."""
         if trainer.sanity_checking:
             return
         loaders = trainer.val_dataloaders
@@ -187,7 +187,7 @@ class Recording(Callback):
 
 
 def operators(loss: Tensor, module: LightningModule) -> dict[str, str]:
-    """Return the name of the operation whose backward pass makes each parameter's gradient."""
+    """Return the name of the backward operation that computes each parameter's gradient, by parameter."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     made: dict[str, str] = {}
     nodes, seen = [loss.grad_fn], set[Any]()
@@ -210,7 +210,10 @@ def digest(value: Tensor) -> str:
 
 
 def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]:
-    """Identify a batch's samples, by rows of our own loaders or else by digests; and digest their integers."""
+    """Return ids of a batch's samples, and digests of their integer tensors.
+
+    Ids are rows for our own loaders, and digests for others.
+    """
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
     if isinstance(batch, Shards):
@@ -225,14 +228,14 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """Strip a sample's padding: the value that repeats at its end."""
+    """Strip a sample's padding, which is a repeated value at its end."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
     return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, in nested containers, too."""
+    """Yield the tensors of a batch, also from nested containers."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -249,13 +252,13 @@ def size(value: Tensor) -> float:
 
 
 def scale_of(trainer: Trainer) -> float:
-    """Return the factor by which float16's scaler multiplies the loss; 0 without a scaler."""
+    """Return the loss scale of float16's scaler; 0 without a scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 0.0 if scaler is None else scaler.get_scale()
 
 
 def sizes(state: Any) -> Any:
-    """Return the same structure with the norm in place of each tensor."""
+    """Return the structure with each tensor replaced by its norm."""
     if isinstance(state, Tensor):
         return size(state)
     if isinstance(state, dict):
@@ -266,7 +269,7 @@ def sizes(state: Any) -> Any:
 
 
 def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return class, interval and numbers of each learning-rate scheduler."""
+    """Return class, interval and numeric state of each learning-rate scheduler."""
     return [
         {
             "class": type(config.scheduler).__name__,
@@ -279,7 +282,7 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
 
 @expects("torch:Tensor._backward_hooks", "torch.nn.modules.batchnorm:_BatchNorm", "torch.nn.modules.dropout:_DropoutNd")
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Collect possible causes of differences: loaders, schedule, and layers that use the batch or random numbers."""
+    """Return possible causes of differences: loader, schedule, and layers that use the batch or random numbers."""
     named = list(module.named_modules())
     return {
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
@@ -299,7 +302,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return numbers and tensors in attributes of submodules and of the user's callbacks, by name."""
+    """Return numbers and norms of tensors in public attributes of submodules and the user's callbacks, by name."""
     owners: list[tuple[str, Any]] = [
         (name, each) for name, each in module.named_modules() if not isinstance(each, Metric)
     ]

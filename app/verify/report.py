@@ -1,4 +1,4 @@
-"""Page of a verification: the table, the losses of all variants, their differences, and the causes."""
+"""Report of a verification: table, losses of all variants, differences, and causes."""
 
 import itertools
 import math

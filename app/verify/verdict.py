@@ -1,4 +1,4 @@
-"""Verdict of a verification: each variant's differences from one device, as a table and in sentences."""
+"""Verdict of a verification: each variant's differences from one device, as a table and as text."""
 
 import io
 import re
@@ -18,11 +18,11 @@ LEGEND = "✓ the same · ≈ rounding · ✗ different, from this step on"
 
 @dataclass
 class Remedied:
-    """A variant and one device, run again with flags that remove causes.
+    """Repetition of a variant with flags that remove causes.
 
     Attributes:
-        flags: The flags.
-        result: The variant's result.
+        flags: Flags that remove causes.
+        result: Result of the variant with these flags.
     """
 
     flags: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Remedied:
         if self.result.failed:
             return f"{flags}: does not run: {self.result.failed}"
         still = ", ".join(self.result.differences)
-        return f"{flags}: {f'still other {still}' if still else 'the same training'}"
+        return f"{flags}: {f'still different {still}' if still else 'the same training'}"
 
 
 @dataclass
@@ -43,16 +43,16 @@ class Result:
     Attributes:
         name: Name of the variant.
         command: Arguments of `python -m app`, from `fit` on.
-        recorded: The recording of its run; None where it failed or was skipped.
+        recorded: Recording of the run; None for a failed or skipped run.
         differences: First difference from one device, by column.
-        causes: Their causes, as far as they are known.
-        operation: The first operation whose bits differ, for `--bits true`.
+        causes: Known causes of the differences.
+        operation: First operation with other bits, with `--bits true`.
         rounding: Differences that are only rounding, by column.
-        in_float64: Largest difference of a step's numbers in float64, if the variant was repeated in float64.
-        failed: Why it did not run to the end.
-        skipped: Why it was not tried.
-        behind: Causes that showed only when flags had removed others.
-        remedied: The last run with such flags.
+        in_float64: Largest difference in float64, if the variant was repeated in float64.
+        failed: Reason of a failure, or None.
+        skipped: Reason of a skip, or None.
+        behind: Further causes, found after flags had removed others.
+        remedied: Last repetition with such flags, or None.
     """
 
     name: str
@@ -75,17 +75,17 @@ class Result:
 
     @property
     def fault(self) -> str:
-        """Text that is equal for variants with the same fault."""
+        """Key that is equal for variants with the same failure or causes."""
         causes = [cause.text for cause in self.causes] or [*self.differences]
         return self.name if self.same else re.sub(r"\d", "", "; ".join([self.failed or "", *causes]))
 
     @property
     def by_effect(self) -> list[Cause]:
-        """All causes, the one that changes the loss most first."""
+        """All causes, the largest effect on the loss first."""
         return sorted([*self.causes, *self.behind], key=lambda cause: -(cause.effect or 0.0))
 
     def cell(self, column: str) -> str:
-        """Return the table's cell for a column."""
+        """Return the variant's table cell for a column."""
         if self.recorded is None:
             return "—"
         difference = self.differences.get(column)
@@ -94,7 +94,7 @@ class Result:
         return "✗" if difference.step is None else f"✗ {difference.step + 1}"
 
     def explained(self) -> Iterator[str]:
-        """Explain the variant's row: its differences, then their causes."""
+        """Yield lines that explain the variant's row: differences, then causes."""
         yield self.name
         if self.skipped:
             yield f"  skipped: {self.skipped}"
@@ -108,7 +108,7 @@ class Result:
         if self.in_float64 is not None and not self.rounding:
             yield f"  in float64 the difference is {self.in_float64:.1g}; rounding would nearly vanish"
         if self.operation:
-            yield f"  first other bits: {self.operation}"
+            yield f"  first different bits: {self.operation}"
         for cause in self.by_effect:
             change = f" (changes the loss by up to {cause.effect:.1g})" if cause.effect else ""
             yield f"  because {cause.text}{change}"
@@ -121,12 +121,12 @@ class Result:
 
 @dataclass(repr=False)
 class Verdict:
-    """Verdict of a verification; true when every variant is the same training.
+    """Verdict of a verification; true if every variant is the same training.
 
     Attributes:
-        reference: The recording of the run on one device.
-        results: The other variants.
-        bits: Whether the same bits were required.
+        reference: Recording of the run on one device.
+        results: Results of the other variants.
+        bits: Whether equal bits were required.
     """
 
     reference: Recorded
@@ -137,7 +137,7 @@ class Verdict:
         return all(result.same for result in self.results)
 
     def __repr__(self) -> str:
-        """Return the table and the causes, as pytest shows them."""
+        """Return the table and the causes, because pytest prints the repr."""
         console = Console(width=110, file=io.StringIO(), record=True)
         self.show(console)
         return f"\n{console.export_text()}"
@@ -148,7 +148,7 @@ class Verdict:
         return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
 
     def explained(self) -> Iterator[str]:
-        """Explain the table line by line; variants with the same fault are listed once, equal ones not at all."""
+        """Yield lines that explain the table: once for variants with the same fault, without variants that agree."""
         faults: dict[str, list[Result]] = {}
         for result in self.results:
             if not result.same or result.rounding or result.skipped:
@@ -160,7 +160,7 @@ class Verdict:
 
     @property
     def conclusion(self) -> str:
-        """The result in one sentence."""
+        """Result in one sentence."""
         tried = [result for result in self.results if result.skipped is None]
         different = [result.name for result in tried if not result.same]
         if not tried:
@@ -184,7 +184,7 @@ class Verdict:
         console.print(self.conclusion, highlight=False)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict for other programs."""
+        """Return the verdict as a JSON object."""
         return {
             "same": bool(self),
             "said": self.conclusion,
