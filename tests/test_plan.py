@@ -200,7 +200,7 @@ def test_a_fixed_batch_has_an_end(app: App, run_dir: Path) -> None:
 
 def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> None:
     words = ["--root", run_dir, "--run", run_dir, *NETWORK, "--model.network", "lenet"]
-    assert "--model.network lenet: with --run" in error_of(*app("plan", *words))
+    assert "--model.network lenet: --run already defines" in error_of(*app("plan", *words))
 
 
 @pytest.mark.parametrize(

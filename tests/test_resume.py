@@ -273,7 +273,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     assert code == 0, f"weights are enough to test: {out}"
     flags = ["--last_checkpoint.save_weights_only", "true", "--run.name", "y"]
     output_of(*app("fit", *FLAGS, "1", *flags))
-    assert "it holds no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path", "last"))
+    assert "it has no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path", "last"))
     out = output_of(*app("fit", *FLAGS, "2", "--run.name", "y", "--ckpt_path", "auto"))
     assert "resuming from" in out, "from best.ckpt, though weights alone are newer"
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,9 @@ class OwnSampler(SequentialSampler):
 
 class Streamed(IterableDataset[Any]):
     """A data set without an order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
 
 
 class PlainPictures(Dataset[tuple[Tensor, int]]):
