@@ -72,14 +72,15 @@ class Replay(Callback):
         whole = [len(leaf) for leaf in tensors(batch) if leaf.ndim][:1]
         shards = batch if isinstance(batch, Shards) else Shards([batch], 0, whole, sum(whole))
         files = iter(names_of(trainer, batch_idx))
-        with untouched(pl_module, trainer.strategy.root_device) as seed:
-            for number, (shard, count) in enumerate(zip(shards, shards.counts, strict=True), shards.first):
-                seed(seed_of_shard(trainer, 5, batch_idx, number))
-                self._step["norms"].append(gradient_norm(pl_module, shard, batch_idx) if count else 0.0)
+        for number, (shard, count) in enumerate(zip(shards, shards.counts, strict=True), shards.first):
+            with untouched(pl_module, trainer.strategy.root_device):
                 for sample in range(count):
                     one = apply_to_collection(shard, Tensor, lambda value, row=sample: value[row : row + 1])
                     row = {"sample": next(files, len(self._step["samples"])), "shard": number + 1}
                     self._step["samples"].append(row | score(pl_module, one, batch_idx))
+            with untouched(pl_module, trainer.strategy.root_device) as seed:  # changes BatchNorm's statistics
+                seed(seed_of_shard(trainer, 5, batch_idx, number))
+                self._step["norms"].append(gradient_norm(pl_module, shard, batch_idx) if count else 0.0)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
