@@ -26,7 +26,8 @@ from app.data.global_order import GlobalSampler, order_of
 from app.errors import UserError
 from app.fit.configuration import split_flags
 from app.fit.parser import PlainParser
-from app.loop.shards import Buffers, seed_of_shard
+from app.loop.buffers import Buffers
+from app.loop.shards import seed_of_shard
 from app.modules import ImageClassifier
 from app.monitor.loggers import claim_version
 from app.monitor.report import draw_images, read_metrics

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 RUN = tiny(90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1)
-THEIRS = ["--model", "user_code.PlainModel", "--data", "test_replay.Poisoned", "--run.global_order", "true", *QUIET]
+THEIRS = ["--model", "plain_code.PlainModel", "--data", "test_replay.Poisoned", "--run.global_order", "true", *QUIET]
 THEIRS += ["--run.name", "poisoned", "--run.threads", "1", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
 
 

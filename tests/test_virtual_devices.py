@@ -141,7 +141,7 @@ def test_one_order_of_additions(count: int) -> None:
     assert total == pytest.approx(values.sum().item(), abs=1e-5)
 
 
-PLAIN = ["--model", "user_code.PlainModel", "--data", "user_code.PlainData", "--run.name", "plain", *QUIET]
+PLAIN = ["--model", "plain_code.PlainModel", "--data", "plain_code.PlainData", "--run.name", "plain", *QUIET]
 PLAIN += ["--run.global_order", "true", "--run.test", "false", "--run.threads", "1", "--trainer.max_epochs", "2"]
 PLAIN += ["--trainer.log_every_n_steps", "1"]
 
@@ -165,7 +165,7 @@ def test_anybodys_loader(plain: tuple[list[str], Path], ranks: int, workers: int
 
 def test_anybodys_buffers(tmp_path: Path) -> None:
     """Instance norm's statistics, and buffers of one's own, are means over shards, or the same on all."""
-    flags = [*PLAIN, "--run.virtual_devices", "4", "--model", "user_code.WithBuffers"]
+    flags = [*PLAIN, "--run.virtual_devices", "4", "--model", "plain_code.WithBuffers"]
     runs = [train(tmp_path / str(ranks), flags, ranks) for ranks in (1, 3)]
     assert digest(runs[0] / "checkpoints/last.ckpt") == digest(runs[1] / "checkpoints/last.ckpt")
     buffers = torch.load(runs[0] / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
@@ -207,7 +207,7 @@ REFUSED = {
     "--model user_code.TwoOptimizers --data user_code.TheirData": "does not work with manual optimization",
     "--model user_code.TheirModel --data user_code.TheirData": "add --run.global_order true",
     "--run.global_order true": "which has one: leave it out",
-    "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.batch_size 3": "3 or less",
+    "--model plain_code.PlainModel --data plain_code.PlainData --run.global_order true --data.batch_size 3": "3 or",
 }
 OWN_LOADERS = {
     "own_sampler": "has a OwnSampler, whose order cannot be seeded: use one of RandomSampler",
@@ -215,7 +215,7 @@ OWN_LOADERS = {
     "iterable": "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__",
     "several": "returns CombinedLoader: return one DataLoader",
 }
-THEIRS = "--model user_code.PlainModel --data user_code.PlainData --run.global_order true --data.kind"
+THEIRS = "--model plain_code.PlainModel --data plain_code.PlainData --run.global_order true --data.kind"
 REFUSED |= {f"{THEIRS} {kind}": f"PlainData.train_dataloader {reason}" for kind, reason in OWN_LOADERS.items()}
 
 

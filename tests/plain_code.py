@@ -1,0 +1,112 @@
+"""A module and data as a user of plain Lightning writes them."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torchvision import transforms
+
+
+class PlainModel(LightningModule):
+    """A network as people train it: convolutions, BatchNorm, dropout."""
+
+    def __init__(self, normalized: bool = True) -> None:
+        super().__init__()
+        norm, drop = (nn.BatchNorm2d(8), nn.Dropout(0.2)) if normalized else (nn.Identity(), nn.Identity())
+        layers = (nn.Conv2d(3, 8, 3, bias=False), norm, nn.ReLU(), drop, nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.net = nn.Sequential(*layers)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class WithBuffers(PlainModel):
+    """Keeps statistics in buffers: of instances, a moving mean, and a count of shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.InstanceNorm2d(8, track_running_stats=True)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean()
+            self.steps += 1
+        return super().forward(x)
+
+
+class OwnSampler(SequentialSampler):
+    """A sampler of the user's own."""
+
+
+class Streamed(IterableDataset[Any]):
+    """A data set without an order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+
+class PlainPictures(Dataset[tuple[Tensor, int]]):
+    """Pictures, augmented at random by torch, NumPy and Python."""
+
+    def __init__(self, size: int) -> None:
+        self.images = torch.rand(size, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+        changes = [transforms.RandomResizedCrop(10, antialias=True), transforms.ColorJitter(0.3, 0.3, 0.3)]
+        self.transform = transforms.Compose(changes)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = float(np.random.rand()) + random.random()
+        return self.transform(self.images[index]) + 0.1 * noise, index % 3
+
+
+class PlainData(LightningDataModule):
+    """Data as people write them: a shuffling DataLoader."""
+
+    def __init__(self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled") -> None:
+        super().__init__()
+        self.kind, self.train, self.val = kind, PlainPictures(size), PlainPictures(11)
+        self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
+
+    def train_dataloader(self) -> Any:
+        size = len(self.train)
+        match self.kind:
+            case "weighted":
+                weights = torch.arange(1.0, size + 1).tolist()
+                return DataLoader(self.train, sampler=WeightedRandomSampler(weights, size), **self.options)
+            case "own_sampler":
+                return DataLoader(self.train, sampler=OwnSampler(self.train), **self.options)
+            case "own_batches":
+                return DataLoader(self.train, batch_sampler=[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])
+            case "iterable":
+                return DataLoader(Streamed(), **self.options)
+            case "several":
+                return CombinedLoader([DataLoader(self.train, **self.options)] * 2)
+        return DataLoader(self.train, shuffle=True, **self.options)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, **self.options)
