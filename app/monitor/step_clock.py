@@ -252,7 +252,7 @@ class _PhaseProfiler(PassThroughProfiler):
         if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
             assert strategy.replica is not None
             self._handles += [
-                module.register_forward_pre_hook(self._mark),
+                module.register_forward_pre_hook(self._on_scatter),
                 strategy.replica.register_forward_pre_hook(self._mark),
                 strategy.replica.register_forward_hook(self._mark),
                 module.register_forward_hook(self._on_gathered),
@@ -306,14 +306,18 @@ class _PhaseProfiler(PassThroughProfiler):
         if "optimizer" in self._begun and not captured:
             self._spent["optimizer"] += self.now() - self._begun.pop("optimizer")
 
+    def _on_scatter(self, *_: Any) -> None:
+        self._marks = [self.now()]  # DDP's forward calls the hooks twice: the inner call counts
+
     def _mark(self, *_: Any) -> None:
         if self.cuda:
             torch.cuda.synchronize()  # synchronises this thread's device
         self._marks.append(time.perf_counter())
 
     def _on_gathered(self, *_: Any) -> None:
-        (began, *replicas), self._marks = self._marks, []
-        if self.trainer.training:
+        marks, self._marks = self._marks, []
+        if marks and self.trainer.training:
+            began, *replicas = marks
             overhead = self.now() - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
             for phase in ("forward", "launch"):  # the module's forward is part of the step's
