@@ -10,7 +10,14 @@ EXIT_CODES = {"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}
 
 
 class UserError(Exception):
-    """Error that the user can correct. The message is one line with problem, place and remedy. Exit code 2."""
+    """Error that the user can correct. Exit code 2.
+
+    Args:
+        message: Problem, place and remedy; becomes one line.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(re.sub(r"\s*[\r\n]+\s*", " ", message))
 
 
 class RankError(Exception):

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 
 from app.data import ImageData
-from app.errors import UserError, one_line
+from app.errors import UserError
 from app.launch.cluster_environment import Launched, other_launcher
 from app.modules import ImageClassifier
 from app.parallel.traits import Traits
@@ -121,8 +121,7 @@ class Resolved:
         else:
             count = int(text) if text.isdecimal() else 0
         if count < 1:
-            devices = one_line(str(trainer.devices))
-            raise UserError(f"--trainer.devices {devices}: give a count from 1 on, a list such as 0,1, or auto")
+            raise UserError(f"--trainer.devices {trainer.devices}: give a count from 1 on, a list such as 0,1, or auto")
         return count
 
     @property
