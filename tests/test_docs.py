@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from benchmarks import speed
 from harness import QUIET, ROOT, App, ForkServer, draw_images, losses, output_of
 from jsonargparse import capture_parser
 
@@ -100,6 +101,8 @@ def check(command: str) -> None:
     match words_of(command):
         case ["python", "-m", "app", *arguments]:
             check_app(arguments)
+        case ["python", "tests/benchmarks/speed.py", *arguments]:
+            speed.read(arguments)
         case ["python" | "bash", file] | ["kubectl", "apply" | "delete", "-f", file]:
             assert (ROOT / file).is_file()  # what a cluster says to it: tests/test_cluster_files.py
         case ["srun", *started]:

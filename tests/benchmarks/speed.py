@@ -459,13 +459,18 @@ def table(contenders: list[str], turns: list[dict[str, dict[str, float]]]) -> It
             yield f"| {name} | {' | '.join(cells)} |"
 
 
-def main() -> None:
-    """Measure what is asked for."""
+def read(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("items", nargs="*", choices=[*ITEMS, []], help="by default all")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--contender", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure each item in turns, and print a table of it."""
+    given = read(sys.argv[1:])
     if given.contender:
         print(json.dumps(globals()[given.contender]()))
         return
