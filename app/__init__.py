@@ -32,9 +32,10 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     data                sources (data sets), image_files (the user's own), synthetic (drawn), cache
                         (decoded once, mapped), batches (a rank's share), global_order (for a user's DataLoader),
                         transforms (pixels), module (--data)
+    recipe              loss, parameter groups, learning-rate schedule, frozen blocks
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
-    networks            torch only: the CNNs and the MLP
+    networks            the CNNs and the MLP, networks of torchvision and timm, pretrained weights
     record              the run record (run.json), and words for it
     system              machine, interconnect, files, page (the style of all reports), terminal, random_streams,
                         program (set-up of a process), tracebacks (origin of an exception); and patches:

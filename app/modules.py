@@ -1,42 +1,28 @@
 """LightningModules: loss, metrics, optimizer and predictions for the networks of `app.networks`."""
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Self
 
 import torch
-import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
-from app.networks import MLP, LeNet, resnet18, resnet18_cifar
+from app.networks import MLP, load_weights, make_network, read_weights
+from app.recipe import Loss, Recipe, freeze, name_defaults
 from app.step_graph import StepGraph
 from app.system.lightning_patches import is_attached
-
-Loss = Literal["cross_entropy", "smooth_l1"]
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's cross-entropy: (B, classes), (B,) -> (B,)."""
-    return F.cross_entropy(logits, labels, reduction="none")
-
-
-def smooth_l1(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's smooth L1 of softmax and one-hot target, mean over classes: (B, classes), (B,) -> (B,)."""
-    target = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
-    return F.smooth_l1_loss(logits.softmax(1), target, reduction="none").mean(1)
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy, "smooth_l1": smooth_l1}
 
 
 def log_window(trainer: Trainer) -> int:
@@ -63,8 +49,9 @@ class Sums:
         self.epoch = [0.0] * 3
 
     def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: losses (B,), logits (B, classes), labels (B,)."""
+        """Add a batch: losses (B,), logits (B, classes), labels (B,) or probabilities (B, classes)."""
         self.losses.add_(losses.sum(dtype=self.window.dtype))
+        labels = labels if labels.ndim == 1 else labels.argmax(1)
         self.correct.add_(torch.eq(logits.argmax(1), labels).sum())
         self.count += labels.shape[0]
 
@@ -104,19 +91,21 @@ class ImageClassifier(LightningModule):
     samples of all ranks. `train_loss_step` is logged once per logging window, the other metrics once per epoch.
 
     Args:
-        network: Network from images to logits. Its optional `image_shape` is the shape of its images.
-        num_classes: Number of classes.
-        loss: Name of the loss.
-        optimizer: Function that creates the optimizer from the parameters.
-        scheduler: Function that creates the learning-rate scheduler from the optimizer; None for a constant rate.
-        scheduler_interval: Whether the scheduler advances after each epoch or each step.
+        network: Network from images to logits. Its optional `image_shape` is the shape of its images. As text:
+            `lenet`, `resnet18_cifar`, a network of `torchvision.models`, `timm/NAME`, or the import path of a function
+            or class that takes the number of classes.
+        num_classes: Number of classes; on the command line, it comes from the data.
+        weights: Weights to begin with: a file (torch or safetensors), a run's folder, or `DEFAULT` for the published
+            ones of torchvision or timm. A head of another size stays new.
         channels_last: Whether to store images and convolution weights as (N, H, W, C). `auto`: for a network with
             convolutions on the CPU, or on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
         cuda_graph: Whether to run a training step, with its update, as one CUDA graph; on one GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest`, TF32 (`high`), or `medium`.
+        **recipe: As for `Recipe`.
 
     Attributes:
+        recipe: The recipe.
         executed: Execution settings in effect, for the run record.
         images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of a loaded checkpoint's training images; None
             before a checkpoint is loaded, and for the user's own data class.
@@ -126,28 +115,27 @@ class ImageClassifier(LightningModule):
     _sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make default lambdas picklable for `ddp_spawn`; jsonargparse reads settings only from lambdas."""
+        """Give default functions names, so that `ddp_spawn` can pickle them."""
         super().__init_subclass__(**kwargs)
-        for name, parameter in inspect.signature(cls).parameters.items():
-            if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
-                setattr(cls, f"default_{name}", staticmethod(parameter.default))
-                parameter.default.__qualname__ = f"{cls.__qualname__}.default_{name}"
+        name_defaults(cls)
 
     def __init__(
         self,
-        network: nn.Module,
-        num_classes: int,
-        loss: Loss,
-        optimizer: OptimizerCallable,
-        scheduler: LRSchedulerCallable | None,
-        scheduler_interval: Literal["epoch", "step"],
+        network: str | nn.Module = "resnet18",
+        num_classes: int = 10,
+        weights: str | None = None,
         channels_last: bool | Literal["auto"] = "auto",
         compile: Compile | bool = "off",
         cuda_graph: bool = False,
         matmul_precision: MatmulPrecision = "highest",
+        **recipe: Any,
     ) -> None:
         super().__init__()
-        self.network = network
+        self.recipe = Recipe(**recipe)
+        self.network_name = network if isinstance(network, str) else None
+        self.network = make_network(network, num_classes) if isinstance(network, str) else network
+        self.weights = weights
+        self._frozen = freeze(self.network, self.recipe.freeze) if self.recipe.freeze else []
         self.execution = Execution(channels_last, compile, matmul_precision)
         self.cuda_graph = cuda_graph
         self.step_graph: StepGraph | None = None
@@ -155,20 +143,36 @@ class ImageClassifier(LightningModule):
         self._has_gradients = False  # whether earlier micro-batches left gradients
         self.executed: dict[str, Any] = {}
         self.images: dict[str, Any] | None = None
-        self.criterion = LOSSES[loss]
-        self.make_optimizer = optimizer
-        self.make_scheduler = scheduler
-        self.scheduler_interval = scheduler_interval
-        metrics = MetricCollection(
-            {
-                "loss": MeanMetric(nan_strategy="disable"),
-                "acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False),
-            },
-            compute_groups=False,
-        )
-        self.val_metrics = metrics.clone(prefix="val_")
-        self.test_metrics = metrics.clone(prefix="test_")
+        metrics: dict[str, Metric | MetricCollection] = {
+            "loss": MeanMetric(nan_strategy="disable"),
+            "acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False),
+            "f1": MulticlassF1Score(num_classes, validate_args=False),
+        }
+        if num_classes > 10:
+            metrics["top5"] = MulticlassAccuracy(num_classes, top_k=5, average="micro", validate_args=False)
+        self.val_metrics = MetricCollection(metrics, prefix="val_", compute_groups=False)
+        self.test_metrics = self.val_metrics.clone(prefix="test_")
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
+        self.class_weights: Tensor | None = None  # not a buffer, which the moving average would average
+        if type(self) is ImageClassifier:
+            self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+
+    def prepare_data(self) -> None:
+        """Download published weights, in one process per node."""
+        if self.weights == "DEFAULT":
+            read_weights(self.weights, self.network_name)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode, except for frozen blocks."""
+        super().train(mode)
+        for block in self._frozen:
+            block.eval()
+        return self
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return the callback that averages the weights."""
+        decay = self.recipe.ema
+        return [EMAWeightAveraging(decay=decay)] if decay is not None and self.trainer.state.fn == "fit" else []
 
     def setup(self, stage: str) -> None:
         """Prepare network and metrics.
@@ -185,12 +189,23 @@ class ImageClassifier(LightningModule):
             if isinstance(metric, Metric):
                 metric.reset()
         if stage == "fit":
+            if self.weights is not None:
+                rank_zero_info(load_weights(self.network, read_weights(self.weights, self.network_name), self.weights))
+            if self.recipe.class_weights is not None:
+                self.class_weights = self._balanced_weights()
             self._sums = Sums(self.trainer.strategy.root_device)
             self.micro_batch = getattr(self.trainer.datamodule, "micro_batch", None)  # type: ignore[attr-defined]
             if self.micro_batch is None:
                 vars(self).pop("optimizer_zero_grad", None)
             else:
                 self.optimizer_zero_grad = self._zero_unless_in_parts  # type: ignore[method-assign]
+
+    def _balanced_weights(self) -> Tensor:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, ImageData):
+            raise UserError(f"--model.class_weights balanced: {type(data).__name__} does not count its classes")
+        counts = data.class_counts.to(self.device)
+        return counts.sum() / (len(counts) * counts.clamp(min=1))
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Raise a UserError if the network does not accept images of a shape (C, H, W)."""
@@ -207,18 +222,18 @@ class ImageClassifier(LightningModule):
         """Return the logits (B, classes) of images (B, C, H, W)."""
         return self.network(images)
 
-    def _score(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses (B,) and logits (B, classes) of images (B, C, H, W) with labels (B,)."""
-        logits = self(images)
-        return self.criterion(logits, labels), logits
-
     def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> Tensor:
         """Update the metrics with a batch, and return its logits (B, classes)."""
         images, labels = batch
-        losses, logits = self._score(images, labels)
+        logits = self(images)
         if len(labels):  # a rank's share of the last batch may be empty
-            metrics.update(value=losses, preds=logits, target=labels)
+            metrics.update(value=self.recipe.criterion(logits, labels), preds=logits, target=labels)
         return logits
+
+    def _training_score(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses (B,) and logits (B, classes) of images (B, C, H, W)."""
+        logits = self(images)
+        return self.recipe.criterion(logits, targets, self.class_weights), logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the scaled loss: averaged over ranks and accumulated over batches, it is the mean over samples."""
@@ -242,7 +257,7 @@ class ImageClassifier(LightningModule):
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
         """Return the losses (B,) of images (B, C, H, W), and add them to the sums."""
         try:
-            losses, logits = (self.step_graph or self._score)(images, labels)
+            losses, logits = (self.step_graph or self._training_score)(images, labels)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -316,24 +331,31 @@ class ImageClassifier(LightningModule):
         self.log_dict({name: value.float() for name, value in metrics.compute().items()})
         metrics.reset()
 
+    def make_optimizer(self) -> Optimizer:
+        """Create the optimizer of the parameters that train."""
+        return self.recipe.make_optimizer(self.network, [p for p in self.parameters() if p.requires_grad])
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Create the optimizer and the scheduler."""
-        clips_scaled = self.trainer.precision == "16-mixed" and bool(self.trainer.gradient_clip_val)
-        device = self.trainer.strategy.root_device
-        optimizer = fastest(self.make_optimizer(self.parameters()), device, clips_scaled, self.cuda_graph)
-        if self.cuda_graph and self.trainer.state.fn == "fit":
-            self.step_graph = StepGraph(self._score, optimizer)
+        trainer, recipe = self.trainer, self.recipe
+        clips_scaled = trainer.precision == "16-mixed" and bool(trainer.gradient_clip_val)
+        optimizer = fastest(self.make_optimizer(), trainer.strategy.root_device, clips_scaled, self.cuda_graph)
+        if self.cuda_graph and trainer.state.fn == "fit":
+            self.step_graph = StepGraph(self._training_score, optimizer)
             self.backward = self.step_graph.backward  # type: ignore[method-assign]
-        if self.make_scheduler is None:
+        if recipe.scheduler is not None:
+            scheduler: Any = recipe.scheduler(optimizer)
+        elif recipe.schedule is not None:
+            steps = trainer.estimated_stepping_batches  # loads the data
+            epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            scheduler = recipe.make_scheduler(optimizer, steps, epoch)
+        else:
             return optimizer
-        scheduler = self.make_scheduler(optimizer)
+        interval = recipe.scheduler_interval if recipe.schedule is None else "step"
+        monitor = getattr(scheduler, "monitor", "val_loss")
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {
-                "scheduler": scheduler,
-                "interval": self.scheduler_interval,
-                "monitor": getattr(scheduler, "monitor", "val_loss"),
-            },
+            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": monitor},
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -354,9 +376,6 @@ class ImageClassifier(LightningModule):
             self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
 
 
-NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifar": resnet18_cifar}
-
-
 class CIFARCNN(ImageClassifier):
     """CNN for CIFAR-10: LeNet by default, or a ResNet-18.
 
@@ -364,25 +383,13 @@ class CIFARCNN(ImageClassifier):
         network: `lenet`: the CNN of PyTorch's CIFAR-10 tutorial, 62,006 parameters. `resnet18`: torchvision's,
             unchanged. `resnet18_cifar`: with the usual stem for small images.
         num_classes: Number of classes; on the command line, it comes from the data.
-        loss: Cross-entropy, or smooth L1 between softmax and one-hot target.
-        optimizer: Optimizer class with its arguments.
-        scheduler: Learning-rate scheduler class with its arguments.
-        scheduler_interval: Whether the scheduler advances after each epoch or each step.
         **kwargs: As for `ImageClassifier`.
     """
 
     def __init__(
-        self,
-        network: Literal["lenet", "resnet18", "resnet18_cifar"] = "lenet",
-        num_classes: int = 10,
-        loss: Loss = "cross_entropy",
-        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9),
-        scheduler: LRSchedulerCallable | None = None,
-        scheduler_interval: Literal["epoch", "step"] = "epoch",
-        **kwargs: Any,
+        self, network: Literal["lenet", "resnet18", "resnet18_cifar"] = "lenet", num_classes: int = 10, **kwargs: Any
     ) -> None:
-        made = NETWORKS[network](num_classes)
-        super().__init__(made, num_classes, loss, optimizer, scheduler, scheduler_interval, **kwargs)
+        super().__init__(network, num_classes, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
 
@@ -393,10 +400,8 @@ class FashionMLP(ImageClassifier):
         repeats: Number of copies of each image; the input layer is 28·28·repeats wide.
         hidden: Widths of the hidden layers.
         num_classes: Number of classes; on the command line, it comes from the data.
-        loss: Smooth L1 between softmax and one-hot target, or cross-entropy.
+        loss: Smooth L1 between softmax and target, or cross-entropy.
         optimizer: Optimizer class with its arguments.
-        scheduler: Learning-rate scheduler class with its arguments.
-        scheduler_interval: Whether the scheduler advances after each epoch or each step.
         **kwargs: As for `ImageClassifier`.
 
     Raises:
@@ -412,8 +417,6 @@ class FashionMLP(ImageClassifier):
         num_classes: int = 10,
         loss: Loss = "smooth_l1",
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=1e-3),
-        scheduler: LRSchedulerCallable | None = None,
-        scheduler_interval: Literal["epoch", "step"] = "epoch",
         **kwargs: Any,
     ) -> None:
         if repeats < 1:
@@ -428,5 +431,5 @@ class FashionMLP(ImageClassifier):
             raise UserError(
                 f"--model.repeats {repeats}, --model.hidden {list(hidden)}: the weights need too much memory: give less"
             ) from error
-        super().__init__(network, num_classes, loss, optimizer, scheduler, scheduler_interval, **kwargs)
+        super().__init__(network, num_classes, loss=loss, optimizer=optimizer, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

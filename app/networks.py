@@ -1,10 +1,19 @@
-"""Networks in plain torch; each forward pass maps images to class scores (logits)."""
+"""Networks in plain torch, and pretrained weights; each forward pass maps images to class scores (logits)."""
 
-from collections.abc import Sequence
+import inspect
+import pkgutil
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import torch
 import torchvision
 from torch import Tensor, nn
+
+from app.errors import UserError, nearest, one_line
+from app.system.files import downloading
 
 
 class LeNet(nn.Module):
@@ -94,3 +103,143 @@ def resnet18_cifar(num_classes: int) -> nn.Module:
     network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
     network.maxpool = nn.Identity()
     return network
+
+
+NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifar": resnet18_cifar}
+
+
+@cache
+def names_of_torchvision() -> list[str]:
+    """Return the names of torchvision's networks for classification."""
+    return torchvision.models.list_models(module=torchvision.models)
+
+
+def make_network(name: str, num_classes: int) -> nn.Module:
+    """Create a network.
+
+    Args:
+        name: A key of `NETWORKS`, a network of `torchvision.models`, `timm/NAME`, or the import path of a function or
+            class that takes the number of classes.
+        num_classes: Number of classes.
+
+    Raises:
+        UserError: When there is no such network.
+    """
+    if name in NETWORKS:
+        return NETWORKS[name](num_classes)
+    if name in names_of_torchvision():
+        known = inspect.signature(torchvision.models.get_model_builder(name)).parameters
+        one_head = {"aux_logits": False, "init_weights": True} if "aux_logits" in known else {}
+        network = torchvision.models.get_model(name, num_classes=num_classes, **one_head)
+    elif name.startswith("timm/"):
+        network = _timm(name).create_model(name[5:], num_classes=num_classes)
+    else:
+        if "." not in name:
+            near = nearest(name, [*NETWORKS, *names_of_torchvision()])
+            raise UserError(f"--model.network {name}: there is no such network{near}")
+        try:
+            make = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"--model.network {name}: {error}") from error
+        network = make(num_classes)
+        if not isinstance(network, nn.Module):
+            raise UserError(f"--model.network {name} returns {type(network).__name__}: return a torch.nn.Module")
+        return network
+    network.image_shape = (3, None, None)
+    return network
+
+
+def _timm(name: str) -> Any:
+    try:
+        import timm
+    except ImportError:
+        raise UserError(f"--model.network {name}: timm is not installed: pip install timm") from None
+    if not timm.is_model(name[5:]):
+        raise UserError(f"--model.network {name}: timm has no such network{nearest(name[5:], timm.list_models())}")
+    return timm
+
+
+def head_of(network: nn.Module) -> tuple[str, nn.Module]:
+    """Return name and module of the last linear or convolutional layer."""
+    layers = [(name, each) for name, each in network.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    if not layers:
+        raise UserError(f"{type(network).__name__} has no linear or convolutional layer to take as its head")
+    return layers[-1]
+
+
+def read_weights(source: str, name: str | None) -> dict[str, Tensor]:
+    """Read pretrained weights.
+
+    Args:
+        source: File of torch or safetensors; folder of a run, whose best checkpoint counts; or `DEFAULT` for the
+            published weights of torchvision or timm, downloaded into their cache.
+        name: Name of the network, for `DEFAULT`.
+
+    Raises:
+        UserError: When the weights cannot be read or downloaded.
+    """
+    if source == "DEFAULT":
+        return _published(name)
+    file = Path(source)
+    if file.is_dir():
+        checkpoints = [file / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
+        file = next((each for each in checkpoints if each.is_file()), checkpoints[0])
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(file)
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise UserError(f"--model.weights {source}: safetensors is not installed: pip install safetensors") from None
+    except Exception as error:  # torch, zipfile, pickle and safetensors each raise types of their own
+        raise UserError(f"--model.weights {source}: {file} cannot be read ({one_line(str(error))[:200]})") from error
+    for key in ("state_dict", "model"):
+        state = state.get(key, state) if isinstance(state, dict) else {}
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def _published(name: str | None) -> dict[str, Tensor]:
+    if name is None or not (name in names_of_torchvision() or name.startswith("timm/")):
+        raise UserError("--model.weights DEFAULT is for networks of torchvision and timm: give a file or a run")
+    if name.startswith("timm/"):
+        with downloading(f"--model.weights DEFAULT: no weights of {name}", "give a file of them to --model.weights"):
+            return _timm(name).create_model(name[5:], pretrained=True).state_dict()
+    weights, folder = torchvision.models.get_model_weights(name).DEFAULT, Path(torch.hub.get_dir(), "checkpoints")
+    with downloading(f"--model.weights DEFAULT: no weights of {name}", f"put {weights.url} into {folder}"):
+        return weights.get_state_dict(check_hash=True)
+
+
+def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
+    """Load weights into a network, except a head of another size, and return a line about them.
+
+    Args:
+        network: The network.
+        state: Weights by name, perhaps with the prefix of a wrapper.
+        source: Origin of the weights, for messages.
+
+    Raises:
+        UserError: When the weights are of another network.
+    """
+    own = network.state_dict()
+    prefixes = ("", "network.", "module.", "model.", "_orig_mod.")
+    prefix = max(prefixes, key=lambda prefix: len(own.keys() & {key.removeprefix(prefix) for key in state}))
+    given = {key.removeprefix(prefix): value for key, value in state.items()}
+    head = head_of(network)[0]
+    replaced = [key for key in own if key not in given or given[key].shape != own[key].shape]
+    wrong = [key for key in replaced if key.rpartition(".")[0] != head]
+    if wrong or not given:
+        first = wrong[0] if wrong else next(iter(own))
+        theirs = f"{first} of {tuple(given[first].shape)}" if first in given else f"no {first}"
+        raise UserError(
+            f"--model.weights {source} is of another network than {type(network).__name__}: it has {theirs}, here "
+            f"{first} is {tuple(own[first].shape)}, and {len(wrong)} of {len(own)} tensors differ"
+        )
+    network.load_state_dict({**own, **{key: given[key] for key in own if key not in replaced}})
+    left = [key for key in given if key not in own]
+    parts = [f"Weights of {source}: {len(own) - len(replaced)} tensors loaded"]
+    parts += [f"{head} is new" if head in given or f"{head}.weight" in given else f"{head} was missing"] * bool(
+        replaced
+    )
+    parts += [f"{len(left)} left out, such as {left[0]}"] * bool(left)
+    return ", ".join(parts)

@@ -139,7 +139,7 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
 def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
     """Return a batch's mean loss."""
     if isinstance(module, ImageClassifier):
-        return module.criterion(module(batch[0]), batch[1]).mean()
+        return module.recipe.criterion(module(batch[0]), batch[1]).mean()
     output: Any = module.training_step(batch, index)
     return output["loss"] if isinstance(output, dict) else output
 

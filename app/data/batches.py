@@ -8,7 +8,7 @@ an epoch, so that a resumed run continues with the next sample.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise, repeat, starmap
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from app.data.sources import Split, Workers
-from app.data.transforms import DRAW_RANGE
+from app.data.transforms import DRAW_RANGE, Mix, draw_mix
 from app.errors import UserError
 from app.system.patches import expects
 from app.system.random_streams import seed_of
@@ -184,17 +184,20 @@ class RawBatch(NamedTuple):
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
         draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
+        mix: Mixing of each sample with the next one, or None. With it, the batch has one sample more.
     """
 
     images: Tensor
     labels: Tensor
     draws: Tensor | None
+    mix: Mix | None = None
 
     def to(self, device: torch.device) -> "RawBatch":
         """Copy the batch to a device; the copy of pinned memory is asynchronous."""
         later = device.type == "cuda"
         draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
-        return RawBatch(self.images.to(device, non_blocking=later), self.labels.to(device, non_blocking=later), draws)
+        images, labels = (each.to(device, non_blocking=later) for each in (self.images, self.labels))
+        return RawBatch(images, labels, draws, self.mix)
 
 
 class Reader:
@@ -264,6 +267,9 @@ class GlobalBatches(GlobalOrder):
         one_by_one: Whether each shard is a separate batch, so that an evaluation has the same bits on any number of
             ranks.
         draws: Number of random numbers per sample.
+        mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
+            with the first.
+        weights: Probability of each sample, up to a factor, (n,): an epoch then draws with replacement.
         augment: Augmentation by the workers, for `disk` only.
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
@@ -287,13 +293,16 @@ class GlobalBatches(GlobalOrder):
         virtual_devices: int | None = None,
         one_by_one: bool = False,
         draws: int = 0,
+        mixing: tuple[float, float] = (0, 0),
+        weights: Tensor | None = None,
         augment: nn.Module | None = None,
         position: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
         self.split, self.rows = split, rows
-        self.shuffle, self.draws = shuffle, draws
+        self.shuffle, self.draws, self.weights = shuffle, draws, weights
+        self.mixing = mixing if any(mixing) else None
         self.epoch = 0
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
         self._pin = device.type == "cuda" and placement != "device"
@@ -340,7 +349,10 @@ class GlobalBatches(GlobalOrder):
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:
             return torch.arange(len(self.rows))
-        return torch.randperm(len(self.rows), generator=stream(self.seed, 1, epoch))
+        generator = stream(self.seed, 1, epoch)
+        if self.weights is not None:
+            return torch.multinomial(self.weights, len(self.rows), replacement=True, generator=generator)
+        return torch.randperm(len(self.rows), generator=generator)
 
     def __iter__(self) -> Iterator[RawBatch | Shards]:
         steps = range(self.position(), super().__len__())
@@ -359,29 +371,45 @@ class GlobalBatches(GlobalOrder):
         return super().__len__() * (self._turns or 1)
 
     def _cut(self, batch: RawBatch, step: int) -> Shards:
-        images, labels, draws = batch
-        counts = [end - start for start, end in pairwise(self.bounds(step))]
-        columns = images.split(counts), labels.split(counts), draws.split(counts) if draws is not None else repeat(None)
-        return self.shards(starmap(RawBatch, zip(*columns, strict=False)), step)
+        bounds = self.bounds(step)
+        more = batch.mix is not None  # the first sample of the next shard
+        places = [slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)]
+        images, labels, draws, mix = batch
+        return self.shards(
+            (RawBatch(images[at], labels[at], None if draws is None else draws[at], mix) for at in places), step
+        )
+
+    def _share(self, values: Tensor, step: int) -> Tensor:
+        """Return this rank's values of a step; with mixing, also the next sample's value."""
+        span = self.span(step)
+        if self.mixing is None or span.start == span.stop:
+            return values[span]
+        first = step * self.batch_size
+        after = span.stop if span.stop < first + self.global_count(step) else first
+        share = torch.cat((values[span], values[after : after + 1]))
+        return share.pin_memory() if self._pin else share
 
     def _shares_of(self, steps: range) -> Iterator[RawBatch]:
         epoch = self.epoch
         order = self._order(epoch)
         drawn = self._draw(epoch)
+
+        def batch(step: int, images: Tensor) -> RawBatch:
+            draws = None if drawn is None else self._share(drawn, step)
+            mix = None
+            if self.mixing is not None and len(images):
+                mix = draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step))
+            return RawBatch(images, self._share(labels, step), draws, mix)
+
         if self._workers is not None:
             seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, epoch))
             self._items_of_steps[:] = [self._items(order, seeds, step) for step in steps]
             labels = self._take(self._labels, order)
-            for step, images in zip(steps, self._workers, strict=True):
-                span = self.span(step)
-                yield RawBatch(images, labels[span], None if drawn is None else drawn[span])
+            yield from map(batch, steps, self._workers)
             return
         order = order.to(self._where.device)
         labels, where = self._take(self._labels, order), self._where[order]
-        batches = (
-            RawBatch(self._take(self._images, where[span]), labels[span], None if drawn is None else drawn[span])
-            for span in map(self.span, steps)
-        )
+        batches = (batch(step, self._take(self._images, self._share(where, step))) for step in steps)
         yield from one_ahead(batches) if self._pin else batches
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
@@ -393,10 +421,10 @@ class GlobalBatches(GlobalOrder):
 
     def _items(self, order: Tensor, seeds: Tensor, step: int) -> list[tuple[int, int]]:
         """Return the row and the augmentation seed of each sample of this rank."""
-        rows = self.rows[order[self.span(step)]].tolist()
+        rows = self.rows[self._share(order, step)].tolist()
         if not self._augmented:
             return [(row, 0) for row in rows]
-        return list(zip(rows, seeds[self.span(step)].tolist(), strict=True))
+        return list(zip(rows, self._share(seeds, step).tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
         """Draw for a whole epoch, so that draws are independent of ranks and batch size."""

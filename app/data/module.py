@@ -8,7 +8,7 @@ from zlib import crc32
 
 import psutil
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -51,6 +51,9 @@ class ImageData(LightningDataModule):
         cutout: Augmentation: side in pixels of a square set to the mean.
         augment: Augmentation by the worker processes, image by image, on the CPU: a transform of torchvision, such as
             `torchvision.transforms.v2.ElasticTransform`. Needs placement `disk`.
+        mixup: Augmentation: parameter of the beta distribution by which each image is mixed with another, such as 0.2.
+        cutmix: Augmentation: the same for a box of another image, such as 1.0. With both, each has half of the batches.
+        balance: Whether an epoch draws images with replacement, so that all classes are equally frequent.
         drop_last: Whether to drop the last, smaller batch of a training epoch.
         seed: Seed of the split, the order and the augmentation; by default `--seed_everything`.
 
@@ -74,6 +77,9 @@ class ImageData(LightningDataModule):
         flip: bool = False,
         cutout: NonNegativeInt = 0,
         augment: nn.Module | None = None,
+        mixup: NonNegativeFloat = 0.0,
+        cutmix: NonNegativeFloat = 0.0,
+        balance: bool = False,
         drop_last: bool = False,
         seed: NonNegativeInt | None = None,
     ) -> None:
@@ -84,7 +90,10 @@ class ImageData(LightningDataModule):
             raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
         if augment is not None and placement not in ("auto", "disk"):
             raise UserError(f"--data.augment is done by worker processes: --data.placement disk, not {placement}")
+        if batch_size == 1 and (mixup or cutmix):
+            raise UserError("--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size")
         self.source, self.augment = source, augment
+        self.mixing, self.balance = (mixup, cutmix), balance
         self.batch_size, self.micro_batch, self.val_size = batch_size, micro_batch, val_size
         self.requested_placement, self.requested_workers = placement, num_workers
         self.drop_last = drop_last
@@ -204,6 +213,12 @@ class ImageData(LightningDataModule):
         return {name: len(rows) for name, (_, rows) in self._splits.items()}
 
     @property
+    def class_counts(self) -> Tensor:
+        """Number of training images of each class, int64 (classes,)."""
+        split, rows = self._splits["train"]
+        return split.labels[rows].bincount(minlength=self.num_classes)
+
+    @property
     def left_out(self) -> dict[str, int]:
         """Number of unreadable images of each loaded split."""
         loaded = {name: split for name, (split, _) in self._splits.items() if name in self.source.splits}
@@ -283,6 +298,8 @@ class ImageData(LightningDataModule):
             virtual_devices=self.virtual_devices if train or one_by_one else None,
             one_by_one=one_by_one,
             draws=self.transform.draws if train else 0,
+            mixing=self.mixing if train else (0, 0),
+            weights=(1 / self.class_counts)[split.labels[rows]] if train and self.balance else None,
             augment=self.augment if train else None,
             position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),
         )
@@ -307,8 +324,10 @@ class ImageData(LightningDataModule):
         """Augment and normalise on the device; return images (n, C, H, W) in the run's precision, and labels (n,)."""
         assert isinstance(batch, RawBatch)
         assert self.trainer is not None
-        images = self.transform(batch.images, batch.draws)
-        return self.trainer.precision_plugin.convert_input(images), batch.labels
+        images, labels = self.transform(batch.images, batch.draws), batch.labels
+        if batch.mix is not None:
+            images, labels = batch.mix(images, labels, self.num_classes)
+        return self.trainer.precision_plugin.convert_input(images), labels
 
 
 class CIFAR10(ImageData):

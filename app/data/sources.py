@@ -6,14 +6,13 @@ import math
 import os
 import pickle
 import signal
-import socket
 import struct
 import sys
 import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from app.errors import UserError
+from app.system.files import downloading
 from app.system.tracebacks import MADE_BY, blamed
 
 SplitName = Literal["train", "val", "test", "predict"]
@@ -205,22 +205,12 @@ class Source(ABC):
         return ()
 
 
-@contextmanager
-def _download(what: str, root: str, where: Path, files: str) -> Iterator[None]:
-    """Turn a failed download into a UserError; set a timeout, because torchvision has none."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(20)
-    try:
-        yield
-    except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
-        lines = str(error).split("\n")  # torchvision's first line names the file, the last one the reason
-        reason = next((line for line in reversed(lines) if line.strip()), type(error).__name__)
-        raise UserError(
-            f"no {what} in {where}, and it could not be downloaded ({reason}): put {files} there, "
-            f"name another directory than {root!r} with --data.root, {EMBEDDED} --data.like {what.replace('-', '')}"
-        ) from error
-    finally:
-        socket.setdefaulttimeout(before)
+def _download(what: str, root: str, where: Path, files: str) -> AbstractContextManager[None]:
+    return downloading(
+        f"no {what} in {where}, and it could not be downloaded",
+        f"put {files} there, name another directory than {root!r} with --data.root, "
+        f"{EMBEDDED} --data.like {what.replace('-', '')}",
+    )
 
 
 class CIFAR10Source(Source):

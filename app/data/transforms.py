@@ -1,8 +1,10 @@
 """Augmentation and normalisation, per batch, on the device."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,58 @@ class Choices(NamedTuple):
     columns: Tensor
     hole_rows: Tensor
     hole_columns: Tensor
+
+
+class Mix(NamedTuple):
+    """Mixing of each sample of a batch with the next one.
+
+    Attributes:
+        weight: Weight of the sample itself, for mixup.
+        box: Centre y and x and side of cutmix's box, relative to the image's sides; None for mixup.
+    """
+
+    weight: float
+    box: tuple[float, float, float] | None
+
+    def __call__(self, images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+        """Mix n samples with their followers.
+
+        Args:
+            images: float (n + 1, C, H, W); the last one is only a follower.
+            labels: int64 (n + 1,).
+            classes: Number of classes.
+
+        Returns:
+            Images (n, C, H, W), and probabilities of the classes (n, classes).
+        """
+        weight, (height, width) = self.weight, images.shape[2:]
+        if self.box is None:
+            mixed = images[1:].lerp(images[:-1], weight)
+        else:
+            y, x, side = self.box
+            top, bottom = (min(max(int(height * (y + end * side / 2)), 0), height) for end in (-1, 1))
+            left, right = (min(max(int(width * (x + end * side / 2)), 0), width) for end in (-1, 1))
+            mixed = images[:-1].clone()
+            mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
+            weight = 1 - (bottom - top) * (right - left) / (height * width)
+        targets = F.one_hot(labels, classes).float()
+        return mixed, targets[1:].lerp(targets[:-1], weight)
+
+
+def draw_mix(mixup: float, cutmix: float, seed: int) -> Mix:
+    """Draw the mixing of a global batch; with both kinds, each has half of the batches.
+
+    Args:
+        mixup: Parameter of mixup's beta distribution, or 0. Source: https://arxiv.org/abs/1710.09412.
+        cutmix: Parameter of cutmix's beta distribution, or 0. Source: https://arxiv.org/abs/1905.04899.
+        seed: Seed of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    kind, y, x = rng.random(3)
+    if not cutmix or (mixup and kind < 0.5):
+        return Mix(rng.beta(mixup, mixup), None)
+    weight = rng.beta(cutmix, cutmix)
+    return Mix(weight, (y, x, math.sqrt(1 - weight)))
 
 
 class Transform:

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import app
 from app.errors import UserError, nearest, one_line
+from app.networks import names_of_torchvision
 from app.system.files import open_file
 
 STRATEGY = "--trainer.strategy"
@@ -53,7 +54,14 @@ def tokenise(words: Sequence[str]) -> list[Token]:
             tokens[-1] = Token(flag, word if known is None else known, (*before, word))
         else:
             tokens.append(Token("", None, (word,)))
-    return tokens
+    return [part for token in tokens for part in _network(token)]
+
+
+def _network(token: Token) -> list[Token]:
+    """Replace a network of torchvision, `--model NAME`, by `--model ImageClassifier --model.network NAME`."""
+    if token.name != "--model" or token.value not in names_of_torchvision():
+        return [token]
+    return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", token.value)]
 
 
 class Arguments:

@@ -261,7 +261,7 @@ def _check_resumable(
 
 
 def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
-    here = model.make_optimizer(model.parameters()).param_groups[0]
+    here = model.make_optimizer().param_groups[0]
     if not here.keys() - IMPLEMENTATION <= saved.keys():  # a subset, because a scheduler adds keys
         raise UserError(f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with")
     # do not compare settings that schedulers change

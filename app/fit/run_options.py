@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
 from app.launch.cluster_environment import may_resume
-from app.modules import CIFARCNN, NETWORKS
 from app.monitor.loggers import claim_version
+from app.networks import NETWORKS
 from app.record import Record
 from app.system.files import remove_parts
 
@@ -70,8 +71,9 @@ def default_name(config: Namespace) -> str:
         config: Resolved configuration.
     """
     model, data = (config[section].class_path.rpartition(".")[2] for section in ("model", "data"))
-    if model == CIFARCNN.__name__:
-        model = NETWORKS[config.model.init_args.network].__name__
+    network = config.model.get("init_args.network") if config.model.class_path.startswith("app.modules.") else None
+    if network is not None:
+        model = NETWORKS[network].__name__ if network in NETWORKS else re.split("[./]", network)[-1]
     return f"{model}-{data}"
 
 

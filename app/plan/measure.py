@@ -140,7 +140,7 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
         ready.clear()
         began = now()
         with autocast:
-            loss = model.criterion(network(images), labels).mean()
+            loss = model.recipe.criterion(network(images), labels).mean()
         turned = now()
         loss.backward()
         ended = now()

@@ -5,11 +5,14 @@ import fcntl
 import json
 import math
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from app.errors import UserError
 
 PART = ".part"  # suffix of an unfinished file
 
@@ -25,6 +28,29 @@ def open_file(path: str | Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a file", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+@contextmanager
+def downloading(problem: str, remedy: str) -> Iterator[None]:
+    """Set a timeout for a download, because torchvision has none.
+
+    Args:
+        problem: Text of the error, before the reason.
+        remedy: Text after the reason.
+
+    Raises:
+        UserError: When the download fails.
+    """
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(20)
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
+        lines = str(error).split("\n")  # torchvision's first line names the file, the last one the reason
+        reason = next((line for line in reversed(lines) if line.strip()), type(error).__name__)
+        raise UserError(f"{problem} ({reason}): {remedy}") from error
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 @contextmanager

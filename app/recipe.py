@@ -1,0 +1,219 @@
+"""Recipe of a training: loss, optimizer with its parameter groups, learning-rate schedule, frozen blocks, averaging."""
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from jsonargparse.typing import ClosedUnitInterval, OpenUnitInterval, PositiveFloat, PositiveInt
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from app.errors import UserError
+from app.networks import head_of
+
+Loss = Literal["cross_entropy", "smooth_l1"]
+Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
+
+
+def name_defaults(cls: type) -> type:
+    """Make default lambdas picklable for `ddp_spawn`; jsonargparse reads settings only from lambdas."""
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
+            setattr(cls, f"default_{name}", staticmethod(parameter.default))
+            parameter.default.__qualname__ = f"{cls.__qualname__}.default_{name}"
+    return cls
+
+
+@name_defaults
+class Recipe:
+    """Recipe of a training.
+
+    Args:
+        loss: `cross_entropy`, or `smooth_l1` between softmax and target.
+        label_smoothing: Share of the target that is spread evenly over all classes.
+        class_weights: `balanced` weighs each sample's loss by images / (classes · images of its class).
+        optimizer: Optimizer class with its arguments.
+        no_decay: Parameters without weight decay: `norm`, `bias`, or both as `norm,bias`.
+        head_lr: Factor of the learning rate for the network's last layer.
+        freeze: Blocks from the input that do not train, BatchNorm's statistics included: a count, or `backbone` for
+            all but the last layer.
+        schedule: Learning rate over the whole run, step by step: `constant`, `cosine` and `linear` end at 0, `step`
+            divides by 10 after each third, `onecycle` rises from 1/25 and falls to 0.
+        warmup: Steps of linear warm-up, or epochs as `5ep`. `onecycle` rises for 30 % of the run by default.
+        scheduler: Learning-rate scheduler class with its arguments, instead of `schedule`.
+        scheduler_interval: Whether the scheduler advances after each epoch or each step.
+        ema: Decay of an exponential moving average of the weights, such as 0.999. The average is evaluated and saved.
+
+    Raises:
+        UserError: When settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        loss: Loss = "cross_entropy",
+        label_smoothing: ClosedUnitInterval = 0.0,
+        class_weights: Literal["balanced"] | None = None,
+        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9),
+        no_decay: str | None = None,
+        head_lr: PositiveFloat = 1.0,
+        freeze: PositiveInt | Literal["backbone"] | None = None,
+        schedule: Schedule | None = None,
+        warmup: int | str = 0,
+        scheduler: LRSchedulerCallable | None = None,
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
+        ema: OpenUnitInterval | None = None,
+    ) -> None:
+        self.loss, self.label_smoothing, self.class_weights = loss, label_smoothing, class_weights
+        self.optimizer, self.head_lr, self.freeze = optimizer, head_lr, freeze
+        self.schedule: Schedule | None = "constant" if warmup and schedule is None else schedule
+        self.scheduler, self.scheduler_interval, self.ema = scheduler, scheduler_interval, ema
+        self.no_decay = set(no_decay.split(",")) if no_decay else set()
+        if self.no_decay - {"norm", "bias"}:
+            raise UserError(f"--model.no_decay {no_decay}: give norm, bias, or norm,bias")
+        if self.schedule and scheduler:
+            raise UserError("--model.scheduler does not work with --model.schedule or --model.warmup: leave one out")
+        count, epochs, _ = str(warmup).partition("ep")
+        self._warms_by_epoch = bool(epochs)
+        try:
+            self.warmup = float(count) if epochs else int(count)
+        except ValueError:
+            self.warmup = -1
+        if not 0 <= self.warmup < math.inf:
+            raise UserError(f"--model.warmup {warmup}: give steps, such as 500, or epochs, such as 5ep")
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Return itself, because jsonargparse's functions refer to the Trainer, which would be copied, too."""
+        return self
+
+    def criterion(self, logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+        """Return each sample's loss, (B,).
+
+        Args:
+            logits: (B, classes).
+            targets: Labels (B,), or probabilities (B, classes).
+            class_weights: Factor of each class, (classes,), or None.
+        """
+        if self.loss == "cross_entropy":
+            return F.cross_entropy(
+                logits, targets, class_weights, reduction="none", label_smoothing=self.label_smoothing
+            )
+        classes = logits.shape[1]
+        wanted = F.one_hot(targets, classes).to(logits.dtype) if targets.ndim == 1 else targets
+        factor = 1.0 if class_weights is None else wanted @ class_weights.to(wanted.dtype)
+        if self.label_smoothing:
+            wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / classes
+        return F.smooth_l1_loss(logits.softmax(1), wanted, reduction="none").mean(1) * factor
+
+    def make_optimizer(self, network: nn.Module, parameters: list[nn.Parameter]) -> Optimizer:
+        """Create the optimizer, with a parameter group for each combination of weight decay and learning rate.
+
+        Args:
+            network: The network, which tells norm layers, biases and the head apart.
+            parameters: The parameters to train.
+        """
+        head = {id(p) for p in head_of(network)[1].parameters()} if self.head_lr != 1 else set()
+        plain = {id(p) for p in self._without_decay(network)}
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault((id(parameter) in head, id(parameter) in plain), []).append(parameter)
+        if groups.keys() <= {(False, False)}:
+            return self.optimizer(parameters)
+        decay: list[dict[str, Any]] = [{}, {"weight_decay": 0.0}]
+        optimizer = self.optimizer([{"params": group, **decay[plain]} for (_, plain), group in groups.items()])
+        for (is_head, _), group in zip(groups, optimizer.param_groups, strict=True):
+            group["lr"] *= self.head_lr if is_head else 1
+        return optimizer
+
+    def _without_decay(self, network: nn.Module) -> Iterator[nn.Parameter]:
+        for module in network.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if ("norm" if isinstance(module, NORMS) else name) in self.no_decay:
+                    yield parameter
+
+    def make_scheduler(self, optimizer: Optimizer, steps: float, steps_per_epoch: float) -> LambdaLR:
+        """Create the scheduler of `schedule`, which advances after each optimizer step.
+
+        Args:
+            optimizer: The optimizer.
+            steps: Optimizer steps of the whole run.
+            steps_per_epoch: Optimizer steps of an epoch.
+
+        Raises:
+            UserError: When the run has no length, or the warm-up fills it.
+        """
+        assert self.schedule is not None
+        if not math.isfinite(steps):
+            raise UserError(f"--model.schedule {self.schedule} needs the run's length: give --trainer.max_epochs")
+        warmup = round(self.warmup * (steps_per_epoch if self._warms_by_epoch else 1))
+        if self.schedule == "onecycle" and not warmup:
+            warmup = int(0.3 * steps)
+        if warmup >= max(steps, 1):
+            raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
+        return LambdaLR(optimizer, Rate(self.schedule, warmup, int(steps)))
+
+
+class Rate:
+    """Learning rate at each step, relative to the highest.
+
+    Args:
+        schedule: Its name.
+        warmup: Steps of warm-up.
+        steps: Steps of the whole run.
+    """
+
+    def __init__(self, schedule: Schedule, warmup: int, steps: int) -> None:
+        self.schedule, self.warmup, self.steps = schedule, warmup, steps
+
+    def __call__(self, step: int) -> float:
+        """Return the factor at a step."""
+        if step < self.warmup:
+            if self.schedule == "onecycle":
+                return 1 - 0.96 * _falling(step / self.warmup)
+            return (step + 1) / (self.warmup + 1)
+        done = min((step - self.warmup) / (self.steps - self.warmup), 1.0)
+        return {
+            "constant": 1.0,
+            "cosine": _falling(done),
+            "linear": 1 - done,
+            "onecycle": _falling(done),
+            "step": 0.1 ** int(3 * done),
+        }[self.schedule]
+
+
+def _falling(done: float) -> float:
+    """Return half a cosine wave from 1 to 0."""
+    return (1 + math.cos(math.pi * done)) / 2
+
+
+def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Module]:
+    """Exclude blocks from training, and return the modules to keep in evaluation mode.
+
+    A block is a child of the network that has parameters; each such layer of a child `nn.Sequential` is one, too.
+
+    Args:
+        network: The network.
+        blocks: Number of blocks from the input, or `backbone` for all parameters except the head's.
+
+    Raises:
+        UserError: When nothing would train.
+    """
+    if blocks == "backbone":
+        head = head_of(network)[1]
+        frozen = [each for each in network.modules() if each is not head and not [*each.children()]]
+        trained = [*head.parameters()]
+    else:
+        layers = (part for each in network.children() for part in (each if type(each) is nn.Sequential else [each]))
+        split = [layer for layer in layers if [*layer.parameters()]]
+        if blocks >= len(split):
+            raise UserError(f"--model.freeze {blocks}: {type(network).__name__} has {len(split)} blocks: give less")
+        frozen, trained = split[:blocks], [p for block in split[blocks:] for p in block.parameters()]
+    network.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return frozen
