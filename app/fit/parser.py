@@ -21,6 +21,7 @@ from app.fit.arguments import subclasses
 from app.fit.help import page
 from app.fit.messages import rejection
 from app.launch.process import TRUST
+from app.networks import names_of_torchvision
 from app.parallel import DDP
 from app.system.patches import expects
 
@@ -93,6 +94,7 @@ class Parser(LightningArgumentParser):
         bases = {"optimizer": torch.optim.Optimizer, "scheduler": torch.optim.lr_scheduler.LRScheduler}
         classes |= {name: subclasses(base) for name, base in {**bases, "callbacks": Callback}.items()}
         names = {flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()}
+        names["model"] += names_of_torchvision()
         raise UserError(rejection(message, flags, names)) from ex
 
 
