@@ -19,7 +19,6 @@ from app.networks import head_of
 
 Loss = Literal["cross_entropy", "smooth_l1"]
 Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
 def name_defaults(cls: type) -> type:
@@ -134,7 +133,7 @@ class Recipe:
     def _without_decay(self, network: nn.Module) -> Iterator[nn.Parameter]:
         for module in network.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if ("norm" if isinstance(module, NORMS) else name) in self.no_decay:
+                if ("norm" if "norm" in type(module).__name__.lower() else name) in self.no_decay:
                     yield parameter
 
     def make_scheduler(self, optimizer: Optimizer, steps: float, steps_per_epoch: float) -> LambdaLR:
