@@ -6,7 +6,6 @@ from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -20,7 +19,7 @@ from app.data.module import ImageData
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, load_weights, make_network, read_weights
-from app.recipe import Loss, Recipe, freeze, name_defaults
+from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults
 from app.step_graph import StepGraph
 from app.system.lightning_patches import is_attached
 
@@ -172,8 +171,10 @@ class ImageClassifier(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callback that averages the weights."""
-        decay = self.recipe.ema
-        return [EMAWeightAveraging(decay=decay)] if decay is not None and self.trainer.state.fn == "fit" else []
+        decay, trainer = self.recipe.ema, self.trainer
+        if decay is None or trainer.state.fn != "fit":
+            return []
+        return [MovingAverage(decay, trainer.strategy.root_device)]
 
     def setup(self, stage: str) -> None:
         """Prepare network and metrics.

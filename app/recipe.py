@@ -9,6 +9,8 @@ from typing import Any, Literal, Self
 import torch
 import torch.nn.functional as F
 from jsonargparse.typing import ClosedUnitInterval, OpenUnitInterval, PositiveFloat, PositiveInt
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from app.errors import UserError
 from app.networks import head_of
+from app.system.patches import expects
 
 Loss = Literal["cross_entropy", "smooth_l1"]
 Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
@@ -178,6 +181,44 @@ def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
         "onecycle": _falling(done),
         "step": 0.1 ** int(3 * done),
     }[schedule]
+
+
+_AVERAGING = "lightning.pytorch.callbacks.weight_averaging:WeightAveraging"
+
+
+@expects(f"{_AVERAGING}._average_model", f"{_AVERAGING}._latest_update_step", "torch:_foreach_lerp_")
+class MovingAverage(EMAWeightAveraging):
+    """Exponential moving average of the weights, as Lightning's, but without its device reads and calls per tensor.
+
+    Args:
+        decay: Decay at each optimizer step.
+        device: Device of the average.
+    """
+
+    def __init__(self, decay: float, device: torch.device) -> None:
+        super().__init__(device, decay=decay)
+        self._decay = decay
+        self._averages: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._counts: list[tuple[Tensor, Tensor]] = []  # such as BatchNorm's number of batches
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Update the average after an optimizer step."""
+        if trainer.global_step == self._latest_update_step:
+            return
+        self._latest_update_step = trainer.global_step
+        assert self._average_model is not None
+        averaged = self._average_model.module
+        if not self._averages:
+            self._averages, self._values = (
+                [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+                for model in (averaged, pl_module)
+            )
+            buffers = zip(averaged.buffers(), pl_module.buffers(), strict=True)
+            self._counts = [pair for pair in buffers if not pair[0].is_floating_point()]
+        torch._foreach_lerp_(self._averages, self._values, 1 - self._decay)
+        for average, count in self._counts:
+            average.copy_(count)
 
 
 def _falling(done: float) -> float:

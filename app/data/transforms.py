@@ -65,7 +65,7 @@ class Mix(NamedTuple):
             mixed = images[:-1].clone()
             mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
             weight = 1 - (bottom - top) * (right - left) / (height * width)
-        targets = F.one_hot(labels, classes).float()
+        targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()  # one_hot reads on a CPU
         return mixed, targets[1:].lerp(targets[:-1], weight)
 
 
