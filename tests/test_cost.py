@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import QUIET, ROOT, App, options, output_of, start_app
+from harness import QUIET, RECIPE, ROOT, App, options, output_of, start_app
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
@@ -216,3 +216,10 @@ def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
         assert len(reads) == 72
         assert reads[27] == 0, "until the window ends with the hundredth step"
         assert reads[28] == reads[-1], "and after it"
+
+
+def test_a_recipe_costs_half_a_step_at_most(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, rich = (calls_per_step(app, monkeypatch, *LENET, *AUGMENTED, *flags) for flags in ([], RECIPE))
+    assert median(rich) <= 1.5 * median(plain)
+    reads = [step["_local_scalar_dense"] for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED, *RECIPE)]
+    assert median(reads) == 0

@@ -21,7 +21,7 @@ IMAGES = tiny(1006, 64, val_size=103, flip=True, crop_padding=2)
 # float64: Adam takes a whole step also where a gradient is nothing but rounding, of either sign
 MLP = ["--model", "FashionMLP", "--model.repeats", "2", *options(like="FashionMNIST", precision="64-true")]
 CNN = [*IMAGES, "--model", "CIFARCNN"]
-MODELS = {"cnn": CNN, "mlp": [*IMAGES, *MLP], "recipe": [*CNN, *RECIPE]}
+MODELS = {"cnn": CNN, "mlp": [*IMAGES, *MLP], "recipe": [*CNN, *RECIPE, *options(gradient_clip_val=1)]}
 SLOW = pytest.mark.slow
 
 

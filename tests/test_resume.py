@@ -44,7 +44,7 @@ ONE_CYCLE += ["--model.scheduler.total_steps", "45"]
 MODELS = {
     "sgd": CNN,
     "adam-onecycle": [*CNN, "--model.optimizer", "Adam", *ONE_CYCLE, "--model.scheduler_interval", "step"],
-    "recipe": [*CNN, *RECIPE],
+    "recipe": [*CNN, *RECIPE, *options(gradient_clip_val=1)],
     "steps-read-early": [*DATA, "--model", "user_code.OneCycle", "--last_checkpoint.every_n_train_steps", "7"],
     "mixed-precision": [*CNN, "--trainer.precision", "bf16-mixed"],
     "double-precision": [*CNN, "--trainer.precision", "64-true"],
