@@ -1,0 +1,63 @@
+"""Fine-tune a ResNet-18 on half of the classes, after it was trained on the other half; compare with a fresh one.
+
+    python tests/benchmarks/finetune.py FOLDER     # with a folder of images for each class
+
+Every run is a command that anybody can type; it is printed.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FEW = 200  # images of each class to fine-tune on, and as many to validate
+
+
+def halves(images: Path, place: Path) -> list[Path]:
+    """Link all images of the first half of the classes into one folder, and a few of the second half into another."""
+    classes = sorted(path for path in images.iterdir() if path.is_dir())
+    middle = len(classes) // 2
+    for half, members in (("first", classes[:middle]), ("second", classes[middle:])):
+        for label in members:
+            files = sorted(label.iterdir())
+            parts = {"train": files} if half == "first" else {"train": files[:FEW], "val": files[FEW : 2 * FEW]}
+            for split, chosen in parts.items():
+                (folder := place / half / split / label.name).mkdir(parents=True)
+                for file in chosen:
+                    (folder / file.name).symlink_to(file.resolve())
+    return [place / "first", place / "second"]
+
+
+def train(place: Path, name: str, images: Path, epochs: int, rate: float, *flags: str | Path) -> tuple[Path, float]:
+    """Train a ResNet-18; return the run's folder and its best accuracy on the validation images."""
+    command = [
+        *("fit", "--model", "resnet18", "--data", "ImageFolder", "--data.root", images, "--data.flip", "true"),
+        *("--data.crop_padding", "4", "--model.schedule", "cosine", "--model.warmup", "1ep"),
+        *("--model.optimizer.lr", rate, "--trainer.max_epochs", epochs, "--run.test", "false"),
+        *("--run.root", place / "runs", "--run.name", name, *flags),
+    ]
+    words = list(map(str, command))
+    print("python -m app", shlex.join(words), flush=True)
+    subprocess.run([sys.executable, "-m", "app", *words], check=True, stdout=subprocess.DEVNULL, timeout=3600)
+    run = place / "runs" / name / "version_0"
+    return run, max(epoch["val_acc"] for epoch in json.loads((run / "run.json").read_text())["epochs"])
+
+
+def main() -> None:
+    """Pretrain, fine-tune, train a fresh network; print the accuracies as a table."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        first, second = halves(Path(sys.argv[1]), place)
+        pretrained, accuracy = train(place, "pretrained", first, 8, 0.05)
+        results = {f"8 epochs on the first half ({accuracy:.1%})": accuracy}
+        for epochs, flags in ((5, ("--model.weights", pretrained)), (5, ()), (20, ())):
+            name = f"{epochs} epochs {'from these weights' if flags else 'from scratch'}"
+            results[name] = train(place, name.replace(" ", "_"), second, epochs, 0.01 if flags else 0.05, *flags)[1]
+        print("\n| on the second half | best validation accuracy |\n|---|---|")
+        print(*(f"| {name} | {accuracy:.1%} |" for name, accuracy in results.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
