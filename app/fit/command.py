@@ -44,7 +44,10 @@ from app.monitor.run_record import RunRecord
 from app.record import Record
 from app.system import lightning_patches
 from app.system.machine import busy, usable_cores
+from app.system.patches import expects
 from app.system.tracebacks import MADE_BY, blamed, users_part
+
+_CLI = "lightning.pytorch.cli:LightningCLI"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -78,6 +81,7 @@ def _run(argv: Sequence[str]) -> int:
         end_undisturbed()
 
 
+@expects(f"{_CLI}._parser", f"{_CLI}._prepare_subcommand_kwargs", f"{_CLI}._run_subcommand")
 class CLI(Flags):
     """Command line of one run: builds model, data and Trainer, and runs them or starts the ranks.
 
@@ -122,18 +126,14 @@ class CLI(Flags):
         self.processes = self.resolved.agent_processes
         self.settings = shared_settings(config)
 
-    def seeds(self) -> bool:
-        """Return whether this process sets the seed; an agent does not, because its ranks do."""
-        return not self.processes
-
     def before_instantiate_classes(self) -> None:
         """Remove the checkpoint from the saved config, so that the config can start new runs."""
         self.asked_for, self.flags.ckpt_path = self.flags.ckpt_path, None
 
-    def more_arguments(self) -> dict[str, Any]:
-        """Return rank zero's checkpoint, and arguments that suppress Lightning's result tables and predictions."""
-        quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(str(self.subcommand), self._quiet)
-        return {"ckpt_path": self.checkpoint, **quiet}
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Add rank zero's checkpoint, and arguments that suppress Lightning's result tables and predictions."""
+        quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(subcommand, self._quiet)
+        return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": self.checkpoint, **quiet}
 
     @property
     def _quiet(self) -> dict[str, bool]:
@@ -205,7 +205,7 @@ class CLI(Flags):
             self._record(decided)
 
     def _decide(self, launchers: list[str]) -> dict[str, Any]:
-        dump = functools.partial(self.command_parser.dump, self.flags, skip_none=False)
+        dump = functools.partial(self._parser(self.subcommand).dump, self.flags, skip_none=False)
         self.decided = decide(str(self.subcommand), self.flags, dump, self.asked_for, self.command, launchers)
         return self.decided
 
@@ -252,7 +252,7 @@ class CLI(Flags):
             os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
         saved.cluster.init_method = saved.cluster.node_rank = saved.cluster.log_dir = None
         saved.cluster.max_restarts = 0
-        drop_callbacks(self.command_parser, config.trainer)
+        drop_callbacks(self._parser(self.subcommand), config.trainer)
         if not self.is_recorded:
             return super().instantiate_trainer(**kwargs)
         kwargs |= callbacks(config, self.command)
@@ -273,8 +273,8 @@ class CLI(Flags):
     def _outcome(self) -> Record:
         return record_of(self.trainer, self.record)
 
-    def run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog; do nothing in an agent, whose ranks have run it."""
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the Trainer's method under the watchdog, and close the run; an agent's ranks have done both."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher
@@ -287,10 +287,8 @@ class CLI(Flags):
                     logger.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
-            super().run_subcommand(subcommand)
+            try:
+                super()._run_subcommand(subcommand)
+            finally:
+                rank_zero_only(close)(trainer, self.record, subcommand == "fit", self.model, self.datamodule)
         self.exit_code = exit_code(trainer, self._outcome, self.resolved.launcher)
-
-    @rank_zero_only
-    def after_subcommand(self) -> None:
-        """Close the run, whether or not it failed."""
-        close(self.trainer, self.record, self.subcommand == "fit", self.model, self.datamodule)

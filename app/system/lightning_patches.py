@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -199,31 +198,6 @@ def check_after_validation_only(callback: Callback) -> None:
     callback._check_on_train_epoch_end = False  # type: ignore[attr-defined]
 
 
-_CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
-
-
-@expects(f"{_CHECKPOINT}._every_n_train_steps")
-def steps_between_checkpoints(checkpoint: ModelCheckpoint) -> int:
-    """Return the callback's `every_n_train_steps`, or 0."""
-    return checkpoint._every_n_train_steps
-
-
-@expects(f"{_CHECKPOINT}._every_n_train_steps", f"{_CHECKPOINT}._train_time_interval")
-def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
-    """Return whether the callback may save within an epoch."""
-    return checkpoint._every_n_train_steps > 0 or checkpoint._train_time_interval is not None
-
-
-@expects(
-    *(f"{_CHECKPOINT}.{name}" for name in ("_should_skip_saving_checkpoint", "_save_topk_checkpoint")),
-    f"{_CHECKPOINT}._monitor_candidates",
-)
-def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
-    """Save a checkpoint unless this step has one. At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`."""
-    if not checkpoint._should_skip_saving_checkpoint(trainer):
-        checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
-
-
 @expects(f"{_CONNECTOR}._choose_auto_accelerator")
 def default_accelerator() -> str:
     """Return the name of the accelerator that `auto` selects here. At an upgrade: is there a public function?"""
@@ -315,55 +289,3 @@ def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
 def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
     """Return the logger's open experiment, or None; the public `experiment` opens it."""
     return logger._experiment
-
-
-# -- the command line ----------------------------------------------------------------------------------------
-
-_CLI = "lightning.pytorch.cli:LightningCLI"
-
-
-@expects(
-    *(f"{_CLI}.{name}" for name in ("_parse_ckpt_path", "_set_seed", "_parser")),
-    *(f"{_CLI}.{name}" for name in ("_prepare_subcommand_kwargs", "_run_subcommand")),
-)
-class CommandLine(LightningCLI):
-    """LightningCLI with public methods to extend its steps.
-
-    At an upgrade: do `LightningCLI.__init__` and the private methods still call each other?
-    """
-
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would replace the requested model's settings by the checkpoint's."""
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        return super()._prepare_subcommand_kwargs(subcommand) | self.more_arguments()
-
-    def more_arguments(self) -> dict[str, Any]:
-        """Return arguments of the Trainer's method that override the command line's."""
-        return {}
-
-    def _set_seed(self) -> None:
-        if self.seeds():
-            super()._set_seed()
-
-    def seeds(self) -> bool:
-        """Return whether this process seeds its random generators."""
-        return True
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        self.run_subcommand(subcommand)
-
-    def run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method of a command."""
-        try:
-            super()._run_subcommand(subcommand)
-        finally:
-            self.after_subcommand()
-
-    def after_subcommand(self) -> None:
-        """Clean up after the Trainer's method, whether or not it failed."""
-
-    @property
-    def command_parser(self) -> LightningArgumentParser:
-        """The requested command's parser."""
-        return self._parser(self.subcommand)
