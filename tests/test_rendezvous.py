@@ -65,7 +65,7 @@ def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2")
-        assert "Address already in use: unset it, or name a free port" in error_of(code, out)
+        assert "Address already in use" in error_of(code, out)
         output_of(*app("fit", *SMALL, *STEPS))
 
 

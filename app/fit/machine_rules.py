@@ -1,11 +1,8 @@
 """Rules about this machine and this process's launcher."""
 
-import errno
 import os
 import shutil
-import socket
 from collections.abc import Iterator
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -16,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from app.data import ImageData
 from app.errors import nearest
 from app.fit.resolved import Resolved
-from app.launch.cluster_environment import OWN_AGENT
+from app.launch.cluster_environment import OWN_AGENT, Launched
 from app.launch.process import RANKS, is_task_of_srun
 
 SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
@@ -31,29 +28,31 @@ def machine_problems(s: Resolved) -> Iterator[str]:
     yield from _rendezvous(s)
     yield from _strategy(s)
     yield from _sync_batchnorm(s)
-    yield from launcher_problems(s)
-    yield from _port(s)
+    yield from launcher_problems(s.launcher, s.nodes, s.processes, s.world_size)
     size = s.batch_size
     if s.command == "fit" and s.virtual_devices is None and isinstance(size, int) and size > 0 and size % s.world_size:
         remedy = f"use --data.batch_size {ImageData.nearest_shares(size, s.world_size)}, or another --trainer.devices"
         yield f"a global batch of {size} cannot be shared equally by {s.world_size} ranks: {remedy}"
 
 
-def launcher_problems(s: Any) -> Iterator[str]:
+def launcher_problems(launcher: Launched | None, nodes: int, processes: int, world_size: int) -> Iterator[str]:
     """Yield the differences between the launcher's processes and the run's.
 
     Args:
-        s: The resolved configuration, or the sizes of a built Trainer.
+        launcher: Launcher of this process, or None.
+        nodes: Number of the run's nodes.
+        processes: Number of its processes per node.
+        world_size: Number of its processes on all nodes.
     """
-    if not (launcher := s.launcher):
+    if launcher is None:
         return
     if launcher.per_node is None:
         flag = "--ntasks-per-node" if launcher.by == "srun" else "the same --nproc-per-node"
         yield f"{launcher.by} started {launcher.world_size} processes, not the same number on each node: give {flag}"
-    is_single = s.world_size == 1 == launcher.world_size
-    if not is_single and (launcher.nodes, launcher.per_node) != (s.nodes, s.processes):
+    is_single = world_size == 1 == launcher.world_size
+    if not is_single and (launcher.nodes, launcher.per_node) != (nodes, processes):
         started = f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es)"
-        run = f"the run is --trainer.num_nodes {s.nodes} of {s.processes}"
+        run = f"the run is --trainer.num_nodes {nodes} of {processes}"
         yield f"{started}, but {run}: leave --trainer.num_nodes and --trainer.devices out to follow {launcher.by}"
 
 
@@ -182,15 +181,3 @@ def _sync_batchnorm(s: Resolved) -> Iterator[str]:
         yield "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or leave it out"
     if s.accelerator == "cpu":
         yield "--trainer.sync_batchnorm works on GPUs only: leave it out on CPU"
-
-
-def _port(s: Resolved) -> Iterator[str]:
-    """Reject a MASTER_PORT that cannot be bound."""
-    port = s.environ.get("MASTER_PORT")
-    if port is None or not s.stands_alone or s.other_launcher or s.nodes > 1 or s.world_size == 1:
-        return
-    try:
-        socket.create_server(("", int(port))).close()
-    except (OSError, OverflowError) as error:
-        why = os.strerror(getattr(error, "errno", None) or errno.EADDRNOTAVAIL)
-        yield f"MASTER_PORT={port} in the environment: {why}: unset it, or name a free port"

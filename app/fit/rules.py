@@ -7,7 +7,6 @@ launcher; rules about the launcher are checked again on the built Trainer.
 import os
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
@@ -16,16 +15,7 @@ from app.errors import UserError
 from app.fit.flag_rules import flag_problems
 from app.fit.machine_rules import launcher_problems, machine_problems
 from app.fit.resolved import Resolved
-from app.launch.cluster_environment import Launched, launched
-
-
-class Built(NamedTuple):
-    """Sizes of a built Trainer; with a user's strategy, they may differ from the configuration."""
-
-    launcher: Launched | None
-    nodes: int
-    processes: int
-    world_size: int
+from app.launch.cluster_environment import launched
 
 
 def _raise_first(problems: Iterator[str]) -> None:
@@ -60,10 +50,10 @@ def check(command: str, config: Namespace) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Compare the built Trainer's sizes with the launcher's.
+    """Compare the built Trainer's sizes, which a user's strategy may set, with the launcher's.
 
     Raises:
         UserError: With the reason and the remedy.
     """
     processes = getattr(trainer.strategy, "num_processes", 1)
-    _raise_first(launcher_problems(Built(launched(), trainer.num_nodes, processes, trainer.world_size)))
+    _raise_first(launcher_problems(launched(), trainer.num_nodes, processes, trainer.world_size))

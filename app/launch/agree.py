@@ -1,6 +1,5 @@
 """Connection of a run's ranks, and their agreement: rank zero decides, and every rank checks."""
 
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -129,8 +128,6 @@ def connect(trainer: Trainer, timeout: float) -> None:
     try:  # a thread, because torch ignores the timeout if another program listens there
         Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
         torch.cuda.set_device(strategy.root_device)  # `begin` ran in another thread
