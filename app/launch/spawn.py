@@ -68,7 +68,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self._processes: list[Any] = []
         os.environ[SPAWNED] = "1"
         try:
-            with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, watched(self.timeout):
+            with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:
                 self._error_file = f"{folder}/error_{{}}.json"
                 try:
                     results = super().launch(function, *args, trainer=trainer, **kwargs)
