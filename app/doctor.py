@@ -122,7 +122,6 @@ def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) 
     yield _accelerators()
     yield _cores()
     yield from _room()
-    yield _backends()
     yield environment(os.environ)
     say("the data sets")
     yield from _data(data_root)
@@ -179,13 +178,6 @@ def _room() -> Iterator[Check]:
             yield Check(name, level, f"{free:.1f} GiB free in {place}", "" if level == "green" else remedy)
     if not os.access(".", os.W_OK):
         yield Check("disk", "red", f"{Path.cwd()} is not writable", "go elsewhere, or give --run.root")
-
-
-def _backends() -> Check:
-    usable = [name for name in ("nccl", "gloo") if torch.distributed.is_backend_available(name)]
-    is_enough = "gloo" in usable and ("nccl" in usable or not torch.cuda.is_available())
-    remedy = "" if is_enough else "ddp needs gloo on CPUs and nccl on GPUs: install another build of torch"
-    return Check("backends", "green" if is_enough else "red", ", ".join(usable) or "none", remedy)
 
 
 def environment(variables: Mapping[str, str]) -> Check:

@@ -222,7 +222,6 @@ class ShardedStep(Step):
             with torch.enable_grad():
                 return self.compute()
         batch: Any = self.batch
-        parameters = {} if self._checked else self._state_of_parameters()
         logged = Logged(self.module)
         self._buffers.save()
         self.module.log = logged.log
@@ -239,12 +238,6 @@ class ShardedStep(Step):
             ) from error
         finally:
             del self.module.log
-        for name, before in parameters.items():
-            if self._state_of_parameters()[name] != before:
-                raise UserError(
-                    f"training_step changes the parameter {name}, which virtual devices would do once for each shard: "
-                    "do it in on_train_batch_end, or leave --run.virtual_devices out"
-                )
         self._sums.give()
         for parameter, gradient in zip(self._sums.parameters, earlier, strict=True):
             if gradient is not None:
@@ -314,9 +307,6 @@ class ShardedStep(Step):
         """
         what = f"changes the buffer {self._buffers.name(min(buffers))}" if buffers else f"logs {min(names)!r}"
         raise UserError(f"training_step {what} on some shards alone: do it on all, or leave --run.virtual_devices out")
-
-    def _state_of_parameters(self) -> dict[str, tuple[int, int]]:
-        return {name: (each._version, each.data_ptr()) for name, each in self.module.named_parameters()}
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
         """Return a shard's loss, changed buffers and logged values as a vector; means are multiplied by its samples."""
