@@ -26,8 +26,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
                         tree (sums over shards)
-    loop                straight_step (a fast training step), shards (of a batch, for virtual devices), buffers,
-                        lightning_step_patches
+    loop                straight_step (a fast training step), shards (of a batch, for virtual devices), buffers
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (data sets), image_files (the user's own), synthetic (drawn), cache
                         (decoded once, mapped), batches (a rank's share), global_order (for a user's DataLoader),
