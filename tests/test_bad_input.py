@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "--last_checkpoint.filename '{}': give a file's name below the run's folder, with",
         ),
         (["--run.tags", "a"], "--run.tags a: expected list"),
-        (["--run", "/proc/self/mem"], "/proc/self/mem"),
+        (["--run", "/proc/self/mem"], "Input/output error"),
         (["--model.optimizer", "{a: 1, a: 2}"], "{a: 1, a: 2}: a is given twice"),
         (["--model.optimizer", ".os.system"], "--model.optimizer"),
         (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),

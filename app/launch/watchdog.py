@@ -203,12 +203,14 @@ class Place(NamedTuple):
         phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
         is_users: Whether the line is in the user's code, or the process is stopped.
+        communicates: Whether the rank is in a call of torch.distributed.
     """
 
     step: int
     phase: str
     line: str
     is_users: bool
+    communicates: bool
 
     @classmethod
     def read(cls, text: str) -> "Place":
@@ -221,7 +223,8 @@ class Place(NamedTuple):
         hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
         frame = users or hook
         line = f"{Path(frame[0]).name}:{frame[1]} {frame[2]}" if frame else rest.strip() or "no stack"
-        return cls(int(step), phase, line, users is not None or not stacks)
+        communicates = bool(inner) and "/torch/distributed/" in inner[0][0]
+        return cls(int(step), phase, line, users is not None or not stacks, communicates)
 
     def __str__(self) -> str:
         """Return the place, with `at` if the rank may only wait for others there."""
@@ -258,7 +261,8 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
         with contextlib.suppress(OSError, AttributeError):  # removed, or not a watchdog's file
             places[int(file.stem.removeprefix("rank_"))] = Place.read(file.read_text(errors="replace"))
     gradients = {rank for rank, place in places.items() if place.phase == PHASES[GRADIENTS]}
-    hanging = places.keys() - gradients
+    communicating = {rank for rank, place in places.items() if place.communicates}
+    hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
     if users := {rank for rank in hanging or places if places[rank].is_users}:
         hanging = users
     elif len(hanging) == len(places) > 1:  # all wait in a library, as if a link were cut
