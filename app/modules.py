@@ -20,7 +20,7 @@ from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, LeNet, resnet18, resnet18_cifar
 from app.step_graph import StepGraph
-from app.system.lightning_patches import is_attached
+from app.system.patches import expects
 
 Loss = Literal["cross_entropy", "smooth_l1"]
 
@@ -97,6 +97,7 @@ def _mean(total: float, samples: float) -> Tensor:
     return torch.tensor(total / samples if samples else math.nan)
 
 
+@expects("lightning.pytorch.core.module:LightningModule._trainer")
 class ImageClassifier(LightningModule):
     """LightningModule for image classification: loss, metrics, optimizer, predictions.
 
@@ -350,7 +351,7 @@ class ImageClassifier(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the unfinished epoch's sums, and the properties of the images."""
         self.images = checkpoint.get("images")
-        if is_attached(self) and self.trainer.state.fn == "fit":
+        if self._trainer is not None and self.trainer.state.fn == "fit":
             self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -81,7 +82,12 @@ def _run(argv: Sequence[str]) -> int:
         end_undisturbed()
 
 
-@expects(f"{_CLI}._parser", f"{_CLI}._prepare_subcommand_kwargs", f"{_CLI}._run_subcommand")
+@expects(
+    *(f"{_CLI}.{name}" for name in ("_parser", "_prepare_subcommand_kwargs", "_run_subcommand")),
+    "lightning.pytorch.strategies.ddp:DDPStrategy._timeout",
+    "lightning.pytorch.strategies.strategy:Strategy._launcher",
+    "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._start_method",
+)
 class CLI(Flags):
     """Command line of one run: builds model, data and Trainer, and runs them or starts the ranks.
 
@@ -184,10 +190,10 @@ class CLI(Flags):
     def _agree(self, timeout: float) -> None:
         """Let rank zero decide directory and checkpoint; then add the run's record and loggers."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        lightning_patches.set_timeout(strategy, timeout)
-        if method := lightning_patches.start_method(strategy):
-            several = timeout if trainer.world_size > 1 else None
-            lightning_patches.set_launcher(strategy, SpawnLauncher(strategy, method, several))
+        if hasattr(strategy, "_timeout"):  # DDP's option is a timedelta
+            strategy._timeout = timedelta(seconds=timeout)
+        if method := getattr(strategy.launcher, "_start_method", None):  # ddp_spawn, ddp_fork
+            strategy._launcher = SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None)
         connect(trainer, timeout)
         try:
             decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)

@@ -10,16 +10,13 @@ import re
 import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
@@ -34,7 +31,6 @@ _TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 _FIT_LOOP = "lightning.pytorch.loops.fit_loop:_FitLoop"
 _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
-_MODULE = "lightning.pytorch.core.module:LightningModule"
 
 # -- output ----------------------------------------------------------------------------------------------------
 
@@ -158,12 +154,6 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _no  # type: ignore[method-assign, assignment]
 
 
-@expects(f"{_FIT_LOOP}._can_stop_early")
-def may_stop_early(trainer: Trainer) -> bool:
-    """Return whether min_epochs and min_steps are reached, so that `should_stop` takes effect."""
-    return trainer.fit_loop._can_stop_early
-
-
 # -- error messages ------------------------------------------------------------------------------------------
 
 
@@ -177,31 +167,13 @@ def complaint(error: Exception) -> str | None:
     return f"--trainer.{name}: {one_line(str(error))}" if name else None
 
 
-# -- modules and callbacks -----------------------------------------------------------------------------------
-
-
-@expects(f"{_MODULE}._trainer")
-def is_attached(module: LightningModule) -> bool:
-    """Return whether the module has a Trainer; the public `trainer` raises without one."""
-    return module._trainer is not None
+# -- modules -------------------------------------------------------------------------------------------------
 
 
 @expects("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin._device")
 def set_device(module: LightningModule, device: torch.device) -> None:
     """Set a replica's `self.device`, because torch's `replicate` copies the main device's."""
     module._device = device
-
-
-@expects("lightning.pytorch.callbacks.early_stopping:EarlyStopping._check_on_train_epoch_end")
-def check_after_validation_only(callback: Callback) -> None:
-    """Make EarlyStopping check only after validation, not after an interrupted epoch."""
-    callback._check_on_train_epoch_end = False  # type: ignore[attr-defined]
-
-
-@expects(f"{_CONNECTOR}._choose_auto_accelerator")
-def default_accelerator() -> str:
-    """Return the name of the accelerator that `auto` selects here. At an upgrade: is there a public function?"""
-    return _AcceleratorConnector._choose_auto_accelerator()
 
 
 # -- strategies and launchers --------------------------------------------------------------------------------
@@ -252,25 +224,6 @@ class DDPWithHooks(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self._ddp_comm_state = self.comm_state()
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
-
-
-@expects(f"{_DDP}._timeout")
-def set_timeout(strategy: Strategy, seconds: float) -> None:
-    """Set the timeout of ranks that wait for each other, in seconds; DDP's option is a timedelta."""
-    if hasattr(strategy, "_timeout"):
-        strategy._timeout = timedelta(seconds=seconds)
-
-
-@expects("lightning.pytorch.strategies.strategy:Strategy._launcher")
-def set_launcher(strategy: Strategy, launcher: Any) -> None:
-    """Replace Lightning's launcher. At an upgrade: is `Strategy.launcher` still this attribute?"""
-    strategy._launcher = launcher
-
-
-@expects("lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._start_method")
-def start_method(strategy: Strategy) -> str | None:
-    """Return the start method of ddp_spawn and ddp_fork; None for other strategies."""
-    return getattr(strategy.launcher, "_start_method", None)
 
 
 # -- loggers -------------------------------------------------------------------------------------------------
