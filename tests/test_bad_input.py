@@ -82,7 +82,7 @@ def test_flags(flags: list[str], said: str, app: App) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("trainer: &a {x: *a}\n", "maximum recursion depth exceeded"),
+        ("trainer: &a {x: *a}\n", "Circular reference detected"),
         ("trainer: " + "[" * 600 + "]" * 600, "maximum recursion depth exceeded"),
         ("trainer: {max_epochs: " + "1" * 5000 + "}", "Exceeds the limit"),
         ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),

@@ -1,5 +1,6 @@
 """Command line as tokens, with the content of its config files."""
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -220,12 +221,13 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     try:
         with open_file(shipped(name)) as file:
             content = yaml.load(file.read().decode(), Loader=_Loader)
+        json.dumps(content, default=str)  # raises for a mapping that contains itself, in which jsonargparse would loop
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
         raise UserError(f"{flag} {name}: there is no such file{near}") from None
     except OSError as error:
         raise UserError(f"{flag} {name}: {error.strerror}") from error
-    except (ValueError, RecursionError, UserError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a huge number
+    except (ValueError, RecursionError, UserError, yaml.YAMLError) as error:  # ValueError: not UTF-8, a huge number
         raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")
