@@ -29,11 +29,9 @@ from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
 from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
-from app.fit.resolved import Resolved
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import decide, is_recorded, release_folders
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.cluster_environment import launched
 from app.launch.elastic import RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
 from app.launch.process import end_in_order, end_undisturbed, trust_flags
@@ -116,7 +114,7 @@ class CLI(Flags):
         """Parse the arguments, and reject combinations that cannot work."""
         super().parse_arguments(parser, args)
         self.flags = config = self.config[self.config.subcommand]
-        check(self.config.subcommand, config)
+        self.resolved = check(str(self.config.subcommand), config)
         self.is_recorded = is_recorded(config.trainer)
         MADE_BY.clear()
         for flag, path in leaves(config):
@@ -128,7 +126,6 @@ class CLI(Flags):
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
             torch.set_num_threads(config.run.threads)
-        self.resolved = Resolved(config, str(self.config.subcommand), launched())
         self.processes = self.resolved.agent_processes
         self.settings = shared_settings(config)
 
