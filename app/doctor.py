@@ -231,9 +231,9 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
         for strategy, devices in runs.items():
             name = "one step" if strategy == "auto" else f"{strategy} x{devices}"
             say(name)
-            level, text, remedy = _one_step(strategy, devices, Path(folder, strategy), losses)
-            yield Check(name, level, text, remedy)
-            if level != "green" and strategy == "auto":
+            check = Check(name, *_one_step(strategy, devices, Path(folder, strategy), losses))
+            yield check
+            if check.level != "green" and strategy == "auto":
                 return  # the others would fail, too
 
 

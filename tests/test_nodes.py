@@ -176,7 +176,7 @@ AGREES = """\
 import sys
 from app.errors import UserError
 from app.launch.agree import agree
-from app.launch.rendezvous import Cluster, NodeRendezvous
+from torch import distributed
 
 folder, node = sys.argv[1], int(sys.argv[2])
 
@@ -194,10 +194,11 @@ def check(decided):
 for wrong in sys.argv[3:]:
     try:
         settings = {"model.optimizer.lr": "0.1" if wrong == "settings" and node == 2 else "0.2"}
-        rendezvous = NodeRendezvous(Cluster(f"file://{folder}/{wrong}", node, 60.0), 3, 1)
-        print(agree(decide, check, node, settings, rendezvous))
+        distributed.init_process_group("gloo", f"file://{folder}/{wrong}", rank=node, world_size=3)
+        print(agree(decide, check, node, settings))
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
+    distributed.destroy_process_group()
 """
 SAID = {
     "nothing": ["{'of': 0}"] * 3,

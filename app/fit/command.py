@@ -106,7 +106,6 @@ class CLI(Flags):
         self.asked_for: str | None = None
         self.checkpoint: str | None = None
         self.decided: dict[str, Any] = {}  # rank zero's decision
-        self.rendezvous: NodeRendezvous | None = None  # set for nodes without a launcher
         self.record: RunRecord | None = None
         super().__init__(argv)
 
@@ -193,7 +192,7 @@ class CLI(Flags):
             strategy._launcher = SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None)
         connect(trainer, timeout)
         try:
-            decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)
+            decided = agree(self._decide, self._check, trainer.node_rank, self.settings)
         except BaseException:
             if self.decided.get("folder"):
                 folder = Path(self.flags.run.root, self.decided["folder"])
@@ -249,10 +248,7 @@ class CLI(Flags):
             kwargs["use_distributed_sampler"] = False
         if resolved.virtual_devices is not None and resolved.accelerator == "cuda" and self.subcommand == "fit":
             kwargs["deterministic"] = True  # because nondeterministic kernels change the bits
-        kwargs["plugins"], meets = plugins(config, resolved)
-        if meets:
-            self.rendezvous = NodeRendezvous(config.cluster, resolved.nodes, resolved.devices)
-            os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
+        kwargs["plugins"] = plugins(config, resolved)
         saved.cluster.init_method = saved.cluster.node_rank = saved.cluster.log_dir = None
         saved.cluster.max_restarts = 0
         drop_callbacks(self._parser(self.subcommand), config.trainer)

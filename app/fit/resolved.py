@@ -162,12 +162,16 @@ class Resolved:
         """Number of processes on all nodes."""
         return self.nodes * self.processes if issubclass(self.strategy, ParallelStrategy) else 1
 
+    @property
+    def spawns(self) -> bool:
+        """Whether the strategy starts its processes itself, by spawn or fork."""
+        return self.options.get("start_method", "popen") != "popen"
+
     @cached_property
     def agent_processes(self) -> int:
         """Number of ranks that this process starts as their agent; 0 under another launcher or for a single rank."""
-        starts_itself = self.options.get("start_method", "popen") != "popen"
         parallel = issubclass(self.strategy, ParallelStrategy)
-        if not self.stands_alone or self.other_launcher or starts_itself or not parallel:
+        if not self.stands_alone or self.other_launcher or self.spawns or not parallel:
             return 0
         return self.processes if self.world_size > 1 else 0
 

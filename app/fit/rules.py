@@ -165,7 +165,7 @@ def _starter(s: Resolved) -> Iterator[str]:
 
 def _rendezvous(s: Resolved) -> Iterator[str]:
     """Check the nodes' address and this node's rank."""
-    if s.traits.single_process and s.nodes > 1:
+    if s.nodes > 1 and (s.traits.single_process or s.spawns):
         yield f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or ddp_dp"
     if not s.nodes_meet:
         return
@@ -202,7 +202,7 @@ def _strategy(s: Resolved) -> Iterator[str]:
     flag, backend = f"--trainer.strategy {s.name}", s.options.get("process_group_backend")
     if s.launcher and s.launcher.world_size > 1 and s.traits.single_process:
         yield f"{flag} is one process, but {s.launcher.by} started several: use --trainer.strategy ddp"
-    if s.launcher and s.options.get("start_method", "popen") != "popen":
+    if s.launcher and s.spawns:
         yield f"{flag} starts processes, which {s.launcher.by} has done already: use --trainer.strategy ddp"
     serving = [name for name, kinds in dist.Backend.backend_capability.items() if s.accelerator in kinds]
     usable = [name for name in serving if name != "fake" and dist.is_backend_available(name)]

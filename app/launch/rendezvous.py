@@ -6,7 +6,6 @@ another program uses the port.
 
 import json
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -19,14 +18,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.elastic.utils.store import synchronize
 
 from app.errors import UserError
 from app.system.files import read_json, write_json
@@ -167,11 +165,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
         self.before_restart: Callable[[], None] = lambda: None
-        self._rounds = self._gathered = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Omit the store, because spawned ranks unpickle this object and connect to the store's address."""
-        return {**vars(self), "_store": None, "before_restart": None}
+        self._rounds = 0
 
     def get_backend(self) -> str:
         """Return this rendezvous's name in torch elastic's registry."""
@@ -206,15 +200,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             self._store = self._host(deadline) if self.rank == 0 else self._join(deadline)
             if self.world_size > 1:
                 use_interface_to(self.master_addr)
-                os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))  # for spawned ranks
         return self._store
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Gather every node's picklable object on every node, in order of node rank."""
-        self._gathered += 1
-        key, seconds = f"gathered{self._gathered}/", self.timeout.total_seconds()
-        pickles = synchronize(self.store(), pickle.dumps(mine), self.rank, self.world_size, key, seconds)
-        return [pickle.loads(data) for data in pickles]
 
     def _host(self, deadline: Deadline) -> TCPStore:
         """Host the store on node 0, and wait for the other nodes."""
