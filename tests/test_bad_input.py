@@ -109,7 +109,7 @@ def test_a_config_that_names_another_file(app: App) -> None:
     ("argv", "said"),
     [
         (["fit", "--config", "pipe"], "--config pipe: not a file"),
-        (["test", "--ckpt_path", "pipe"], "--ckpt_path pipe: not a file"),
+        (["test", "--ckpt_path", "pipe"], "--ckpt_path pipe: it cannot be read (not a file)"),
         (["fit", "--ckpt_path", "last"], "last.ckpt: it cannot be read (not a file)"),
         (["predict", "--ckpt_path", "best"], "best.ckpt: it cannot be read (not a file)"),
         (["plan", "--run", "runs/x/version_0"], "run.json cannot be read (not a file): give a run's directory"),
