@@ -158,11 +158,7 @@ def _cores() -> Check:
     """Check processor and memory."""
     usable, cores, memory = usable_cores(), os.cpu_count() or 1, psutil.virtual_memory()
     free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
-    threads = os.environ.get("OMP_NUM_THREADS", str(cores))
-    is_many = int(threads.partition(",")[0]) > usable
-    remedy = f"OMP_NUM_THREADS={usable}: more threads would share the cores" if is_many else ""
-    text = f"{hardware()['cpu']}, {usable} of {cores} cores, {free}"
-    return Check("processor", "yellow" if remedy else "green", text, remedy)
+    return Check("processor", "green", f"{hardware()['cpu']}, {usable} of {cores} cores, {free}")
 
 
 def _room() -> Iterator[Check]:
