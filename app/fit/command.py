@@ -103,7 +103,7 @@ class CLI(Flags):
     def __init__(self, argv: Sequence[str]) -> None:
         self.command = shlex.join(["python", "-m", "app", *argv, *trust_flags()])
         self.exit_code = self.processes = 0
-        self.asked_for: str | None = None
+        self.requested_checkpoint: str | None = None
         self.checkpoint: str | None = None
         self.decided: dict[str, Any] = {}  # rank zero's decision
         self.record: RunRecord | None = None
@@ -130,7 +130,7 @@ class CLI(Flags):
 
     def before_instantiate_classes(self) -> None:
         """Remove the checkpoint from the saved config, so that the config can start new runs."""
-        self.asked_for, self.flags.ckpt_path = self.flags.ckpt_path, None
+        self.requested_checkpoint, self.flags.ckpt_path = self.flags.ckpt_path, None
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Add rank zero's checkpoint, and arguments that suppress Lightning's result tables and predictions."""
@@ -208,7 +208,8 @@ class CLI(Flags):
 
     def _decide(self, launchers: list[str]) -> dict[str, Any]:
         dump = functools.partial(self._parser(self.subcommand).dump, self.flags, skip_none=False)
-        self.decided = decide(str(self.subcommand), self.flags, dump, self.asked_for, self.command, launchers)
+        checkpoint = self.requested_checkpoint
+        self.decided = decide(str(self.subcommand), self.flags, dump, checkpoint, self.command, launchers)
         return self.decided
 
     def _check(self, decided: dict[str, Any]) -> None:
