@@ -54,7 +54,7 @@ def check(command: str, config: Namespace) -> Resolved:
     Raises:
         UserError: With the reason and the remedy.
     """
-    resolved = Resolved(config, command, launched(), os.environ)
+    resolved = Resolved(config, command, launched(), dict(os.environ))  # os.environ itself cannot be pickled
     _raise_first(chain(flag_problems(resolved), machine_problems(resolved)))
     return resolved
 
