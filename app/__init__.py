@@ -13,9 +13,9 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     doctor              tests which features work on this machine
     variant             flags of fit, their resolved configuration, and commands for this machine
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
-                        flag), help, configuration (all flags), resolved (strategy, devices, processes), rules,
-                        flag_rules, machine_rules (whether a run can work), command (launches or trains), assembly (of
-                        a Trainer), outcome (exit code, closing lines), run_options (where a run is kept), checkpoints,
+                        flag), help, configuration (all flags), resolved (strategy, devices, processes), rules and
+                        flag_rules (whether a run can work), command (launches or trains), assembly (of a Trainer),
+                        outcome (exit code, closing lines), run_options (where a run is kept), checkpoints,
                         checkpoint_file
     runs                starter: one training run as a function, run_fit
     callbacks           callbacks that a user may add to a run: BatchShapes
@@ -26,8 +26,7 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         agree; and end: signals, failures, watchdog, process
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
                         tree (sums over shards)
-    loop                straight_step (a fast training step), shards (of a batch, for virtual devices), buffers,
-                        lightning_step_patches
+    loop                straight_step (a fast training step), shards (of a batch, for virtual devices), buffers
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (data sets), image_files (the user's own), synthetic (drawn), cache
                         (decoded once, mapped), batches (a rank's share), global_order (for a user's DataLoader),

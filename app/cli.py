@@ -46,7 +46,7 @@ commands:
 module, and runs its code. No flag is needed for the application, torch, torchvision, lightning, torchmetrics and the
 current folder."""
 
-MEANT = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
+SYNONYMS = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
 OWN = {  # modules of the commands that Lightning lacks
     **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
     "doctor": "app.doctor",
@@ -121,8 +121,8 @@ def _without_trust(argv: list[str]) -> list[str]:
 
 def _route(argv: list[str]) -> int:
     if argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        meant = MEANT.get(argv[0])
-        near = f": did you mean {meant}?" if meant else nearest(argv[0], COMMANDS)
+        synonym = SYNONYMS.get(argv[0])
+        near = f": did you mean {synonym}?" if synonym else nearest(argv[0], COMMANDS)
         raise UserError(f"{argv[0]}: there is no such command{near} ({', '.join(COMMANDS)})")
     is_seen = sys.stderr.isatty()
     print("loading torch and Lightning …" * is_seen, end="", file=sys.stderr, flush=True)

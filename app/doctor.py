@@ -122,7 +122,6 @@ def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) 
     yield _accelerators()
     yield _cores()
     yield from _room()
-    yield _backends()
     yield environment(os.environ)
     say("the data sets")
     yield from _data(data_root)
@@ -159,11 +158,7 @@ def _cores() -> Check:
     """Check processor and memory."""
     usable, cores, memory = usable_cores(), os.cpu_count() or 1, psutil.virtual_memory()
     free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
-    threads = os.environ.get("OMP_NUM_THREADS", str(cores))
-    is_many = int(threads.partition(",")[0]) > usable
-    remedy = f"OMP_NUM_THREADS={usable}: more threads would share the cores" if is_many else ""
-    text = f"{hardware()['cpu']}, {usable} of {cores} cores, {free}"
-    return Check("processor", "yellow" if remedy else "green", text, remedy)
+    return Check("processor", "green", f"{hardware()['cpu']}, {usable} of {cores} cores, {free}")
 
 
 def _room() -> Iterator[Check]:
@@ -179,13 +174,6 @@ def _room() -> Iterator[Check]:
             yield Check(name, level, f"{free:.1f} GiB free in {place}", "" if level == "green" else remedy)
     if not os.access(".", os.W_OK):
         yield Check("disk", "red", f"{Path.cwd()} is not writable", "go elsewhere, or give --run.root")
-
-
-def _backends() -> Check:
-    usable = [name for name in ("nccl", "gloo") if torch.distributed.is_backend_available(name)]
-    is_enough = "gloo" in usable and ("nccl" in usable or not torch.cuda.is_available())
-    remedy = "" if is_enough else "ddp needs gloo on CPUs and nccl on GPUs: install another build of torch"
-    return Check("backends", "green" if is_enough else "red", ", ".join(usable) or "none", remedy)
 
 
 def environment(variables: Mapping[str, str]) -> Check:
@@ -239,9 +227,9 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
         for strategy, devices in runs.items():
             name = "one step" if strategy == "auto" else f"{strategy} x{devices}"
             say(name)
-            level, text, remedy = _one_step(strategy, devices, Path(folder, strategy), losses)
-            yield Check(name, level, text, remedy)
-            if level != "green" and strategy == "auto":
+            check = Check(name, *_one_step(strategy, devices, Path(folder, strategy), losses))
+            yield check
+            if check.level != "green" and strategy == "auto":
                 return  # the others would fail, too
 
 

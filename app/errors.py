@@ -135,11 +135,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
         a, b = (last.lstrip("-"), word.lstrip("-")) if name.startswith("--") else (name, candidate)
         return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() - 0.15 * elsewhere
 
-    ranked = sorted({(likeness(candidate), candidate) for candidate in known}, reverse=True)
-    near = 0.135 if len(name) <= 3 else 0.0  # tolerance of ties: the short name dpp is near dp and ddp
-    found = [candidate for score, candidate in ranked if score >= 0.6 and score >= ranked[0][0] - near]
-    found = found if near else sorted(found)
-    return f": did you mean {' or '.join(found[:3])}?" if found else ""
+    scores = {candidate: likeness(candidate) for candidate in known}
+    best = max(scores.values(), default=0.0)
+    matches = sorted(candidate for candidate, score in scores.items() if score == best >= 0.6)
+    return f": did you mean {' or '.join(matches[:3])}?" if matches else ""
 
 
 def one_line(text: str) -> str:

@@ -21,7 +21,7 @@ from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, load_weights, make_network, read_weights
 from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults
 from app.step_graph import StepGraph
-from app.system.lightning_patches import is_attached
+from app.system.patches import expects
 
 
 def log_window(trainer: Trainer) -> int:
@@ -83,6 +83,7 @@ def _mean(total: float, samples: float) -> Tensor:
     return torch.tensor(total / samples if samples else math.nan)
 
 
+@expects("lightning.pytorch.core.module:LightningModule._trainer")
 class ImageClassifier(LightningModule):
     """LightningModule for image classification: loss, metrics, optimizer, predictions.
 
@@ -374,7 +375,7 @@ class ImageClassifier(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the unfinished epoch's sums, and the properties of the images."""
         self.images = checkpoint.get("images")
-        if is_attached(self) and self.trainer.state.fn == "fit":
+        if self._trainer is not None and self.trainer.state.fn == "fit":
             self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
 
 

@@ -104,7 +104,7 @@ WRONG = [
     ("--model.network lent", "lent: expected one of lenet, resnet18, resnet18_cifar: did you mean lenet?"),
     ("--trainer.max_epochs foo", "--trainer.max_epochs foo: expected int"),
     ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
-    ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp or ddp_dp or ddp?"),
+    ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp?"),
     ("--trainer.devices abc", "devices"),
     ("--model FashionMPL", "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
     ("--data CIFAR11", "--data CIFAR11: there is no such class: did you mean CIFAR10?"),

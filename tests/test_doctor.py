@@ -54,7 +54,7 @@ def test_data_sets_present_missing_and_broken(
     found = found_before_the_self_test(fashion_root)
     assert found["FashionMNIST"].level == "green"
     assert (found["CIFAR10"].level, found["CIFAR10"].found) == ("yellow", f"missing in {fashion_root}")
-    assert {"load", "versions", "accelerators", "processor", "disk", "backends", "tracker"} <= found.keys()
+    assert {"load", "versions", "accelerators", "processor", "disk", "tracker"} <= found.keys()
     assert re.fullmatch(r"Python 3\S+, torch \S+, .*, wandb \S+; .*(glibc|N/A).*", found["versions"].found)
     assert "WANDB_MODE" in found["tracker"].found
     file = fashion_root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"

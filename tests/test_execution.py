@@ -17,7 +17,7 @@ from app.compare.experiment import Experiment, expand
 from app.data import Synthetic
 from app.errors import UserError
 from app.execution import Execution, fastest
-from app.fit import machine_rules
+from app.fit import rules
 from app.networks import MLP, LeNet
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -188,7 +188,7 @@ def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
 
 
 def test_a_compiler_that_is_not_there(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_rules.shutil, "which", lambda name: None)
+    monkeypatch.setattr(rules.shutil, "which", lambda name: None)
     said = error_of(*app("fit", *SMALL, "--model.compile", "default"))
     assert "--model.compile: torch needs a compiler (" in said
     assert said.endswith("install it, or leave the flag out")
@@ -240,7 +240,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return self.work()
 
     monkeypatch.setattr(step_graph, "Graph", Recorded)
-    monkeypatch.setattr(machine_rules, "needs_cuda", lambda resolved: ())
+    monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
     return replays
 
 

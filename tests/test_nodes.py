@@ -8,14 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster.hosts import awaited
 from harness import free_port
-from torch.distributed import TCPStore
 
 from app.errors import UserError
 from app.launch.failures import name_nodes, node_of
@@ -85,17 +83,12 @@ def test_node_0_that_is_not_there(go: Go) -> None:
         go(tcp(port), 1, timeout=1).result()
 
 
-def test_node_0_on_the_wrong_machine(go: Go) -> None:
-    with pytest.raises(UserError, match=r"192\.0\.2\.77 is no address of this machine, which is node 0"):
-        go(tcp(free_port(), "192.0.2.77"), 0, timeout=1).result()
-
-
 def test_a_foreign_listener(go: Go) -> None:
     """One that is silent, and one that talks nonsense; node 0 cannot have the port, the other waits in vain."""
     for talk in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"):
         with socket.create_server(("127.0.0.1", 0)) as foreign:
             port = foreign.getsockname()[1]
-            with pytest.raises(UserError, match=rf"node 0 cannot listen on port {port} \(Address already in use\)"):
+            with pytest.raises(UserError, match=rf"cannot listen on port {port} \(.*Address already in use"):
                 go(tcp(port), 0).result()
             waiting = go(tcp(port), 1, timeout=3)
             connection, _ = foreign.accept()
@@ -133,10 +126,6 @@ def test_nodes_that_do_not_fit_together(go: Go) -> None:
     ):
         with pytest.raises(UserError, match=remedy):
             go(tcp(port), 2, **said).result()
-    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
-    store.wait(["node1"])
-    with pytest.raises(UserError, match=r"another node has --cluster.node_rank 1"):
-        go(tcp(port), 1, nodes=3, devices=2).result()
     go(tcp(port), 2, nodes=3, devices=2).result()
     assert host.result().master_port == first.result().master_port
 
@@ -163,9 +152,7 @@ def test_one_that_leaves_may_come_again(go: Go) -> None:
     assert {other.result().master_port for other in others} == {host.result().master_port}
 
 
-def test_a_stale_file_is_replaced_and_a_live_one_refused(
-    go: Go, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stale_file_is_replaced(go: Go, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "meet"
     method = f"file://{file}"
     file.write_text(json.dumps({"id": "dead", "address": "127.0.0.1", "port": free_port()}))
@@ -175,12 +162,6 @@ def test_a_stale_file_is_replaced_and_a_live_one_refused(
     host = go(method, 0)
     assert host.result().master_port == early.result().master_port
     assert f"replacing {file} of an earlier run" in capfd.readouterr().out
-
-    host = go(method, 0)
-    awaited(file.exists, 20)
-    with pytest.raises(UserError, match=r"another run is meeting at .* just now"):
-        go(method, 0).result()
-    assert go(method, 1).result().master_port == host.result().master_port
     assert not file.exists()
 
 
@@ -195,7 +176,7 @@ AGREES = """\
 import sys
 from app.errors import UserError
 from app.launch.agree import agree
-from app.launch.rendezvous import Cluster, NodeRendezvous
+from torch import distributed
 
 folder, node = sys.argv[1], int(sys.argv[2])
 
@@ -213,10 +194,11 @@ def check(decided):
 for wrong in sys.argv[3:]:
     try:
         settings = {"model.optimizer.lr": "0.1" if wrong == "settings" and node == 2 else "0.2"}
-        rendezvous = NodeRendezvous(Cluster(f"file://{folder}/{wrong}", node, 60.0), 3, 1)
-        print(agree(decide, check, node, settings, rendezvous))
+        distributed.init_process_group("gloo", f"file://{folder}/{wrong}", rank=node, world_size=3)
+        print(agree(decide, check, node, settings))
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
+    distributed.destroy_process_group()
 """
 SAID = {
     "nothing": ["{'of': 0}"] * 3,

@@ -65,7 +65,7 @@ def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2")
-        assert "Address already in use: unset it, or name a free port" in error_of(code, out)
+        assert "Address already in use" in error_of(code, out)
         output_of(*app("fit", *SMALL, *STEPS))
 
 
@@ -93,7 +93,7 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
     """And the test at the end, and the other commands, run the same way."""
     file = tmp_path / "meet"
     methods = [["--cluster.init_method", f"file://{file}", "--cluster.node_rank", node] for node in "01"]
-    way = ["--trainer.strategy", "ddp_spawn", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
+    way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
     root = ["--run.root", str(tmp_path / "nodes")]
     for code, out in run_nodes(["fit", *SMALL, *STEPS, *way, *root], methods):
         assert code == 0, out

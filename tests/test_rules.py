@@ -56,6 +56,7 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
         ({"run.name": "../x"}, None, "--run.name '../x': give the name of a folder below --run.root"),
         ({"run.name": "/x"}, None, "--run.name '/x': give the name of a folder below --run.root"),
         (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use ddp or ddp_"),
+        ({"trainer.strategy": "ddp_fork", "trainer.num_nodes": 2}, None, "ddp_fork works inside one node, not on 2"),
         (DP | {"trainer.devices": 2}, TWO, "--trainer.strategy dp is one process, but torchrun started several"),
         ({"trainer.strategy": "ddp_fork"}, TWO, "ddp_fork starts processes, which torchrun has done already"),
         (DDP | {"trainer.devices": 3}, TWO, "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.nu"),

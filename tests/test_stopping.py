@@ -184,19 +184,6 @@ def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_a_stopped_command_does_not_stay_for_ever(strategy: str, tmp_path: Path) -> None:
-    """The process in which it was typed is ended like a rank, and with it all others."""
-    with started(tmp_path, *SMALL, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15") as run:
-        run.trained(2)
-        run.get("SIGSTOP", "main")
-        out = run.end(seconds=15 + 20)
-    assert run.process.returncode == -signal.SIGKILL, out
-    message = f"process {run.process.pid} was stopped for longer than --cluster.timeout (15 s): it was killed"
-    assert f"error: {message}" in out
-
-
-@SLOW
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     """That is no failure, after which they would be started again."""
     with started(tmp_path, *SMALL, *SAYS, tmp_path, *DDP, *FOR_EVER, "--cluster.max_restarts", "2") as run:

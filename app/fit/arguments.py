@@ -1,12 +1,14 @@
 """Command line as tokens, with the content of its config files."""
 
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from jsonargparse import get_loader
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import app
@@ -133,18 +135,13 @@ class Arguments:
         """Reject values that jsonargparse misreads silently.
 
         Raises:
-            UserError: For a flag without a value, a config section that is not a mapping, or a repeated key.
+            UserError: For a flag without a value, or a config section that is not a mapping.
         """
         for token in self.tokens:
-            flag, value = token.flag, token.value
-            if value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", flag):
-                raise UserError(f"{flag} needs a value")
-            if value is not None and flag != "--config":
-                _check_yaml(flag, value)
+            if token.value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", token.flag):
+                raise UserError(f"{token.flag} needs a value")
         for file, config in self.configs.items():
             for section, content in config.items():
-                for text in _texts(content):
-                    _check_yaml(f"{section} in --config {file}:", text)
                 names_class = section in ("model", "data") and isinstance(content, str)
                 if section in SECTIONS and not names_class and not isinstance(content, dict):
                     shown = "null" if content is None else str(content)[:50]
@@ -189,33 +186,6 @@ def subclasses(cls: type) -> list[type]:
     return [*direct, *(below for child in direct for below in subclasses(child))]
 
 
-def _texts(content: Any) -> Iterator[str]:
-    """Yield every string in nested settings."""
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, dict | list):
-        for inner in content.values() if isinstance(content, dict) else content:
-            yield from _texts(inner)
-
-
-def _check_yaml(flag: str, value: str) -> None:
-    """Reject a repeated key in a YAML value or in the YAML file that it names, and a pipe instead of a file."""
-    names_file = value.endswith((".yaml", ".yml", ".json")) or flag.removeprefix("--") in SECTIONS
-    if os.path.exists(value) and (names_file or Path(value).is_fifo()):
-        read_yaml(value, flag)
-    elif any(sign in value for sign in "&{"):
-        try:
-            yaml.load(value, Loader=_Loader)
-        except _RepeatedKeyError as error:
-            raise UserError(f"{flag}: {one_line(str(error))}") from error
-        except (yaml.YAMLError, ValueError, RecursionError):  # not YAML
-            return
-
-
-class _RepeatedKeyError(yaml.YAMLError):
-    """Error for a YAML mapping that repeats a key."""
-
-
 class _Loader(yaml.SafeLoader):
     """YAML loader that rejects repeated keys; SafeLoader silently uses the last one."""
 
@@ -223,8 +193,25 @@ class _Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
         for key in keys:
             if keys.count(key) > 1:
-                raise _RepeatedKeyError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
+                raise UserError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
+
+
+_load_plainly = get_loader("yaml")
+
+
+def load_yaml(text: str) -> Any:
+    """Load YAML as jsonargparse does, but reject repeated keys.
+
+    Raises:
+        UserError: For a repeated key.
+        YAMLError: For other text than YAML.
+    """
+    try:
+        yaml.load(text, Loader=_Loader)
+    except UserError as error:
+        raise UserError(f"{one_line(text)[:100]}: {error}") from error
+    return _load_plainly(text)
 
 
 def shipped(path: str) -> str:
@@ -243,12 +230,13 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     try:
         with open_file(shipped(name)) as file:
             content = yaml.load(file.read().decode(), Loader=_Loader)
+        json.dumps(content, default=str)  # raises for a mapping that contains itself, in which jsonargparse would loop
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
         raise UserError(f"{flag} {name}: there is no such file{near}") from None
     except OSError as error:
         raise UserError(f"{flag} {name}: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a huge number
+    except (ValueError, RecursionError, UserError, yaml.YAMLError) as error:  # ValueError: not UTF-8, a huge number
         raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")

@@ -5,7 +5,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
@@ -35,8 +35,8 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] * (value is not None)
 
 
-def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
-    """Return the Trainer's plugins, and whether this process must find other nodes without a launcher.
+def plugins(config: Namespace, resolved: Resolved) -> list[Any]:
+    """Return the Trainer's plugins.
 
     Args:
         config: The configuration with instantiated classes.
@@ -46,8 +46,7 @@ def plugins(config: Namespace, resolved: Resolved) -> tuple[list[Any], bool]:
     is_clustered = any(isinstance(plugin, ClusterEnvironment) for plugin in theirs)
     environment = None if is_clustered else environment_of(config.cluster, resolved.nodes)
     own_files = not (any(isinstance(each, CheckpointIO) for each in theirs) or resolved.options.get("checkpoint_io"))
-    meets = isinstance(environment, LightningEnvironment) and resolved.nodes > 1
-    return [*theirs, *[CheckpointFiles()] * own_files, *filter(None, [environment])], meets
+    return [*theirs, *[CheckpointFiles()] * own_files, *filter(None, [environment])]
 
 
 def callbacks(config: Namespace, command: str) -> dict[str, Any]:

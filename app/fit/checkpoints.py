@@ -19,16 +19,17 @@ from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier
 from app.record import Record
 from app.system.files import remove_parts
-from app.system.lightning_patches import (
-    may_stop_early,
-    save_checkpoint_now,
-    saves_within_epochs,
-    steps_between_checkpoints,
-)
+from app.system.patches import expects
 
 WEIGHTS_ALONE = "it holds weights alone"
+_CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 
+@expects(
+    *(f"{_CHECKPOINT}._{name}" for name in ("every_n_train_steps", "train_time_interval", "monitor_candidates")),
+    *(f"{_CHECKPOINT}._{name}" for name in ("should_skip_saving_checkpoint", "save_topk_checkpoint")),
+    "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
+)
 class RunCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, adapted to resumed runs and to any model.
 
@@ -64,7 +65,7 @@ class RunCheckpoint(ModelCheckpoint):
         validation.
         """
         if not trainer.is_last_batch:
-            if saves_within_epochs(self):
+            if self._every_n_train_steps or self._train_time_interval is not None:
                 super().on_train_batch_end(trainer, *args, **kwargs)
             self._save_if_stopped(trainer)
 
@@ -75,12 +76,16 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Save if training ends here or a checkpoint is due."""
-        is_stopped = trainer.should_stop and may_stop_early(trainer)
-        every = steps_between_checkpoints(self)
+        """Save if training ends here or a checkpoint is due, unless this step has one.
+
+        At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`.
+        """
+        is_stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
+        is_complete, every = 0 <= trainer.max_steps <= trainer.global_step, self._every_n_train_steps
         is_due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
-        if self.monitor is None and (is_stopped or is_due or 0 <= trainer.max_steps <= trainer.global_step):
-            save_checkpoint_now(self, trainer)
+        saves = self.monitor is None and (is_stopped or is_complete or is_due)
+        if saves and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop monitoring the default metric if validation did not log it; then save."""

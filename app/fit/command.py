@@ -7,6 +7,7 @@ import re
 import shlex
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -28,11 +29,9 @@ from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
 from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
-from app.fit.resolved import Resolved
 from app.fit.rules import check, check_trainer
 from app.fit.run_options import decide, is_recorded, release_folders
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.cluster_environment import launched
 from app.launch.elastic import RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
 from app.launch.process import end_in_order, end_undisturbed, trust_flags
@@ -44,7 +43,10 @@ from app.monitor.run_record import RunRecord
 from app.record import Record
 from app.system import lightning_patches
 from app.system.machine import busy, usable_cores
+from app.system.patches import expects
 from app.system.tracebacks import MADE_BY, blamed, users_part
+
+_CLI = "lightning.pytorch.cli:LightningCLI"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -78,6 +80,12 @@ def _run(argv: Sequence[str]) -> int:
         end_undisturbed()
 
 
+@expects(
+    *(f"{_CLI}.{name}" for name in ("_parser", "_prepare_subcommand_kwargs", "_run_subcommand")),
+    "lightning.pytorch.strategies.ddp:DDPStrategy._timeout",
+    "lightning.pytorch.strategies.strategy:Strategy._launcher",
+    "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._start_method",
+)
 class CLI(Flags):
     """Command line of one run: builds model, data and Trainer, and runs them or starts the ranks.
 
@@ -95,10 +103,9 @@ class CLI(Flags):
     def __init__(self, argv: Sequence[str]) -> None:
         self.command = shlex.join(["python", "-m", "app", *argv, *trust_flags()])
         self.exit_code = self.processes = 0
-        self.asked_for: str | None = None
+        self.requested_checkpoint: str | None = None
         self.checkpoint: str | None = None
         self.decided: dict[str, Any] = {}  # rank zero's decision
-        self.rendezvous: NodeRendezvous | None = None  # set for nodes without a launcher
         self.record: RunRecord | None = None
         super().__init__(argv)
 
@@ -106,7 +113,7 @@ class CLI(Flags):
         """Parse the arguments, and reject combinations that cannot work."""
         super().parse_arguments(parser, args)
         self.flags = config = self.config[self.config.subcommand]
-        check(self.config.subcommand, config)
+        self.resolved = check(str(self.config.subcommand), config)
         self.is_recorded = is_recorded(config.trainer)
         MADE_BY.clear()
         for flag, path in leaves(config):
@@ -118,22 +125,17 @@ class CLI(Flags):
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
             torch.set_num_threads(config.run.threads)
-        self.resolved = Resolved(config, str(self.config.subcommand), launched())
         self.processes = self.resolved.agent_processes
         self.settings = shared_settings(config)
 
-    def seeds(self) -> bool:
-        """Return whether this process sets the seed; an agent does not, because its ranks do."""
-        return not self.processes
-
     def before_instantiate_classes(self) -> None:
         """Remove the checkpoint from the saved config, so that the config can start new runs."""
-        self.asked_for, self.flags.ckpt_path = self.flags.ckpt_path, None
+        self.requested_checkpoint, self.flags.ckpt_path = self.flags.ckpt_path, None
 
-    def more_arguments(self) -> dict[str, Any]:
-        """Return rank zero's checkpoint, and arguments that suppress Lightning's result tables and predictions."""
-        quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(str(self.subcommand), self._quiet)
-        return {"ckpt_path": self.checkpoint, **quiet}
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Add rank zero's checkpoint, and arguments that suppress Lightning's result tables and predictions."""
+        quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(subcommand, self._quiet)
+        return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": self.checkpoint, **quiet}
 
     @property
     def _quiet(self) -> dict[str, bool]:
@@ -184,13 +186,13 @@ class CLI(Flags):
     def _agree(self, timeout: float) -> None:
         """Let rank zero decide directory and checkpoint; then add the run's record and loggers."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        lightning_patches.set_timeout(strategy, timeout)
-        if method := lightning_patches.start_method(strategy):
-            several = timeout if trainer.world_size > 1 else None
-            lightning_patches.set_launcher(strategy, SpawnLauncher(strategy, method, several))
+        if hasattr(strategy, "_timeout"):  # DDP's option is a timedelta
+            strategy._timeout = timedelta(seconds=timeout)
+        if method := getattr(strategy.launcher, "_start_method", None):  # ddp_spawn, ddp_fork
+            strategy._launcher = SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None)
         connect(trainer, timeout)
         try:
-            decided = agree(self._decide, self._check, trainer.node_rank, self.settings, self.rendezvous)
+            decided = agree(self._decide, self._check, trainer.node_rank, self.settings)
         except BaseException:
             if self.decided.get("folder"):
                 folder = Path(self.flags.run.root, self.decided["folder"])
@@ -205,8 +207,9 @@ class CLI(Flags):
             self._record(decided)
 
     def _decide(self, launchers: list[str]) -> dict[str, Any]:
-        dump = functools.partial(self.command_parser.dump, self.flags, skip_none=False)
-        self.decided = decide(str(self.subcommand), self.flags, dump, self.asked_for, self.command, launchers)
+        dump = functools.partial(self._parser(self.subcommand).dump, self.flags, skip_none=False)
+        checkpoint = self.requested_checkpoint
+        self.decided = decide(str(self.subcommand), self.flags, dump, checkpoint, self.command, launchers)
         return self.decided
 
     def _check(self, decided: dict[str, Any]) -> None:
@@ -246,13 +249,10 @@ class CLI(Flags):
             kwargs["use_distributed_sampler"] = False
         if resolved.virtual_devices is not None and resolved.accelerator == "cuda" and self.subcommand == "fit":
             kwargs["deterministic"] = True  # because nondeterministic kernels change the bits
-        kwargs["plugins"], meets = plugins(config, resolved)
-        if meets:
-            self.rendezvous = NodeRendezvous(config.cluster, resolved.nodes, resolved.devices)
-            os.environ["NODE_RANK"] = str(self.rendezvous.rank)  # for Lightning's own launcher
+        kwargs["plugins"] = plugins(config, resolved)
         saved.cluster.init_method = saved.cluster.node_rank = saved.cluster.log_dir = None
         saved.cluster.max_restarts = 0
-        drop_callbacks(self.command_parser, config.trainer)
+        drop_callbacks(self._parser(self.subcommand), config.trainer)
         if not self.is_recorded:
             return super().instantiate_trainer(**kwargs)
         kwargs |= callbacks(config, self.command)
@@ -273,8 +273,8 @@ class CLI(Flags):
     def _outcome(self) -> Record:
         return record_of(self.trainer, self.record)
 
-    def run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog; do nothing in an agent, whose ranks have run it."""
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the Trainer's method under the watchdog, and close the run; an agent's ranks have done both."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher
@@ -287,10 +287,8 @@ class CLI(Flags):
                     logger.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
-            super().run_subcommand(subcommand)
+            try:
+                super()._run_subcommand(subcommand)
+            finally:
+                rank_zero_only(close)(trainer, self.record, subcommand == "fit", self.model, self.datamodule)
         self.exit_code = exit_code(trainer, self._outcome, self.resolved.launcher)
-
-    @rank_zero_only
-    def after_subcommand(self) -> None:
-        """Close the run, whether or not it failed."""
-        close(self.trainer, self.record, self.subcommand == "fit", self.model, self.datamodule)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import app.data
 import app.modules
@@ -23,7 +23,7 @@ from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.monitor.loggers import RateMonitor, SaveConfig
 from app.networks import image_settings
-from app.system.lightning_patches import CommandLine
+from app.system.patches import expects
 
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
@@ -43,7 +43,8 @@ SKIPPED = {  # arguments of the Trainer's methods without a flag
 }
 
 
-class Flags(CommandLine):
+@expects("lightning.pytorch.cli:LightningCLI._parse_ckpt_path")
+class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
     A section has its default class only if the user chooses no class. Otherwise `--model FashionMLP` would train with
@@ -76,6 +77,9 @@ class Flags(CommandLine):
             auto_configure_optimizers=False,
             args=self.argv,
         )
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: Lightning would replace the requested model's settings by the checkpoint's."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the flags of run and cluster, and the default callbacks."""

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser, set_parsing_settings
+import yaml
+from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
 from app.errors import ExitStatus, UserError
-from app.fit.arguments import subclasses
+from app.fit.arguments import load_yaml, subclasses
 from app.fit.help import page
 from app.fit.messages import rejection
 from app.launch.process import TRUST
@@ -41,7 +42,8 @@ def trusted_modules() -> list[str]:
 
 
 def import_trusted_only() -> None:
-    """Make jsonargparse reject classes of untrusted modules without importing them."""
+    """Make jsonargparse reject repeated keys, and classes of untrusted modules without importing them."""
+    set_loader("yaml", load_yaml, (yaml.YAMLError,))
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
 
 

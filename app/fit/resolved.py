@@ -11,13 +11,14 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry, MPSAccelerator
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from app.data import ImageData
 from app.errors import UserError
 from app.launch.cluster_environment import Launched, other_launcher
 from app.modules import ImageClassifier
 from app.parallel.traits import Traits
-from app.system.lightning_patches import default_accelerator
+from app.system.patches import expects
 
 
 def class_of(section: Any) -> type | None:
@@ -26,6 +27,7 @@ def class_of(section: Any) -> type | None:
     return pkgutil.resolve_name(path) if path else None
 
 
+@expects(f"{_AcceleratorConnector.__module__}:_AcceleratorConnector._choose_auto_accelerator")
 @dataclass(frozen=True)
 class Resolved:
     """Configuration with everything derived from it and from this process's launcher.
@@ -90,7 +92,7 @@ class Resolved:
         """The accelerator's name, with `auto` and `gpu` resolved: `cpu`, `cuda`, `mps`, …."""
         flag = self.trainer.accelerator
         if flag == "auto":
-            return default_accelerator()
+            return _AcceleratorConnector._choose_auto_accelerator()
         if flag == "gpu":
             return "mps" if MPSAccelerator.is_available() else "cuda"
         cls: Any = class_of(flag)
@@ -160,12 +162,16 @@ class Resolved:
         """Number of processes on all nodes."""
         return self.nodes * self.processes if issubclass(self.strategy, ParallelStrategy) else 1
 
+    @property
+    def spawns(self) -> bool:
+        """Whether the strategy starts its processes itself, by spawn or fork."""
+        return self.options.get("start_method", "popen") != "popen"
+
     @cached_property
     def agent_processes(self) -> int:
         """Number of ranks that this process starts as their agent; 0 under another launcher or for a single rank."""
-        starts_itself = self.options.get("start_method", "popen") != "popen"
         parallel = issubclass(self.strategy, ParallelStrategy)
-        if not self.stands_alone or self.other_launcher or starts_itself or not parallel:
+        if not self.stands_alone or self.other_launcher or self.spawns or not parallel:
             return 0
         return self.processes if self.world_size > 1 else 0
 

@@ -1,31 +1,30 @@
 """Checks of a configuration before anything is built; each message ends with a remedy.
 
-The rules of `flag_rules` hold on every machine. The rules of `machine_rules` concern this machine and this process's
-launcher; rules about the launcher are checked again on the built Trainer.
+The rules of `flag_rules` hold on every machine. The rules here concern this machine and this process's launcher; rules
+about the launcher are checked again on the built Trainer.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
+from urllib.parse import urlsplit
 
+import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from app.errors import UserError
+from app.data import ImageData
+from app.errors import UserError, nearest
 from app.fit.flag_rules import flag_problems
-from app.fit.machine_rules import launcher_problems, machine_problems
 from app.fit.resolved import Resolved
-from app.launch.cluster_environment import Launched, launched
+from app.launch.cluster_environment import OWN_AGENT, Launched, launched
+from app.launch.process import RANKS, is_task_of_srun
 
-
-class Built(NamedTuple):
-    """Sizes of a built Trainer; with a user's strategy, they may differ from the configuration."""
-
-    launcher: Launched | None
-    nodes: int
-    processes: int
-    world_size: int
+SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
 
 
 def _raise_first(problems: Iterator[str]) -> None:
@@ -45,8 +44,8 @@ def check_flags(config: Namespace) -> None:
     _raise_first(flag_problems(Resolved(config, "")))
 
 
-def check(command: str, config: Namespace) -> None:
-    """Check all rules, before anything is built.
+def check(command: str, config: Namespace) -> Resolved:
+    """Check all rules before anything is built, and return the configuration with everything derived from it.
 
     Args:
         command: The command: `fit`, `validate`, `test` or `predict`.
@@ -55,15 +54,180 @@ def check(command: str, config: Namespace) -> None:
     Raises:
         UserError: With the reason and the remedy.
     """
-    resolved = Resolved(config, command, launched(), os.environ)
+    resolved = Resolved(config, command, launched(), dict(os.environ))  # os.environ itself cannot be pickled
     _raise_first(chain(flag_problems(resolved), machine_problems(resolved)))
+    return resolved
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Compare the built Trainer's sizes with the launcher's.
+    """Compare the built Trainer's sizes, which a user's strategy may set, with the launcher's.
 
     Raises:
         UserError: With the reason and the remedy.
     """
     processes = getattr(trainer.strategy, "num_processes", 1)
-    _raise_first(launcher_problems(Built(launched(), trainer.num_nodes, processes, trainer.world_size)))
+    _raise_first(launcher_problems(launched(), trainer.num_nodes, processes, trainer.world_size))
+
+
+def machine_problems(s: Resolved) -> Iterator[str]:
+    """Yield messages about flags that cannot work on this machine, each with a remedy."""
+    yield from _devices(s)
+    yield from needs_cuda(s)
+    yield from _compiler(s)
+    yield from _starter(s)
+    yield from _rendezvous(s)
+    yield from _strategy(s)
+    yield from _sync_batchnorm(s)
+    yield from launcher_problems(s.launcher, s.nodes, s.processes, s.world_size)
+    size = s.batch_size
+    if s.command == "fit" and s.virtual_devices is None and isinstance(size, int) and size > 0 and size % s.world_size:
+        remedy = f"use --data.batch_size {ImageData.nearest_shares(size, s.world_size)}, or another --trainer.devices"
+        yield f"a global batch of {size} cannot be shared equally by {s.world_size} ranks: {remedy}"
+
+
+def launcher_problems(launcher: Launched | None, nodes: int, processes: int, world_size: int) -> Iterator[str]:
+    """Yield the differences between the launcher's processes and the run's.
+
+    Args:
+        launcher: Launcher of this process, or None.
+        nodes: Number of the run's nodes.
+        processes: Number of its processes per node.
+        world_size: Number of its processes on all nodes.
+    """
+    if launcher is None:
+        return
+    if launcher.per_node is None:
+        flag = "--ntasks-per-node" if launcher.by == "srun" else "the same --nproc-per-node"
+        yield f"{launcher.by} started {launcher.world_size} processes, not the same number on each node: give {flag}"
+    is_single = world_size == 1 == launcher.world_size
+    if not is_single and (launcher.nodes, launcher.per_node) != (nodes, processes):
+        started = f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es)"
+        run = f"the run is --trainer.num_nodes {nodes} of {processes}"
+        yield f"{started}, but {run}: leave --trainer.num_nodes and --trainer.devices out to follow {launcher.by}"
+
+
+def _devices(s: Resolved) -> Iterator[str]:
+    cls, name, devices = s.accelerator_class, s.trainer.accelerator, s.trainer.devices
+    if cls is None:
+        yield f"--trainer.accelerator {name}: unknown{nearest(name, AcceleratorRegistry)}: leave it out, or use cpu"
+        return
+    if not cls.is_available():
+        yield f"--trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
+    try:
+        if devices != "auto":
+            cls.parse_devices(devices)
+    except (MisconfigurationException, TypeError, ValueError):
+        has = "" if s.accelerator == "cpu" else f"; this machine has {cls.auto_device_count()}"
+        yield f"--trainer.devices {devices!r}: the {s.accelerator} accelerator has no such devices{has}: give a count"
+
+
+def needs_cuda(s: Resolved) -> Iterator[str]:
+    """Yield messages about flags without effect outside CUDA."""
+    for flag, is_set in {
+        "trainer.benchmark": s.trainer.benchmark,
+        "model.cuda_graph": s.given("cuda_graph"),
+        "model.compile reduce-overhead": s.reduces_overhead,
+        "model.matmul_precision": s.given("matmul_precision") not in (None, "highest"),
+    }.items():
+        if is_set and s.accelerator != "cuda":
+            yield f"--{flag} has no effect on the {s.accelerator} accelerator: leave it out"
+
+
+def _compiler(s: Resolved) -> Iterator[str]:
+    """Check for a compiler, because torch.compile needs one: C++ for a CPU, C for a GPU (Triton)."""
+    is_cuda = s.accelerator == "cuda"
+    compilers = (os.environ.get("CC", "gcc clang cc") if is_cuda else os.environ.get("CXX", "g++ clang++ c++")).split()
+    if s.compiled and not any(map(shutil.which, compilers)):
+        yield f"--model.compile: torch needs a compiler ({' or '.join(compilers)}): install it, or leave the flag out"
+
+
+def _starter(s: Resolved) -> Iterator[str]:
+    """Reject variables and flags that contradict this process's launcher."""
+    cluster, by, environ = s.config.cluster, s.launcher.by if s.launcher else None, s.environ
+    if by not in (None, OWN_AGENT) and cluster.init_method is not None:
+        yield f"--cluster.init_method: {by} decides how the nodes meet: leave it out"
+    if s.stands_alone:
+        left = [name for name in RANKS if name in environ and (name != "NODE_RANK" or s.nodes == 1)]
+        if left:
+            yield f"{', '.join(left)} in the environment, but no launcher started this process: unset {' '.join(left)}"
+        meets = cluster.init_method is not None or "NODE_RANK" in environ
+        for variable, unit in SLURM_SIZES.items() if "SLURM_JOB_ID" in environ and not is_task_of_srun() else ():
+            if (count := environ.get(variable, "1")) != "1" and not meets:
+                yield f"this SLURM job has {count} {unit}, but the command was started once: put srun before it"
+    for flag in ("init_method", "node_rank"):
+        if cluster[flag] is not None and s.stands_alone and s.nodes == 1:
+            yield f"--cluster.{flag} {cluster[flag]}: there is one node: give --trainer.num_nodes, or leave it out"
+    for flag in ("max_restarts", "log_dir"):
+        if cluster[flag] and by != OWN_AGENT and (by or not s.agent_processes):
+            starter = f"{by or 'no agent'} starts the processes of this run"
+            yield f"--cluster.{flag} {cluster[flag]} has no effect: {starter}: leave it out"
+
+
+def _rendezvous(s: Resolved) -> Iterator[str]:
+    """Check the nodes' address and this node's rank."""
+    if s.nodes > 1 and (s.traits.single_process or s.spawns):
+        yield f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or ddp_dp"
+    if not s.nodes_meet:
+        return
+    method, node_rank, environ = s.config.cluster.init_method or "env://", s.config.cluster.node_rank, s.environ
+    if not _is_address(method):
+        yield f"--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"
+    if method == "env://":
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]:
+            remedy = f"give --cluster.init_method tcp://HOST:PORT, or set {' and '.join(missing)}, or use torchrun"
+            yield f"--trainer.num_nodes {s.nodes}: where do the nodes meet? {remedy} or srun"
+        elif not 0 < int(environ["MASTER_PORT"]) < 2**16:
+            yield f"MASTER_PORT={environ['MASTER_PORT']} in the environment: give a port, 1 to 65535"
+    where, rank = (
+        ("--cluster.node_rank", node_rank) if node_rank is not None else ("NODE_RANK", environ.get("NODE_RANK"))
+    )
+    if rank is None:
+        yield f"--trainer.num_nodes {s.nodes}: which of them is this? give --cluster.node_rank, or set NODE_RANK"
+    elif int(rank) >= s.nodes:
+        yield f"{where} {rank}: the nodes are 0 to {s.nodes - 1}, for --trainer.num_nodes {s.nodes}"
+
+
+def _is_address(method: str) -> bool:
+    url = urlsplit(method)
+    if url.scheme == "file":
+        return bool(url.path) and not url.netloc and (os.path.isfile(url.path) or not os.path.exists(url.path))
+    try:
+        return method == "env://" or bool(url.scheme == "tcp" and url.hostname and url.port)
+    except ValueError:  # the port is out of range
+        return False
+
+
+def _strategy(s: Resolved) -> Iterator[str]:
+    """Reject a strategy that does not fit the launcher, the devices or the number of processes."""
+    flag, backend = f"--trainer.strategy {s.name}", s.options.get("process_group_backend")
+    if s.launcher and s.launcher.world_size > 1 and s.traits.single_process:
+        yield f"{flag} is one process, but {s.launcher.by} started several: use --trainer.strategy ddp"
+    if s.launcher and s.spawns:
+        yield f"{flag} starts processes, which {s.launcher.by} has done already: use --trainer.strategy ddp"
+    serving = [name for name, kinds in dist.Backend.backend_capability.items() if s.accelerator in kinds]
+    usable = [name for name in serving if name != "fake" and dist.is_backend_available(name)]
+    if backend is not None and backend not in usable:
+        yield f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use {' or '.join(usable)}"
+    if s.traits.sends_between_devices and backend == "gloo" and s.accelerator == "cuda":
+        yield f"--trainer.strategy.process_group_backend gloo does not connect GPUs, as {s.name} needs: leave it out"
+    if s.hook is not None and s.world_size == 1:
+        remedy = "use --trainer.strategy ddp without a hook, or give more --trainer.devices"
+        yield f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: {remedy}"
+    bf16 = (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper)
+    has_nccl = dist.is_nccl_available() or dist.is_xccl_available()  # torch's condition, even on a CPU
+    if not has_nccl and (s.hook in bf16 or s.options.get("ddp_comm_wrapper") in bf16):
+        yield f"{flag}: torch sends bfloat16 only where it was built with NCCL: use --trainer.strategy ddp_fp16"
+    if s.nodes == 1 and s.traits.needs_several_nodes:
+        remedy = f"use --trainer.strategy {s.traits.on_one_node}, or give more --trainer.num_nodes"
+        yield f"{flag} {s.traits.needs_several_nodes}: {remedy}"
+
+
+def _sync_batchnorm(s: Resolved) -> Iterator[str]:
+    if not s.sync_batchnorm:
+        return
+    if not s.traits.replicas_communicate:
+        yield "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use ddp"
+    if s.world_size == 1:
+        yield "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or leave it out"
+    if s.accelerator == "cpu":
+        yield "--trainer.sync_batchnorm works on GPUs only: leave it out on CPU"

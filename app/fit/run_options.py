@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, dict_to_namespace
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -193,14 +193,6 @@ def release_folders() -> None:
 
 def _settings(config: str) -> dict[str, Any]:
     """Return the values of a config's flags that define the training."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, name: str) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                walk(inner, f"{name}.{key}" if name and key != "init_args" else name or str(key))
-        else:
-            flat[name] = value
-
-    walk(yaml.safe_load(config) or {}, "")
-    return {name: value for name, value in flat.items() if name.startswith(TRAINING) and not name.endswith(EXECUTION)}
+    flat = vars(dict_to_namespace(yaml.safe_load(config) or {}).as_flat())
+    settings = {name.replace(".init_args", ""): value for name, value in flat.items()}
+    return {key: value for key, value in settings.items() if key.startswith(TRAINING) and not key.endswith(EXECUTION)}

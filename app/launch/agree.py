@@ -1,6 +1,5 @@
 """Connection of a run's ranks, and their agreement: rank zero decides, and every rank checks."""
 
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import distributed
 from app.errors import UserError
 from app.launch.cluster_environment import Launched, launch_id, launched
 from app.launch.failures import name_nodes
-from app.launch.rendezvous import Deadline, NodeRendezvous, host_store, reach_store
+from app.launch.rendezvous import Deadline, host_store, reach_store
 from app.system.interconnect import own_addresses, use_interface_to, use_loopback
 
 STORE = "app/store"  # key of rank zero's port in the agents' store
@@ -47,7 +46,6 @@ def agree(
     check: Callable[[dict[str, Any]], None],
     node: int,
     settings: dict[str, str],
-    rendezvous: NodeRendezvous | None = None,
 ) -> dict[str, Any]:
     """Let rank zero decide, and every rank check the decision. Collective.
 
@@ -56,13 +54,11 @@ def agree(
         check: Function called with the decision on each rank; raises a UserError if the rank cannot follow it.
         node: Number of this node.
         settings: Flags and values of this process, which must be equal on all ranks.
-        rendezvous: Rendezvous of nodes that agree before they spawn their ranks; None to gather over all ranks.
 
     Raises:
         UserError: On every rank, when settings differ, rank zero cannot decide, or a rank rejects the decision.
     """
-    gather = rendezvous.gather if rendezvous else gather_objects
-    ids, nodes, everyones = zip(*gather((launch_id(), (node, own_addresses()), settings)), strict=True)
+    ids, nodes, everyones = zip(*gather_objects((launch_id(), (node, own_addresses()), settings)), strict=True)
     name_nodes(list(nodes), node)
     for rank, theirs in enumerate(everyones):
         for flag in {**everyones[0], **theirs}:
@@ -71,12 +67,12 @@ def agree(
                 place = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
                 raise UserError(f"--{flag} is {here} on node 0 and {there} on {place}: give the same")
     decided: dict[str, Any] | UserError = {}
-    if node == 0 and (not distributed.is_initialized() or distributed.get_rank() == 0):
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
         try:
             decided = decide(sorted(set(filter(None, ids))))
         except UserError as error:
             decided = error
-    decided = gather(decided)[0]
+    decided = gather_objects(decided)[0]
     if isinstance(decided, UserError):
         raise decided
     failure: Exception | None = None
@@ -84,7 +80,7 @@ def agree(
         check(decided)
     except Exception as error:
         failure = error
-    reasons = gather((node, failure and (str(failure) or type(failure).__name__)))
+    reasons = gather_objects((node, failure and (str(failure) or type(failure).__name__)))
     if failure is not None:
         raise failure
     for other, reason in reasons:
@@ -129,8 +125,6 @@ def connect(trainer: Trainer, timeout: float) -> None:
     try:  # a thread, because torch ignores the timeout if another program listens there
         Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise UserError(f"{place} is in use: set MASTER_PORT to another port") from error
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
         torch.cuda.set_device(strategy.root_device)  # `begin` ran in another thread

@@ -24,7 +24,6 @@ from app.errors import EXIT_CODES, RankError, RankLostError, UserError
 from app.launch.failures import explain, lost, message_of, root_cause
 from app.launch.process import AGENT, heard
 from app.launch.rendezvous import Cluster, NodeRendezvous
-from app.launch.watchdog import watched
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of last lines to print of a failed rank's output
@@ -60,7 +59,7 @@ def launch(
     error: UserError | RankError
     # our own temporary folder, because torch does not delete its own
     temporary_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
-    with temporary_folder as temporary, _agent(processes, cluster.timeout), watched(cluster.timeout):
+    with temporary_folder as temporary, _agent(processes, cluster.timeout):
         folder = Path(cluster.log_dir or temporary)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -55,12 +55,10 @@ def lost(text: str) -> RankError | None:
 
 def who_hangs() -> str:
     """Return a description of hung ranks from the watchdogs' stacks, if their folder is visible here."""
-    folder = watchdog.heartbeat and watchdog.heartbeat.folder
-    places = folder and watchdog.where(folder)
     unknown = "it hangs, or the link to it is cut"
-    if not places:
+    if watchdog.heartbeat is None or not (places := watchdog.where(watchdog.heartbeat.folder)):
         return unknown
-    return f"{places if ' is in ' in places else f'{unknown}; {places}'} (stacks: {folder})"
+    return f"{places if ' is in ' in places else f'{unknown}; {places}'} (stacks: {watchdog.heartbeat.folder})"
 
 
 def leave_nccl() -> None:

@@ -6,7 +6,6 @@ another program uses the port.
 
 import json
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -19,18 +18,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.elastic.utils.store import synchronize
 
 from app.errors import UserError
 from app.system.files import read_json, write_json
-from app.system.interconnect import outward_address, own_addresses, use_interface_to
+from app.system.interconnect import outward_address, use_interface_to
 
 T = TypeVar("T")
 PAUSE = 0.25  # seconds between two attempts
@@ -106,6 +104,9 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         address: Name or address of this machine for the other processes.
         port: Port, or 0 for a free one.
         timeout: Timeout of the store's operations in seconds.
+
+    Raises:
+        UserError: When the port is taken.
     """
     listener = None
     with suppress(OSError):
@@ -113,7 +114,11 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         if not str(place[0]).startswith("127.") or place[0] == "127.0.0.1":
             listener = socket.create_server(place[:2], family=family, backlog=1024)
     if listener is None:
-        address, listener = "localhost", socket.create_server(("", port), backlog=1024)
+        try:
+            address, listener = "localhost", socket.create_server(("", port), backlog=1024)
+        except (OSError, OverflowError) as error:
+            remedy = "end the program that uses it, or give another --cluster.init_method or MASTER_PORT"
+            raise UserError(f"this machine cannot listen on port {port} ({error}): {remedy}") from error
     return TCPStore(
         address,
         listener.getsockname()[1],
@@ -125,10 +130,10 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
     )
 
 
-def reach_store(address: str, port: int, timeout: float = 5.0) -> TCPStore:
+def reach_store(address: str, port: int) -> TCPStore:
     """Connect to another process's store; fail at once without a listener, where torch would wait and log."""
-    socket.create_connection((address, port), timeout=timeout).close()
-    return TCPStore(address, port, timeout=timedelta(seconds=timeout))
+    socket.create_connection((address, port), timeout=5).close()
+    return TCPStore(address, port, timeout=timedelta(seconds=5))
 
 
 class NodeRendezvous(StaticTCPRendezvous):
@@ -160,11 +165,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
         self.before_restart: Callable[[], None] = lambda: None
-        self._rounds = self._gathered = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Omit the store, because spawned ranks unpickle this object and connect to the store's address."""
-        return {**vars(self), "_store": None, "before_restart": None}
+        self._rounds = 0
 
     def get_backend(self) -> str:
         """Return this rendezvous's name in torch elastic's registry."""
@@ -199,26 +200,11 @@ class NodeRendezvous(StaticTCPRendezvous):
             self._store = self._host(deadline) if self.rank == 0 else self._join(deadline)
             if self.world_size > 1:
                 use_interface_to(self.master_addr)
-                os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))  # for spawned ranks
         return self._store
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Gather every node's picklable object on every node, in order of node rank."""
-        self._gathered += 1
-        key, seconds = f"gathered{self._gathered}/", self.timeout.total_seconds()
-        pickles = synchronize(self.store(), pickle.dumps(mine), self.rank, self.world_size, key, seconds)
-        return [pickle.loads(data) for data in pickles]
 
     def _host(self, deadline: Deadline) -> TCPStore:
         """Host the store on node 0, and wait for the other nodes."""
-        try:
-            store = host_store(self.master_addr, self.master_port, deadline.seconds)
-        except OSError as error:
-            reason = os.strerror(error.errno or 0)
-            raise UserError(
-                f"--cluster.init_method {self.method}: node 0 cannot listen on port {self.master_port} ({reason}): "
-                "give another port, or end the program that uses it"
-            ) from error
+        store = host_store(self.master_addr, self.master_port, deadline.seconds)
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
         store.set("node0", self.run_id)
@@ -240,12 +226,7 @@ class NodeRendezvous(StaticTCPRendezvous):
                     store = deadline.within(partial(reach_store, *place[:2]), node0)
                     self._introduce(store, place[-1])
                     self.master_addr, self.master_port = place[:2]
-                    try:
-                        self._wait_for_all(store, deadline)
-                    except BaseException:
-                        with suppress(RuntimeError):
-                            store.delete_key(f"node{self.rank}")  # so that this node can register again
-                        raise
+                    self._wait_for_all(store, deadline)
                     store.set_timeout(self.timeout)
                     return store
             except ConnectionRefusedError:
@@ -256,15 +237,14 @@ class NodeRendezvous(StaticTCPRendezvous):
             time.sleep(PAUSE)
 
     def _introduce(self, store: TCPStore, name: str | None) -> None:
-        """Register this node; reject flags that differ from node 0's, and another node's rank."""
+        """Register this node; reject flags that differ from node 0's."""
         if name not in (None, store.get("node0").decode()):
             raise ValueError("another run listens there")
         for flag, value in json.loads(store.get("flags")).items():
             if value != self.flags[flag]:
                 here = f"{self.flags[flag]} on node {self.rank}"
                 raise UserError(f"{flag} is {value} on node 0 and {here}: give the same")
-        if store.compare_set(f"node{self.rank}", "", self.run_id).decode() != self.run_id:
-            raise UserError(f"another node has --cluster.node_rank {self.rank}: give each its own")
+        store.set(f"node{self.rank}", self.run_id)
 
     def _wait_for_all(self, store: Store, deadline: Deadline) -> None:
         """Wait for all nodes; node 0 reports missing nodes to the others."""
@@ -276,16 +256,8 @@ class NodeRendezvous(StaticTCPRendezvous):
             if not missing:
                 return
             nodes = f"node{'s' * (',' in missing)} {missing} of {self.world_size} at {self.where}"
-            deadline.check(nodes, self._doubt() if self.rank == 0 else "")
+            deadline.check(nodes)
             time.sleep(PAUSE)
-
-    def _doubt(self) -> str:
-        """Return a warning if this machine, node 0, does not have the configured address, else an empty string."""
-        with suppress(OSError):
-            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(self.master_addr, None)}
-            if addresses & set(own_addresses()) or any(address.startswith("127.") for address in addresses):
-                return ""
-        return "" if self.file else f"{self.master_addr} is no address of this machine, which is node 0"
 
     def _place(self) -> tuple[str, int, str | None] | None:
         """Return address, port and run id of node 0; None if the shared file does not have them yet."""
@@ -297,11 +269,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         return None
 
     def _write(self, file: Path) -> None:
-        """Write node 0's address to the shared file, unless another run uses the file."""
-        if place := self._place():
-            with suppress(RuntimeError, OSError, ValueError):
-                if reach_store(*place[:2], timeout=1).get("node0").decode() == place[-1]:
-                    raise UserError(f"another run is meeting at {file} just now: give another --cluster.init_method")
+        """Write node 0's address to the shared file."""
+        if file.exists():
             print(f"replacing {file} of an earlier run", flush=True)
         try:
             write_json(file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})

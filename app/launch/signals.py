@@ -26,7 +26,7 @@ from app.launch.agree import host_group
 from app.launch.cluster_environment import in_slurm_job
 from app.launch.failures import leave_nccl
 from app.launch.process import heard, is_worker
-from app.system.lightning_patches import check_after_validation_only, leave_out_sigterm_broadcast, signal_connector
+from app.system.lightning_patches import leave_out_sigterm_broadcast, signal_connector
 from app.system.patches import expects
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -142,6 +142,7 @@ class StopTogether(Callback):
         return int(lowest[0]) % signal.NSIG
 
 
+@expects("lightning.pytorch.callbacks.early_stopping:EarlyStopping._check_on_train_epoch_end")
 def stop_training(trainer: Trainer, batch_idx: int) -> None:
     """Stop training after the current step, so that a resumed run neither repeats nor skips work."""
     trainer.should_stop = True
@@ -150,7 +151,7 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
         return  # run the validation that is due, because a resumed run would skip it
     trainer.limit_val_batches = 0
     for callback in trainer.early_stopping_callbacks:  # they need a metric of the skipped validation
-        check_after_validation_only(callback)
+        callback._check_on_train_epoch_end = False
 
 
 def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:

@@ -12,13 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 
 from app.errors import EXIT_CODES, UserError
-from app.launch.agree import use_own_store
 from app.launch.failures import callstack, explain, explaining_errors, root_cause
 from app.launch.process import SPAWNED, end_with_parent, heard
 from app.launch.rendezvous import host_store
@@ -68,7 +66,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self._processes: list[Any] = []
         os.environ[SPAWNED] = "1"
         try:
-            with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, watched(self.timeout):
+            with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:
                 self._error_file = f"{folder}/error_{{}}.json"
                 try:
                     results = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -85,9 +83,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
 
     def _explained(self, error: Exception) -> BaseException:
         """Kill all processes, and return the exception to raise for a failed launch."""
-        first = self._strategy.node_rank * self._strategy.num_processes  # type: ignore[attr-defined]
         failures = {
-            first + index: ProcessFailure(index, process.pid, process.exitcode, self._error_file.format(index))
+            index: ProcessFailure(index, process.pid, process.exitcode, self._error_file.format(index))
             for index, process in enumerate(self._processes)
             if process.exitcode
         }
@@ -143,15 +140,10 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _run(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
         os.environ["LOCAL_RANK"] = str(process_idx)
-        rank = strategy.node_rank * strategy.num_processes + process_idx
         lightning_patches.hide_lines()
         MADE_BY.update(self.made_by)
-        with watched(self.timeout, self.stacks, rank), explaining_errors():
-            if strategy.num_nodes > 1:
-                assert self.timeout is not None
-                self._store = use_own_store(rank, self.timeout)
-                strategy.cluster_environment = LightningEnvironment()
-            elif self.timeout is not None:
+        with watched(self.timeout, self.stacks, process_idx), explaining_errors():
+            if self.timeout is not None:
                 use_loopback()
                 if process_idx == 0:  # torch's own store would listen on all addresses
                     place = strategy.cluster_environment

@@ -35,23 +35,22 @@ class Heartbeat:
 
     Attributes:
         values: Step, phase, and a counter that shows progress. Callers assign them directly, because that is fast.
-        folder: Folder of the stacks; None if the process is not a rank.
+        folder: Folder of the stacks.
         file: File of the stacks, `rank_N.txt`.
     """
 
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self.folder, self.file = folder, (folder or Path()) / f"rank_{rank}.txt"
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.file = folder, folder / f"rank_{rank}.txt"
         self.files = os.memfd_create("heartbeat"), os.memfd_create("stacks")
         os.ftruncate(self.files[0], SIZE)
         self._memory = mmap.mmap(self.files[0], SIZE)
         self.values = memoryview(self._memory).cast("q")
-        if folder is not None:
-            self.file.unlink(missing_ok=True)
-            # path of NCCL's flight recorder, which writes after a timeout; torch 2.10 reads the second name
-            for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-                os.environ.setdefault(name, f"{folder}/nccl_rank_")
-            faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
-            self.values[1] = SET_UP
+        self.values[1] = SET_UP
+        self.file.unlink(missing_ok=True)
+        faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
+        # path of NCCL's flight recorder, which writes after a timeout; torch 2.10 reads the second name
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ.setdefault(name, f"{folder}/nccl_rank_")
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -70,16 +69,16 @@ heartbeat: Heartbeat | None = None  # set while this process is watched
 
 
 @contextlib.contextmanager
-def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) -> Iterator[None]:
+def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[None]:
     """Kill this process if it hangs for longer than the timeout. Linux only.
 
     Args:
         timeout: Seconds, or None for no watchdog.
-        folder: Folder of the stacks; None if the process is not a rank.
+        folder: Folder of the stacks, or None for no watchdog.
         rank: The rank.
     """
     global heartbeat
-    if timeout is None or sys.platform != "linux":
+    if timeout is None or folder is None or sys.platform != "linux":
         yield
         return
     mine, before = Heartbeat(folder, rank), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
@@ -105,8 +104,8 @@ def watched(timeout: float | None, folder: Path | None = None, rank: int = 0) ->
 def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> None:
     """Watch the parent process until it ends.
 
-    Kill it if it is stopped (SIGSTOP) for too long, or if it makes no progress and other ranks have closed their
-    connections. Time does not count while the whole job is suspended, as by Ctrl-Z.
+    Kill it if it makes no progress for too long, and other ranks have closed their connections. Time does not count
+    while the whole job is suspended, as by Ctrl-Z.
 
     Args:
         process: Id of the parent.
@@ -117,16 +116,14 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
     """
     memory = mmap.mmap(beats, SIZE, prot=mmap.PROT_READ)
     values = memoryview(memory).cast("q")
-    stopped = still = 0.0  # seconds
-    last, clock, written = [0] * 3, time.monotonic(), False
+    still, last = 0.0, [0] * 3  # seconds without progress, and the latest step, phase and counter
+    clock, written = time.monotonic(), False
     while os.getppid() == process:
         select.select([sys.stdin], [], [], 1.0)  # returns at once after the parent's end
         before, clock = clock, time.monotonic()
-        passed = min(clock - before, 2.0)
         now = values[:3].tolist()
-        still, last = (still + passed if now == last and now[1] != ELSEWHERE else 0.0), now
-        with contextlib.suppress(OSError):
-            stopped = stopped + passed if state(process) == "T" else 0.0
+        still, last = (still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0), now
+        with contextlib.suppress(OSError):  # the disk is full, or the process has ended
             if written and not still and now[1] != ELSEWHERE:  # the rank continues
                 file.unlink(missing_ok=True)
                 written = False
@@ -135,22 +132,16 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
                 written = True
                 file.parent.mkdir(parents=True, exist_ok=True)
                 part, text = file.with_suffix(".part"), f"step {now[0]}, in {PHASES[now[1]]}\n"
-                for stack in take_stacks(
-                    process, stacks
-                ):  # write after each stack, because other ranks may give up soon
-                    text += stack
+                for stack in take_stacks(process, stacks):
+                    text += stack  # write after each stack, because other ranks may give up soon
                     part.write_text(text)
                     part.rename(file)
-        message = ""
-        if stopped > timeout + LATER:
-            message = f"process {process} was stopped for longer than --cluster.timeout ({timeout:g} s): it was killed"
-        elif still > timeout + LATER and set(memory[PEERS:].rstrip(b"\0").decode().split()) - connections(process):
-            place = where(file.parent, file.name) or f"process {process} hangs"
-            message = f"{place}; the other ranks timed out, and it was killed"
-        if message and os.getppid() == process:
+        peers = memory[PEERS:].rstrip(b"\0").decode().split()
+        if still > timeout + LATER and {*peers} - connections(process) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
+            place = where(file.parent, file.name) or f"process {process} hangs"
             with contextlib.suppress(OSError):  # stderr is closed
-                print(f"error: {message}", file=sys.stderr, flush=True)
+                print(f"error: {place}; the other ranks timed out, and it was killed", file=sys.stderr, flush=True)
             return
 
 
@@ -211,15 +202,15 @@ class Place(NamedTuple):
         step: Step of the optimizer, from 1.
         phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
-        theirs: Whether the line is in the user's code.
-        waits_for: `gradients` or `answer` if the rank waits for other ranks, else an empty string.
+        is_users: Whether the line is in the user's code, or the process is stopped.
+        communicates: Whether the rank is in a call of torch.distributed.
     """
 
     step: int
     phase: str
     line: str
-    theirs: bool
-    waits_for: str
+    is_users: bool
+    communicates: bool
 
     @classmethod
     def read(cls, text: str) -> "Place":
@@ -228,14 +219,18 @@ class Place(NamedTuple):
         step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
         stacks = [threads(part) for part in rest.split("\nprocess ")[1:]]
         inner = [frame for frames in stacks for frame in within_loop(frames)]  # main process first
-        theirs = next((f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None)
+        users = next((f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None)
         hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
-        frame = theirs or hook
+        frame = users or hook
         line = f"{Path(frame[0]).name}:{frame[1]} {frame[2]}" if frame else rest.strip() or "no stack"
-        agrees = any(path.startswith(OWN) and name in ("_hear", "_share") for path, _, name in inner)
-        agrees = agrees or bool(inner and "/torch/distributed/" in inner[0][0])
-        waits_for = "gradients" if phase == PHASES[GRADIENTS] else "answer" if agrees else ""
-        return cls(int(step), phase, line, theirs is not None or not stacks, waits_for)
+        communicates = bool(inner) and "/torch/distributed/" in inner[0][0]
+        return cls(int(step), phase, line, users is not None or not stacks, communicates)
+
+    def __str__(self) -> str:
+        """Return the place, with `at` if the rank may only wait for others there."""
+        evaluates = self.phase == PHASES[EVALUATION]
+        step = "" if self.phase in PHASES[:2] else "the evaluation, " if evaluates else f"step {self.step:,}, "
+        return f"{'in' if self.is_users else 'at'} {step}{self.line}"
 
 
 def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
@@ -265,28 +260,19 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
     for file in folder.glob(names):
         with contextlib.suppress(OSError, AttributeError):  # removed, or not a watchdog's file
             places[int(file.stem.removeprefix("rank_"))] = Place.read(file.read_text(errors="replace"))
-    waiting = {rank for rank, place in places.items() if place.waits_for}
-    # All ranks wait, but in different places: a call in the user's code blocks the others, or a rank left the training
-    # steps. If a link is cut, all ranks wait in the same place.
-    if len(waiting) == len(places) and len({place[:3] for place in places.values()}) > 1:
-        waiting = {rank for rank in waiting if not places[rank].theirs}
-        steps = {rank for rank in waiting if places[rank].waits_for == "gradients"}
-        waiting = steps if steps and len(waiting) == len(places) else waiting
-    hanging = set(places) - waiting
-    if theirs := {rank for rank in hanging if places[rank].theirs}:  # the other ranks wait for these
-        waiting, hanging = set(places) - theirs, theirs
-    clauses = []
-    for rank in sorted(hanging):
-        step, phase, line, known, _ = places[rank]
-        at = "" if phase in PHASES[:2] else "the evaluation, " if phase == PHASES[EVALUATION] else f"step {step:,}, "
-        clauses.append(f"rank {rank} is {'in' if known else 'at'} {at}{line}")  # `at`: the rank may only wait, too
+    gradients = {rank for rank, place in places.items() if place.phase == PHASES[GRADIENTS]}
+    communicating = {rank for rank, place in places.items() if place.communicates}
+    hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
+    if users := {rank for rank in hanging or places if places[rank].is_users}:
+        hanging = users
+    elif len(hanging) == len(places) > 1:  # all wait in a library, as if a link were cut
+        hanging = set()
+    waiting = sorted(places.keys() - hanging)
+    clauses = [f"rank {rank} is {places[rank]}" for rank in sorted(hanging)]
     if waiting:
-        waiters = (
-            f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, sorted(waiting)))} wait{'s' * (len(waiting) == 1)}"
-        )
         whose = {0: "", 1: "its "}.get(len(hanging), "their ")
-        gradients = any(places[rank].waits_for == "gradients" for rank in waiting)
-        clauses.append(f"{waiters} for {whose}{'gradients' if gradients else 'answer' if whose else 'an answer'}")
+        ranks = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))} wait"
+        clauses.append(f"{ranks} for {whose}{'gradients' if gradients & {*waiting} else 'answers'}")
     return "; ".join(clauses) or None
 
 

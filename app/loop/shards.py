@@ -195,7 +195,6 @@ class ShardedStep(Step):
             self._alone = self.strategy.block_backward_sync
         self._prepare_shard, self.preparation = self.preparation, [self._prepare]
         self._log_step = self._part("training_step", lambda logged, *args: logged.log_step(*args))
-        self._checked = False
 
     def _prepare(self, batch: Any) -> Shards:
         assert isinstance(batch, Shards)
@@ -222,7 +221,6 @@ class ShardedStep(Step):
             with torch.enable_grad():
                 return self.compute()
         batch: Any = self.batch
-        parameters = {} if self._checked else self._state_of_parameters()
         logged = Logged(self.module)
         self._buffers.save()
         self.module.log = logged.log
@@ -239,19 +237,12 @@ class ShardedStep(Step):
             ) from error
         finally:
             del self.module.log
-        for name, before in parameters.items():
-            if self._state_of_parameters()[name] != before:
-                raise UserError(
-                    f"training_step changes the parameter {name}, which virtual devices would do once for each shard: "
-                    "do it in on_train_batch_end, or leave --run.virtual_devices out"
-                )
         self._sums.give()
         for parameter, gradient in zip(self._sums.parameters, earlier, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         loss = self._finish(sums.wait(), batch.samples, changed, logged)
         self.outputs = {**outputs, "loss": loss / self.trainer.accumulate_grad_batches}
-        self._checked = True
         return self.outputs["loss"]
 
     def _over_shards(
@@ -315,9 +306,6 @@ class ShardedStep(Step):
         what = f"changes the buffer {self._buffers.name(min(buffers))}" if buffers else f"logs {min(names)!r}"
         raise UserError(f"training_step {what} on some shards alone: do it on all, or leave --run.virtual_devices out")
 
-    def _state_of_parameters(self) -> dict[str, tuple[int, int]]:
-        return {name: (each._version, each.data_ptr()) for name, each in self.module.named_parameters()}
-
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
         """Return a shard's loss, changed buffers and logged values as a vector; means are multiplied by its samples."""
         numbers = [
@@ -337,18 +325,9 @@ class ShardedStep(Step):
     def _finish(self, vector: Tensor, samples: int, changed: list[int], logged: Logged) -> Tensor:
         """Write the buffers' means, log the values, and return the mean loss."""
         vector[: len(vector) - len(logged.sums)].div_(samples)
-        buffers = self._buffers.values(changed)
-        sizes = [1, *(buffer.numel() for buffer in buffers), *[1] * len(logged.options)]
+        sizes = [1, *(buffer.numel() for buffer in self._buffers.values(changed)), *[1] * len(logged.options)]
         loss, *values = vector.split(sizes)
-        means = values[: len(changed)]
-        if not self._checked:
-            for place, buffer, mean in zip(changed, buffers, means, strict=True):
-                if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
-                    raise UserError(
-                        f"training_step changes the buffer {self._buffers.name(place)}, of {buffer.dtype}, to another "
-                        "value on each shard: make it a float, whose mean is kept, or leave --run.virtual_devices out"
-                    )
-        self._buffers.write(changed, means)
+        self._buffers.write(changed, values[: len(changed)])
         self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
         return loss[0].float()
 

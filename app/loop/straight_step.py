@@ -1,4 +1,13 @@
-"""Straight loop and its step; `app.loop` explains their purpose."""
+"""Straight loop and its step; `app.loop` explains their purpose.
+
+At an upgrade of Lightning, compare
+
+* `StraightLoop` and `Step` with `advance` and `on_advance_end` in loops/training_epoch_loop.py, and with `run` in
+  loops/optimization/automatic.py;
+* `on_batch_start` and `on_batch_end` with the methods of those names, and `update_train_step_metrics`, in
+  trainer/connectors/logger_connector/logger_connector.py;
+* `in_hook` with trainer/call.py.
+"""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
@@ -17,8 +28,13 @@ from torch import Tensor
 
 from app.data.global_order import order_of
 from app.errors import UserError
-from app.loop.lightning_step_patches import EpochLoop, averages_weights, in_hook, owner_of_batch_hook, unpack_outputs
+from app.system.patches import expects
 
+_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
+_CONNECTORS = "lightning.pytorch.trainer.connectors"
+_LOGGERS = f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector"
+_EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
+_AUTOMATIC = "lightning.pytorch.loops.optimization.automatic"
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -31,14 +47,45 @@ def written(thing: Any, base: type, *names: str) -> bool:
     return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
 
 
-class StraightLoop(EpochLoop):
+@expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
+def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a call so that `self.log` finds the hook's name."""
+    attributes = vars(module)  # bypasses torch's slow __setattr__
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = name
+        result = call(*args, **kwargs)
+        attributes["_current_fx_name"] = before
+        return result
+
+    return called
+
+
+@expects(
+    f"{_TRAINER}._logger_connector",
+    *(f"{_LOGGERS}.{name}" for name in ("_first_loop_iter", "_current_fx")),
+    *(f"{_LOGGERS}.{name}" for name in ("on_batch_end", "update_train_step_metrics")),
+    *(f"{_EPOCH_LOOP}.{name}" for name in ("_results", "_batches_that_stepped", "_should_check_val_fx")),
+    *(f"{_EPOCH_LOOP}.{name}" for name in ("on_run_start", "advance", "on_advance_end", "done")),
+    f"{_AUTOMATIC}:_AutomaticOptimization._skip_backward",
+    "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
+)
+class StraightLoop(_TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch, with the straight step.
 
     Attributes:
         reason: Reason to use Lightning's step; None for the straight step.
     """
 
+    reason: str | None = None
     _step: "Step | None" = None
+
+    @classmethod
+    def put_into(cls, trainer: Trainer) -> None:
+        """Replace a Trainer's epoch loop by an instance of this class."""
+        before = trainer.fit_loop.epoch_loop
+        trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
 
     def on_run_start(self, data_fetcher: Any) -> None:
         """Look up the hooks at the start of an epoch."""
@@ -68,9 +115,9 @@ class StraightLoop(EpochLoop):
             return "a profiler"
         if not module.automatic_optimization:
             return "manual optimization"
-        if self.skips_backward:
+        if self.automatic_optimization._skip_backward:  # StochasticWeightAveraging in its last epoch
             return "a callback that trains without a backward pass"
-        if self.hands_over(data_fetcher):
+        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             return "training_step takes the iterator of the data"
         if strategy.handles_gradient_accumulation or written(strategy, Strategy, "post_training_step"):
             return f"{type(strategy).__name__} has a step of its own"
@@ -80,7 +127,7 @@ class StraightLoop(EpochLoop):
         """Take one step; leave a resumed run's pending validation to Lightning."""
         step = self._step
         trainer: Any = self.trainer
-        if step is None or self.validates_first(data_fetcher):
+        if step is None or (self.restarting and self._should_check_val_fx(data_fetcher)):
             super().advance(data_fetcher)
             return
         if self.restarting:
@@ -105,7 +152,29 @@ class StraightLoop(EpochLoop):
         ):
             super().on_advance_end(data_fetcher)
         elif progress.current.ready % trainer.accumulate_grad_batches == 0:
-            self.count_step()
+            self._batches_that_stepped += 1
+
+    def on_batch_start(self, batch: Any) -> None:
+        """Set the batch for `self.log`, and whether it is the epoch's first."""
+        connector, results = self.trainer._logger_connector, self._results
+        connector._first_loop_iter = connector._first_loop_iter is None
+        connector._current_fx = None  # set by the first call of `self.log`
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
+
+    def on_batch_end(self, accumulating: bool) -> None:
+        """Store the metrics of this step, and pass them to the loggers at the end of a window.
+
+        Lightning itself reads metrics for the progress bar on every step.
+        """
+        trainer: Any = self.trainer
+        connector, every = trainer._logger_connector, trainer.log_every_n_steps
+        if connector._current_fx is not None:
+            connector.on_batch_end()
+        self._results.batch = self._results.batch_size = None
+        self.batch_progress.increment_completed()
+        window_ends = every and ((self._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
+        if window_ends and not accumulating:
+            connector.update_train_step_metrics()
 
     @property
     def done(self) -> bool:
@@ -122,6 +191,15 @@ class StraightLoop(EpochLoop):
         return False
 
 
+@expects(
+    f"{_TRAINER}._data_connector",
+    f"{_CONNECTORS}.data_connector:_DataConnector._datahook_selector",
+    f"{_CONNECTORS}.data_connector:_DataHookSelector.get_instance",
+    f"{_EPOCH_LOOP}.automatic_optimization",
+    f"{_AUTOMATIC}:_AutomaticOptimization.output_result_cls",
+    f"{_AUTOMATIC}:ClosureResult.closure_loss",
+    "lightning.pytorch.strategies.ddp:DDPStrategy._model_averager",
+)
 class Step:
     """Training step with the overridden hooks of callbacks, module, data module, strategy and precision plugin.
 
@@ -136,7 +214,7 @@ class Step:
         schedules: Whether a scheduler advances with each step.
     """
 
-    def __init__(self, loop: EpochLoop) -> None:
+    def __init__(self, loop: StraightLoop) -> None:
         trainer: Any = loop.trainer
         module, strategy = trainer.lightning_module, trainer.strategy
         self.loop, self.trainer, self.module, self.strategy = loop, trainer, module, strategy
@@ -198,9 +276,10 @@ class Step:
     def _settle_batch(self) -> None:
         """Look up the batch hooks of module and data module."""
         strategy, device = self.strategy, self.strategy.root_device
+        owners = self.trainer._data_connector._datahook_selector
 
         def hook(name: str) -> Callable[..., Any] | None:
-            owner = owner_of_batch_hook(self.trainer, name)
+            owner = owners.get_instance(name)
             if name != "transfer_batch_to_device" and not written(owner, LightningModule, name):
                 return None
             return self._part(name, getattr(owner, name)) if owner is self.module else getattr(owner, name)
@@ -252,7 +331,7 @@ class Step:
         if written(module, LightningModule, "optimizer_step"):
             wrapped, own_step = module.optimizers(), self._part("optimizer_step", module.optimizer_step)
             self.update = lambda: own_step(trainer.current_epoch, self.index, wrapped, self.compute)
-        elif self._leave("optimizer_step") and not averages_weights(strategy):
+        elif self._leave("optimizer_step") and getattr(strategy, "_model_averager", None) is None:
             self.update = lambda: optimizer.step(closure=self.compute_and_clip)
         else:
             self.update = self._part("optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute))
@@ -361,9 +440,15 @@ class Step:
         return loss
 
     def _unpack(self, output: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return loss and outputs of a training step that returns no tensor."""
+        """Return loss and outputs of a training step that returns no tensor.
+
+        Raises:
+            MisconfigurationException: When the step returned neither a dictionary with a loss nor None.
+        """
         if output is None:
             if self.trainer.world_size > 1:
                 raise UserError("training_step returned None, to skip a step: several processes cannot skip one")
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
-        return unpack_outputs(self.loop, output, micro_batches)
+        outputs = self.loop.automatic_optimization.output_result_cls
+        result = outputs.from_training_step_output(output, micro_batches)
+        return result.closure_loss, {} if result.loss is None else result.asdict()

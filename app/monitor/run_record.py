@@ -23,8 +23,8 @@ from app.launch.agree import gather_objects
 from app.launch.failures import explained
 from app.launch.process import BEGAN
 from app.launch.signals import cause
-from app.loop.lightning_step_patches import EpochLoop
 from app.loop.shards import ShardedLoop
+from app.loop.straight_step import StraightLoop
 from app.modules import ImageClassifier, log_window
 from app.monitor.course import Course
 from app.monitor.loggers import MetricsFile, trackers
@@ -325,7 +325,7 @@ class RunRecord(Callback):
     def _measure(self, trainer: Trainer) -> None:
         """Update the record's loop, times, throughput, losses and checkpoints."""
         record, loop = self.record, trainer.fit_loop.epoch_loop
-        record.loop_reason = loop.reason if isinstance(loop, EpochLoop) else "--run.loop lightning"
+        record.loop_reason = loop.reason if isinstance(loop, StraightLoop) else "--run.loop lightning"
         record.loop = "straight" if record.loop_reason is None else "lightning"
         if isinstance(loop, ShardedLoop) and loop.sums is not None:
             record.shards = loop.sums.tree.shares

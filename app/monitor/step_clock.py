@@ -73,11 +73,10 @@ class StepClock(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Connect to the watchdog and the other ranks. Collective."""
-        watched = watchdog.heartbeat if watchdog.heartbeat and watchdog.heartbeat.folder else None
-        if watched is not None:
-            self._beat = watched.values
+        if watchdog.heartbeat is not None:
+            self._beat = watchdog.heartbeat.values
             self._beat[1] = SET_UP
-        self.ranks.connect(trainer, watched)
+        self.ranks.connect(trainer, watchdog.heartbeat)
 
     def _stop_beating(self, *_: Any, **__: Any) -> None:
         """End the watch, because this rank ends."""

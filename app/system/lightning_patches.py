@@ -10,17 +10,13 @@ import re
 import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
@@ -35,7 +31,6 @@ _TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 _FIT_LOOP = "lightning.pytorch.loops.fit_loop:_FitLoop"
 _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
-_MODULE = "lightning.pytorch.core.module:LightningModule"
 
 # -- output ----------------------------------------------------------------------------------------------------
 
@@ -160,12 +155,6 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _no  # type: ignore[method-assign, assignment]
 
 
-@expects(f"{_FIT_LOOP}._can_stop_early")
-def may_stop_early(trainer: Trainer) -> bool:
-    """Return whether min_epochs and min_steps are reached, so that `should_stop` takes effect."""
-    return trainer.fit_loop._can_stop_early
-
-
 # -- error messages ------------------------------------------------------------------------------------------
 
 
@@ -179,56 +168,13 @@ def complaint(error: Exception) -> str | None:
     return f"--trainer.{name}: {one_line(str(error))}" if name else None
 
 
-# -- modules and callbacks -----------------------------------------------------------------------------------
-
-
-@expects(f"{_MODULE}._trainer")
-def is_attached(module: LightningModule) -> bool:
-    """Return whether the module has a Trainer; the public `trainer` raises without one."""
-    return module._trainer is not None
+# -- modules -------------------------------------------------------------------------------------------------
 
 
 @expects("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin._device")
 def set_device(module: LightningModule, device: torch.device) -> None:
     """Set a replica's `self.device`, because torch's `replicate` copies the main device's."""
     module._device = device
-
-
-@expects("lightning.pytorch.callbacks.early_stopping:EarlyStopping._check_on_train_epoch_end")
-def check_after_validation_only(callback: Callback) -> None:
-    """Make EarlyStopping check only after validation, not after an interrupted epoch."""
-    callback._check_on_train_epoch_end = False  # type: ignore[attr-defined]
-
-
-_CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
-
-
-@expects(f"{_CHECKPOINT}._every_n_train_steps")
-def steps_between_checkpoints(checkpoint: ModelCheckpoint) -> int:
-    """Return the callback's `every_n_train_steps`, or 0."""
-    return checkpoint._every_n_train_steps
-
-
-@expects(f"{_CHECKPOINT}._every_n_train_steps", f"{_CHECKPOINT}._train_time_interval")
-def saves_within_epochs(checkpoint: ModelCheckpoint) -> bool:
-    """Return whether the callback may save within an epoch."""
-    return checkpoint._every_n_train_steps > 0 or checkpoint._train_time_interval is not None
-
-
-@expects(
-    *(f"{_CHECKPOINT}.{name}" for name in ("_should_skip_saving_checkpoint", "_save_topk_checkpoint")),
-    f"{_CHECKPOINT}._monitor_candidates",
-)
-def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
-    """Save a checkpoint unless this step has one. At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`."""
-    if not checkpoint._should_skip_saving_checkpoint(trainer):
-        checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
-
-
-@expects(f"{_CONNECTOR}._choose_auto_accelerator")
-def default_accelerator() -> str:
-    """Return the name of the accelerator that `auto` selects here. At an upgrade: is there a public function?"""
-    return _AcceleratorConnector._choose_auto_accelerator()
 
 
 # -- strategies and launchers --------------------------------------------------------------------------------
@@ -281,25 +227,6 @@ class DDPWithHooks(DDPStrategy):
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
 
 
-@expects(f"{_DDP}._timeout")
-def set_timeout(strategy: Strategy, seconds: float) -> None:
-    """Set the timeout of ranks that wait for each other, in seconds; DDP's option is a timedelta."""
-    if hasattr(strategy, "_timeout"):
-        strategy._timeout = timedelta(seconds=seconds)
-
-
-@expects("lightning.pytorch.strategies.strategy:Strategy._launcher")
-def set_launcher(strategy: Strategy, launcher: Any) -> None:
-    """Replace Lightning's launcher. At an upgrade: is `Strategy.launcher` still this attribute?"""
-    strategy._launcher = launcher
-
-
-@expects("lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._start_method")
-def start_method(strategy: Strategy) -> str | None:
-    """Return the start method of ddp_spawn and ddp_fork; None for other strategies."""
-    return getattr(strategy.launcher, "_start_method", None)
-
-
 # -- loggers -------------------------------------------------------------------------------------------------
 
 
@@ -316,55 +243,3 @@ def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
 def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
     """Return the logger's open experiment, or None; the public `experiment` opens it."""
     return logger._experiment
-
-
-# -- the command line ----------------------------------------------------------------------------------------
-
-_CLI = "lightning.pytorch.cli:LightningCLI"
-
-
-@expects(
-    *(f"{_CLI}.{name}" for name in ("_parse_ckpt_path", "_set_seed", "_parser")),
-    *(f"{_CLI}.{name}" for name in ("_prepare_subcommand_kwargs", "_run_subcommand")),
-)
-class CommandLine(LightningCLI):
-    """LightningCLI with public methods to extend its steps.
-
-    At an upgrade: do `LightningCLI.__init__` and the private methods still call each other?
-    """
-
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would replace the requested model's settings by the checkpoint's."""
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        return super()._prepare_subcommand_kwargs(subcommand) | self.more_arguments()
-
-    def more_arguments(self) -> dict[str, Any]:
-        """Return arguments of the Trainer's method that override the command line's."""
-        return {}
-
-    def _set_seed(self) -> None:
-        if self.seeds():
-            super()._set_seed()
-
-    def seeds(self) -> bool:
-        """Return whether this process seeds its random generators."""
-        return True
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        self.run_subcommand(subcommand)
-
-    def run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method of a command."""
-        try:
-            super()._run_subcommand(subcommand)
-        finally:
-            self.after_subcommand()
-
-    def after_subcommand(self) -> None:
-        """Clean up after the Trainer's method, whether or not it failed."""
-
-    @property
-    def command_parser(self) -> LightningArgumentParser:
-        """The requested command's parser."""
-        return self._parser(self.subcommand)

@@ -1,8 +1,8 @@
 """Declarations of libraries' private names, so that a test lists names that an upgrade removed.
 
-Most uses of private names are in `lightning_patches`, `lightning_step_patches`, `torch_patches`, `wandb_patches` and
-`deferred_imports`. Each function or class that uses one declares it with `expects`. `tests/test_patches.py` looks up
-each declared name in the installed library, and finds undeclared ones.
+Most uses of private names are in `lightning_patches`, `torch_patches`, `wandb_patches`, `deferred_imports` and
+`app.loop.straight_step`. Each function or class that uses one declares it with `expects`. `tests/test_patches.py` looks
+up each declared name in the installed library, and finds undeclared ones.
 """
 
 from collections.abc import Callable
