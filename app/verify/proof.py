@@ -15,7 +15,7 @@ from app.runs.starter import last_lines
 from app.variant import RESERVED, Variant
 from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, rounding, unused
 from app.verify.differences import EXACT, TOLERANCE, Recorded, differences, effect, first_operation, largest
-from app.verify.verdict import Remedied, Result, Verdict
+from app.verify.verdict import Result, Verdict
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
@@ -260,10 +260,11 @@ class Prover:
                 continue
             more |= flag
             same, after = self._again(result.name, flags, more)
-            result.remedied = Remedied(dict(more), after)
-            if same is None or before.recorded is None or after.recorded is None:
-                return
             self._repeat_in_float64(after, flags, more)
+            result.remedied = _outcome(more, after)
+            if same is None or after.recorded is None:
+                return
+            assert before.recorded is not None
             change = effect(after.recorded, same)
             if name in ORDER:
                 removed = effect(before.recorded, after.recorded)
@@ -301,7 +302,14 @@ class Prover:
         kept = repeated.differences.keys() - set(NUMBERS)
         result.rounding = {name: place for name, place in result.differences.items() if name not in kept}
         result.differences = {name: place for name, place in result.differences.items() if name in kept}
-        result.causes = [cause for cause in result.causes if kept & set(cause.columns)]
+        result.causes = result.causes if kept else []
+
+
+def _outcome(flags: Mapping[str, Any], result: Result) -> str:
+    """Describe a repetition with flags that remove causes."""
+    text = f"still different {', '.join(result.differences)}" if result.differences else "the same training"
+    text = f"does not run: {result.failed}" if result.failed else text
+    return f"{' '.join(f'--{name} {value}' for name, value in flags.items())}: {text}"
 
 
 def _without_figures(cause: Cause) -> str:
@@ -310,7 +318,7 @@ def _without_figures(cause: Cause) -> str:
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
     """Return a cause with its effect on the loss: `change` if the cause remains, else `removed`."""
-    if "loss" not in cause.columns:
+    if not cause.changes_loss:
         return cause
     if _without_figures(cause) in remaining:
         return cause._replace(effect=change)
