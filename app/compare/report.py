@@ -12,13 +12,10 @@ from app.compare.experiment import Experiment
 from app.compare.figures import Picture, pictures
 from app.compare.results import COLUMNS, Column, rate, tabulate
 from app.compare.runner import Outcome
-from app.monitor.report import read_metrics
-from app.record import Record
 from app.system.files import write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
 AGAIN = "Measure again when it is quiet, with `--fresh`."
-ROUNDING = 1e-5  # relative tolerance of equal losses
 
 
 def write_report(
@@ -66,8 +63,7 @@ def write_report(
     sections = [
         ranking,
         recommended._replace(text="\n\n".join([*advised, *([code(following)] if following else [])])),
-        Section("Loss", f"{_images(drawn, 'loss_epoch')}\n\n{rounding(outcomes, baseline)}".strip()),
-        Section("Time and memory", _images(drawn, "step", "memory")),
+        Section("Loss and time", _images(drawn, "loss_epoch", "step")),
         Section("All figures", _figures(found), folded=True),
         Section("Published, and here", _published(experiment, found), folded=True),
         failures,
@@ -117,34 +113,6 @@ def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[st
         cautions.append(f"**Not complete: {plain(', '.join(missing))}.** The same command continues.")
     description = f": {plain(experiment.description)}" if experiment.description else ""
     return "\n\n".join([plain(experiment.name) + description, *(f"> {caution}" for caution in cautions)])
-
-
-def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
-    """Return a sentence with the number of steps whose loss equals the baseline's, or an empty string.
-
-    Omit variants that differ in the first step.
-    """
-    runs = {outcome.variant.name: next(iter(outcome.records.values())) for outcome in outcomes if outcome.records}
-    if baseline not in runs:
-        return ""
-    wanted, parts = _step_losses(runs[baseline]), []
-    for name, record in runs.items():
-        agrees = (_step_losses(record) / wanted - 1).abs().dropna() <= ROUNDING
-        if name != baseline and agrees.iloc[:1].any():  # otherwise the training itself differs
-            last = "in every logged step" if agrees.all() else f"until step {agrees.index[int(agrees.argmin()) - 1]:,}"
-            parts.append(f"{plain(name)}: {last}")
-    if not parts:
-        return ""
-    return (
-        f"Losses within {ROUNDING:.0e} of {plain(baseline)}'s, relative: {'; '.join(parts)}. Devices sum in another "
-        "order, which rounds differently; every step amplifies the difference; `python -m app verify` shows in "
-        "float64 whether it is rounding."
-    ).replace("e-0", "e-", 1)
-
-
-def _step_losses(record: Record) -> pd.Series:
-    rows = [row for row in read_metrics(Path(str(record.run_dir), "metrics.csv")) if "train_loss_step" in row]
-    return pd.Series({int(row["step"]) + 1: row["train_loss_step"] for row in rows}, dtype=float)
 
 
 def _number(value: Any, form: str = ",.6g") -> str:
@@ -229,8 +197,8 @@ def _method(experiment: Experiment) -> str:
         f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). samples/s is the "
         f"median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then over the "
         "runs; ± is the largest deviation of a run. Two variants differ when the ranges of their runs do not overlap, "
-        "and their medians differ by more than either range. Accuracies near chance are omitted. Training "
-        "time includes validation; set-up lasts until the first step. Peak memory is torch's on an accelerator, the "
+        "and their medians differ by more than either range. Training time"
+        " includes validation; set-up lasts until the first step. Peak memory is torch's on an accelerator, the "
         "process's on a CPU. Phases are those of 20 early steps on rank zero, scaled to samples/s."
     )
 
