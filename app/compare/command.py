@@ -19,7 +19,7 @@ from rich.markup import escape
 from app.compare.experiment import Experiment, expand
 from app.compare.report import write_report
 from app.compare.results import rate
-from app.compare.runner import Runner
+from app.compare.runner import Outcome, Runner
 from app.errors import UserError, nearest
 from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
     if head["load"] > usable_cores() / 4:
         print_(f"warning: the load average is {head['load']:.1f}: other programs will disturb the measurement")
     try:
-        _Screen(console, runner).follow()
+        _follow(runner, console)
     finally:
         head["date"] = runner.measured_at()
         short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder)
@@ -174,41 +174,28 @@ def _announce(runner: Runner, console: Console) -> None:
     console.print(f"{left} runs to do: at most {most}", highlight=False, soft_wrap=True)
 
 
-class _Screen:
-    """Progress display: each command and a line per finished run; on a terminal, also the current run."""
+def _follow(runner: Runner, console: Console) -> None:
+    """Run the experiment. Print each command and a line per finished run; on a terminal, also show the current run."""
+    began, repeats = time.monotonic(), runner.experiment.repeats
+    print_ = partial(console.print, highlight=False, soft_wrap=True, markup=False)
 
-    def __init__(self, console: Console, runner: Runner) -> None:
-        self.console, self.runner = console, runner
-        self.began = time.monotonic()
-        self.printed: set[tuple[Any, ...]] = set()
-
-    def follow(self) -> None:
-        """Run the experiment."""
-        with working(self.console) as self.activity:
-            self.runner.show = self._show
-            self.runner.run()
-
-    def _print_once(self, key: tuple[Any, ...], line: str, style: str | None = None) -> None:
-        if key not in self.printed:
-            self.printed.add(key)
-            self.console.print(line, highlight=False, soft_wrap=True, markup=False, style=style)
-
-    def _show(self) -> None:
-        runner, repeats = self.runner, self.runner.experiment.repeats
-        if runner.running is not None:
-            variant, repeat = runner.running[0].variant, runner.running[1]
-            self._print_once((variant.name,), runner.commands(variant, repeat), "dim")
-            self.activity(escape(f"{variant.name}: run {repeat} of {repeats}"))
+    def report(outcome: Outcome) -> None:
+        state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {len(outcome.records)} of {repeats}"
+        state += f", {rate(outcome.medians)} samples/s" if outcome.medians else ""
         left = runner.remaining_s()
-        times = f"{_clock(time.monotonic() - self.began)} elapsed"
-        times += "" if left is None else f", about {_clock(left)} left"
-        for outcome in runner.outcomes:
-            name, count = outcome.variant.name, len(outcome.records)
-            state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {count} of {repeats}"
-            if outcome.medians:
-                state += f", {rate(outcome.medians)} samples/s"
-            if count or outcome.reason:
-                self._print_once((name, count, outcome.reason), f"{name}: {state}  ({times})")
+        times = f"{_clock(time.monotonic() - began)} elapsed" + ("" if left is None else f", about {_clock(left)} left")
+        print_(f"{outcome.variant.name}: {state}  ({times})")
+
+    for outcome in runner.outcomes:
+        if outcome.records or outcome.reason:
+            report(outcome)
+    with working(console) as activity:
+        for repeat, outcome in runner.todo():
+            if not outcome.records:
+                print_(runner.commands(outcome.variant, repeat), style="dim")
+            activity(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
+            runner.run(repeat, outcome)
+            report(outcome)
 
 
 def _clock(seconds: float) -> str:

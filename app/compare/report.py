@@ -108,7 +108,7 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
 
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str]) -> str:
     """Return the experiment's description, cautions, and unmeasured variants, as Markdown."""
-    missing = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
+    missing = [outcome.variant.name for outcome in outcomes if outcome.status == "waiting"]
     if missing:
         cautions.append(f"**Not complete: {plain(', '.join(missing))}.** The same command continues.")
     description = f": {plain(experiment.description)}" if experiment.description else ""
@@ -127,7 +127,7 @@ def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, pl
     for row, outcome in zip(found.to_dict("records"), outcomes, strict=True):
         name = row["variant"]
         notes = ["baseline"] if name == baseline else []
-        if outcome.status not in ("measured", "waiting", "running") or outcome.reason:
+        if outcome.status not in ("measured", "waiting") or outcome.reason:
             notes.append(f"{outcome.status}: {outcome.reason}")
         if not pd.isna(row["not_finite_since"]):
             notes.append(f"loss not finite from epoch {row['not_finite_since'] + 1:.0f} on")
