@@ -149,13 +149,11 @@ class Timed:
         images: Number of images of a batch on the device.
         phases: Milliseconds of each phase, as `time_per_step` in run.json.
         windows: Median rate divided by the fastest window's rate, and by the slowest window's.
-        threads: Number of threads of the process.
     """
 
     images: float
     phases: dict[str, Any]
     windows: tuple[float, float] = (1.0, 1.0)
-    threads: int = 1
 
 
 def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucket]) -> Step:

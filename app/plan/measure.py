@@ -70,13 +70,12 @@ def timed_run(arguments: list[str]) -> Record:
 
 def timed(record: Record) -> Timed:
     """Return a record's step times on one device."""
-    rates = record.throughput
-    windows = (rates.median / rates.max, rates.median / rates.min) if rates.median and rates.max and rates.min else None
+    rates, windows = record.throughput, (1.0, 1.0)
+    if rates.median and rates.min and rates.max:
+        windows = rates.median / rates.max, rates.median / rates.min
     assert record.global_batch_size
     assert record.time_per_step
-    assert record.threads
-    images = record.global_batch_size / record.replicas
-    return Timed(images, vars(record.time_per_step), windows or (1.0, 1.0), record.threads)
+    return Timed(record.global_batch_size / record.replicas, vars(record.time_per_step), windows)
 
 
 def read_record(path: str) -> Record:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -272,21 +272,17 @@ def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Itera
 def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
     seen, wanted = way.evaluated, reference.evaluated
     if seen != wanted:
-        twice, missing = sum((seen - wanted).values()), sum((wanted - seen).values())
+        twice, missing = (seen - wanted).total(), (wanted - seen).total()
         counts = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
-        yield Parting("samples", f"{' and '.join(counts)}, of {sum(wanted.values())}")
+        yield Parting("samples", f"{' and '.join(counts)}, of {wanted.total()}")
     for rank in range(len(way.ranks)):
         ours, theirs = way.metrics(rank), reference.metrics()
-        if rank:  # some metrics are logged only on rank zero
-            theirs = {name: value for name, value in theirs.items() if name in ours}
-        yield from _metrics(ours, theirs, f" on rank {rank}" if rank else "", tolerance)
-
-
-def _metrics(ours: Mapping[str, float], theirs: Mapping[str, float], where: str, tolerance: float) -> Iterator[Parting]:
-    for name in sorted({*ours, *theirs}):
-        here, there = ours.get(name, math.nan), theirs.get(name, math.nan)
-        if (size := apart(here, there)) > tolerance:
-            yield Parting(f"{name}{where}", f"{here:.6g}, {there:.6g} in the reference", size)
+        names = ours if rank else {*ours, *theirs}  # some metrics are logged only on rank zero
+        for name in sorted(names):
+            here, there = ours.get(name, math.nan), theirs.get(name, math.nan)
+            if (size := apart(here, there)) > tolerance:
+                place = f"{name} on rank {rank}" if rank else name
+                yield Parting(place, f"{here:.6g}, {there:.6g} in the reference", size)
 
 
 def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:

@@ -1,16 +1,16 @@
 """Callback that records every step of a training on each rank."""
 
-import dataclasses
 import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -138,9 +138,7 @@ class Recording(Callback):
         scale = scale_of(trainer)
         step["skipped"], self._scale = scale < self._scale, scale
         self.record["steps"].append(step)
-        if (
-            trainer.global_step // max(len(trainer.optimizers), 1) >= self.steps
-        ):  # global_step counts all optimizers' steps
+        if trainer.global_step >= self.steps * max(len(trainer.optimizers), 1):  # counts all optimizers' steps
             stop_training(trainer, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -234,16 +232,11 @@ def unpadded(sample: Tensor) -> Tensor:
     return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
 
 
-def tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, also from nested containers."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from (leaf for value in batch.values() for leaf in tensors(value))
-    elif isinstance(batch, list | tuple):
-        yield from (leaf for value in batch for leaf in tensors(value))
-    elif dataclasses.is_dataclass(batch):
-        yield from (leaf for value in vars(batch).values() for leaf in tensors(value))
+def tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, also from nested containers."""
+    leaves: list[Tensor] = []
+    apply_to_collection(batch, Tensor, leaves.append, allow_frozen=True)
+    return leaves
 
 
 def size(value: Tensor) -> float:
