@@ -26,15 +26,13 @@ class Picture(NamedTuple):
     """Plot of a report.
 
     Attributes:
-        title: Observation, or else a description.
-        alt: Description for screen readers.
+        title: Observation, or else a description; also for screen readers.
         paint: Function that draws on the axes.
         width: Width in inches.
         height: Height in inches.
     """
 
     title: str
-    alt: str
     paint: Callable[[Axes], None]
     width: float = 4.6
     height: float = 3.2
@@ -53,8 +51,7 @@ def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, ta
     if len(rows):
         rates = {outcome.variant.name: outcome.medians for outcome in outcomes}
         drawn["throughput"] = Picture(
-            "Samples/s: the median of the runs",
-            "Samples/s of each variant, the fastest first",
+            "Samples/s of each variant: the median of the runs",
             partial(_throughput, rows=rows, rates=rates, baseline=baseline, taken=taken),
             6.4,
             1.2 + 0.36 * len(rows),
@@ -63,14 +60,12 @@ def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, ta
     lines = curves([outcome for outcome in outcomes if outcome.variant.name not in diverged])
     if lines:
         alike = _alike(lines, baseline)
-        alt = "Training loss of each variant against epochs"
         paint = partial(_loss, lines=lines, alike=alike, baseline=baseline, taken=taken)
-        drawn["loss_epoch"] = Picture(_coinciding(alike, len(lines)), alt, paint)
+        drawn["loss_epoch"] = Picture(_coinciding(alike, len(lines)), paint)
     timed = rows.dropna(subset=["rest_ms"]).rename(columns={f"{phase}_ms": phase for phase in PHASES})
     if len(timed):
         drawn["step"] = Picture(
             "Where the time of a step goes, on rank zero",
-            "Milliseconds of each phase of a step, of each variant",
             partial(stacked_bars, labels=list(map(_short, timed.index)), phases=PHASES, rows=list(timed.itertuples())),
             height=1.3 + 0.3 * len(timed),
         )

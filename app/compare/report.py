@@ -67,7 +67,7 @@ def write_report(
         Section("All figures", _figures(found), folded=True),
         Section("Published, and here", _published(experiment, found), folded=True),
         failures,
-        Section("How it was measured", f"{_method(experiment)}\n\n{_head(head)}", folded=True),
+        Section("How it was measured", _method(experiment, head), folded=True),
         Section("Commands", "\n\n".join(f"{plain(n)}:\n\n{code(line)}" for n, line in commands.items()), folded=True),
     ]
     above = "\n\n".join(filter(None, (lead, _images(drawn, "throughput"))))
@@ -101,9 +101,8 @@ def _command(outcome: Outcome) -> str:
 
 
 def _images(drawn: dict[str, Picture], *names: str) -> str:
-    return "\n".join(
-        f'![{plain(drawn[name].alt)}]({name}.png "{plain(drawn[name].title)}")' for name in names if name in drawn
-    )
+    titles = {name: plain(drawn[name].title) for name in names if name in drawn}
+    return "\n".join(f'![{title}]({name}.png "{title}")' for name, title in titles.items())
 
 
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str]) -> str:
@@ -187,29 +186,23 @@ def _tails(outcomes: Sequence[Outcome]) -> str:
     return "\n\n".join(f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in failed)
 
 
-def _method(experiment: Experiment) -> str:
+def _method(experiment: Experiment, head: dict[str, Any]) -> str:
+    """Return the method, the machine and the versions, with the command to repeat the comparison."""
     batch = (
         "The global batch and the learning rate grow with the number of replicas (linear rule), so that losses differ."
         if experiment.scale_batch
         else "The global batch is the same unless a variant sets it, so that losses differ only by rounding."
     )
+    machine = head["hardware"]
+    gpus = f"{', '.join(machine['gpus'])} (driver {head['driver']})" if machine["gpus"] else "no GPU"
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if version)
     return (
         f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). samples/s is the "
         f"median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then over the "
         "runs; ± is the largest deviation of a run. Two variants differ when the ranges of their runs do not overlap, "
-        "and their medians differ by more than either range. Training time"
-        " includes validation; set-up lasts until the first step. Peak memory is torch's on an accelerator, the "
-        "process's on a CPU. Phases are those of 20 early steps on rank zero, scaled to samples/s."
-    )
-
-
-def _head(head: dict[str, Any]) -> str:
-    """Return a description of the machine and versions, with the command to repeat the comparison."""
-    hardware, versions = head["hardware"], head["versions"]
-    gpus = f"{', '.join(hardware['gpus'])} (driver {head['driver']})" if hardware["gpus"] else "no GPU"
-    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return (
-        f"Measured on {hardware['cpu']}, {hardware['cores']} cores, {gpus}, at {head['date'] or '—'}, with {known}; "
-        f"load average at the start {head['load']:.1f}; by\n\n"
-        f"{code(head['command'])}"
+        "and their medians differ by more than either range. Training time includes validation; set-up lasts until "
+        "the first step. Peak memory is torch's on an accelerator, the process's on a CPU. Phases are those of 20 "
+        "early steps on rank zero, scaled to samples/s.\n\n"
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {gpus}, at {head['date'] or '—'}, with {versions}; "
+        f"load average at the start {head['load']:.1f}; by\n\n{code(head['command'])}"
     )

@@ -44,7 +44,7 @@ class Case(NamedTuple):
         return self.replicas > 1 or self.way.facts["accumulate"] > self.reference.facts["accumulate"]
 
 
-ORDER, SHARDS = {"run.global_order": "true"}, {"run.virtual_devices": "4"}  # flags that remove causes
+ORDER, SHARDS = ("run.global_order", "true"), ("run.virtual_devices", "4")  # flags that remove causes
 OURS = "--run.global_order true: ranks share one permutation and every batch of it"
 BITS = "--run.virtual_devices 4 in all ways but dp"
 
@@ -320,7 +320,7 @@ def _evaluation(case: Case) -> Iterator[Cause]:
         yield Cause(text, f"evaluate the last, smaller batch, too; or {OURS}", changes_loss=False)
     if world == 1:
         return
-    first, *others = (way.metrics(rank) for rank in range(world))
+    first, *others = (rank["metrics"] for rank in way.ranks)
     of_a_rank = {name for other in others for name in other.keys() & first.keys() if apart(other[name], first[name])}
     if of_a_rank:
         remedy = "self.log(…, sync_dist=True), or a metric of torchmetrics, which adds up over ranks"

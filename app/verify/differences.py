@@ -62,10 +62,6 @@ class Recorded:
         batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
         return Counter(sample for batch in batches for sample in batch)
 
-    def metrics(self, rank: int = 0) -> dict[str, float]:
-        """Return the evaluation's metrics on a rank."""
-        return self.ranks[rank]["metrics"]
-
 
 class Step:
     """Optimizer step.
@@ -276,7 +272,7 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
         counts = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
         yield Parting("samples", f"{' and '.join(counts)}, of {wanted.total()}")
     for rank in range(len(way.ranks)):
-        ours, theirs = way.metrics(rank), reference.metrics()
+        ours, theirs = way.ranks[rank]["metrics"], reference.ranks[0]["metrics"]
         names = ours if rank else {*ours, *theirs}  # some metrics are logged only on rank zero
         for name in sorted(names):
             here, there = ours.get(name, math.nan), theirs.get(name, math.nan)

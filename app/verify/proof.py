@@ -250,15 +250,15 @@ class Prover:
             reference: Recording on one device.
         """
         before, more, left = result, dict[str, Any](), result.causes
-        for flag in (ORDER, SHARDS):
-            name = next(iter(flag))
-            if not (name in ORDER and "samples" in result.differences) and not any(name in c.remedy for c in left):
+        for name, value in (ORDER, SHARDS):
+            deals = name == ORDER[0] and "samples" in result.differences
+            if not deals and not any(name in cause.remedy for cause in left):
                 continue
             try:
-                self.variant(result.name, {**(flags or ALONE), **more, **flag})
+                self.variant(result.name, {**(flags or ALONE), **more, name: value})
             except UserError:  # a rule rejects the flag
                 continue
-            more |= flag
+            more[name] = value
             same, after = self._again(result.name, flags, more)
             self._repeat_in_float64(after, flags, more)
             result.remedied = _outcome(more, after)
@@ -266,9 +266,8 @@ class Prover:
                 return
             assert before.recorded is not None
             change = effect(after.recorded, same)
-            if name in ORDER:
-                removed = effect(before.recorded, after.recorded)
-            else:
+            removed = effect(before.recorded, after.recorded)
+            if name != ORDER[0]:
                 removed = max(effect(before.recorded, reference) - change, 0.0)
             remaining = {_without_figures(cause) for cause in after.causes}
             known = {_without_figures(cause) for cause in (*result.causes, *result.behind)}
