@@ -38,21 +38,23 @@ class Picture(NamedTuple):
     height: float = 3.2
 
 
-def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, taken: str | None) -> dict[str, Picture]:
+def pictures(
+    table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, recommended: str | None
+) -> dict[str, Picture]:
     """Return the plots that have data, by file name.
 
     Args:
         table: As `app.compare.results.tabulate` makes it.
         outcomes: The variants and their runs.
         baseline: Reference of the ideal speed-up.
-        taken: The recommended variant.
+        recommended: The recommended variant.
     """
     rows, drawn = ranked(table), {}
     if len(rows):
         rates = {outcome.variant.name: outcome.medians for outcome in outcomes}
         drawn["throughput"] = Picture(
             "Samples/s of each variant: the median of the runs",
-            partial(_throughput, rows=rows, rates=rates, baseline=baseline, taken=taken),
+            partial(_throughput, rows=rows, rates=rates, baseline=baseline, recommended=recommended),
             6.4,
             1.2 + 0.36 * len(rows),
         )
@@ -60,7 +62,7 @@ def pictures(table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, ta
     lines = curves([outcome for outcome in outcomes if outcome.variant.name not in diverged])
     if lines:
         alike = _alike(lines, baseline)
-        paint = partial(_loss, lines=lines, alike=alike, baseline=baseline, taken=taken)
+        paint = partial(_loss, lines=lines, alike=alike, baseline=baseline, recommended=recommended)
         drawn["loss_epoch"] = Picture(_coinciding(alike, len(lines)), paint)
     timed = rows.dropna(subset=["rest_ms"]).rename(columns={f"{phase}_ms": phase for phase in PHASES})
     if len(timed):
@@ -84,7 +86,7 @@ def curves(outcomes: Sequence[Outcome]) -> dict[str, pd.DataFrame]:
 
 
 def _throughput(
-    axes: Axes, rows: pd.DataFrame, rates: dict[str, list[float]], baseline: str, taken: str | None
+    axes: Axes, rows: pd.DataFrame, rates: dict[str, list[float]], baseline: str, recommended: str | None
 ) -> None:
     places = np.arange(len(rows))
     axes.set_yticks(places, [_short(name) for name in rows.index])
@@ -92,8 +94,8 @@ def _throughput(
     axes.spines["left"].set_visible(False)
     axes.tick_params("y", length=0)
     values, least, most = (rows[f"samples_per_s{end}"] for end in ("", "_min", "_max"))
-    axes.barh(places, values, color=[BLUE if name == taken else PALE for name in rows.index], height=0.62)
-    legend: list[Patch | Line2D] = [Patch(color=BLUE, label="recommended")] if taken else []
+    axes.barh(places, values, color=[BLUE if name == recommended else PALE for name in rows.index], height=0.62)
+    legend: list[Patch | Line2D] = [Patch(color=BLUE, label="recommended")] if recommended else []
     if (rows["n"] > 1).any():
         spread = [values - least, most - values]
         axes.errorbar(values, places, xerr=spread, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
@@ -133,12 +135,12 @@ def _coinciding(alike: dict[str, float], count: int) -> str:
 
 
 def _loss(
-    axes: Axes, lines: dict[str, pd.DataFrame], alike: dict[str, float], baseline: str, taken: str | None
+    axes: Axes, lines: dict[str, pd.DataFrame], alike: dict[str, float], baseline: str, recommended: str | None
 ) -> None:
     """Draw the runs' median, with a band for their range; curves that coincide with the baseline's are one line."""
     first, *others = alike
     names = [first, *(name for name in lines if name not in alike)]
-    colours, ends = _colours(names, baseline, taken), []
+    colours, ends = _colours(names, baseline, recommended), []
     for name in names:
         line, colour = lines[name], colours[name]
         axes.plot(line.index + 1, line["loss"], color=colour, marker="o", markersize=3)
@@ -151,11 +153,11 @@ def _loss(
     label_lines(axes, ends if len(ends) <= NAMED else [end for end in ends if end[2] != GREY])
 
 
-def _colours(names: Sequence[str], baseline: str, taken: str | None) -> dict[str, str]:
+def _colours(names: Sequence[str], baseline: str, recommended: str | None) -> dict[str, str]:
     """Choose a colour for each variant; with many variants, only for the recommended one and the baseline."""
     if len(names) <= NAMED:
         return dict(zip(names, COLOURS, strict=False))
-    return {name: BLUE if name == taken else ORANGE if name == baseline else GREY for name in names}
+    return {name: BLUE if name == recommended else ORANGE if name == baseline else GREY for name in names}
 
 
 def _short(name: str) -> str:

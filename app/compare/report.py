@@ -35,28 +35,28 @@ def write_report(
         Markdown for the terminal; the next command, or None; the table; title and file of each picture.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
-    found, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
-    load = busy(found, cores, usable)
+    results, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
+    load = busy(results, cores, usable)
     commands = {outcome.variant.name: _command(outcome) for outcome in outcomes}
-    if load and load_explains(found, cores, usable):
-        result, shown, places = Verdict(load, None), found.assign(speed_up=math.nan, efficiency=math.nan), {}
+    if load and load_explains(results, cores, usable):
+        result, shown, places = Verdict(load, None), results.assign(speed_up=math.nan, efficiency=math.nan), {}
         advised = ["Measure again when it is quiet:"]
         following = head["command"] + " --fresh" * ("--fresh" not in head["command"])
         cautions = []
     else:
-        result, shown, places = verdict(found, baseline), found, ranks(found)
-        advised, following = advice(found, baseline, usable), commands.get(result.taken or "")
+        result, shown, places = verdict(results, baseline), results, ranks(results)
+        advised, following = advice(results, baseline, usable), commands.get(result.recommended or "")
         cautions = [f"**{load}.** {AGAIN}"] if load else []
-    drawn = pictures(shown, outcomes, baseline, result.taken)
+    drawn = pictures(shown, outcomes, baseline, result.recommended)
     if not places and "throughput" in drawn:
-        drawn["throughput"] = drawn["throughput"]._replace(title=result.said)
-    summary = {"said": result.said, "taken": result.taken}
-    _write_results(found, outcomes, commands, {**head, "baseline": baseline, "verdict": summary}, folder)
+        drawn["throughput"] = drawn["throughput"]._replace(title=result.conclusion)
+    summary = {"said": result.conclusion, "taken": result.recommended}  # names of results.json
+    _write_results(results, outcomes, commands, {**head, "baseline": baseline, "verdict": summary}, folder)
     files = {picture.title: folder / f"{name}.png" for name, picture in drawn.items()}
     for picture, file in zip(drawn.values(), files.values(), strict=True):
         file.write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
 
-    lead = _lead(experiment, outcomes, [*cautions, *diverged(found)])
+    lead = _lead(experiment, outcomes, [*cautions, *diverged(results)])
     ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
     recommended = Section("Recommendation", "\n\n".join(advised))
     failures = Section("Last lines of the others", _tails(outcomes), folded=True)
@@ -64,29 +64,29 @@ def write_report(
         ranking,
         recommended._replace(text="\n\n".join([*advised, *([code(following)] if following else [])])),
         Section("Loss and time", _images(drawn, "loss_epoch", "step")),
-        Section("All figures", _figures(found), folded=True),
-        Section("Published, and here", _published(experiment, found), folded=True),
+        Section("All figures", _figures(results), folded=True),
+        Section("Published, and here", _published(experiment, results), folded=True),
         failures,
         Section("How it was measured", _method(experiment, head), folded=True),
         Section("Commands", "\n\n".join(f"{plain(n)}:\n\n{code(line)}" for n, line in commands.items()), folded=True),
     ]
     above = "\n\n".join(filter(None, (lead, _images(drawn, "throughput"))))
     figures = {f"{name}.png": draw(picture.paint, picture.width, picture.height) for name, picture in drawn.items()}
-    write_text(folder / "report.html", page(result.said, above, sections, figures))
+    write_text(folder / "report.html", page(result.conclusion, above, sections, figures))
     write_text(folder / "report.md", _markdown(result, above, sections))
-    return _markdown(result, lead, [ranking, recommended, failures]), following, found, files
+    return _markdown(result, lead, [ranking, recommended, failures]), following, results, files
 
 
 def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
-    parts = [f"# {plain(result.said)}", lead, *(f"## {s.heading}\n\n{s.text}" for s in sections if s.text)]
+    parts = [f"# {plain(result.conclusion)}", lead, *(f"## {s.heading}\n\n{s.text}" for s in sections if s.text)]
     return "\n\n".join(parts) + "\n"
 
 
 def _write_results(
-    found: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str], head: dict[str, Any], folder: Path
+    results: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str], head: dict[str, Any], folder: Path
 ) -> None:
-    found.to_csv(folder / "results.csv", index=False)
-    rows = found.astype(object).where(found.notna(), None).to_dict("records")
+    results.to_csv(folder / "results.csv", index=False)
+    rows = results.astype(object).where(results.notna(), None).to_dict("records")
     for row, outcome in zip(rows, outcomes, strict=True):
         runs = [record.run_dir for record in outcome.records.values()]
         row.update(command=commands[outcome.variant.name], reason=outcome.reason, tail=outcome.tail, runs=runs)
@@ -120,10 +120,10 @@ def _number(value: Any, form: str = ",.6g") -> str:
     return "—" if value is None or pd.isna(value) else f"{value:{form}}".replace("%", " %")
 
 
-def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
+def _ranking(results: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
     """Return the table of variants by place; unmeasured variants come last, with the reason."""
     rows = []
-    for row, outcome in zip(found.to_dict("records"), outcomes, strict=True):
+    for row, outcome in zip(results.to_dict("records"), outcomes, strict=True):
         name = row["variant"]
         notes = ["baseline"] if name == baseline else []
         if outcome.status not in ("measured", "waiting") or outcome.reason:
@@ -147,23 +147,23 @@ def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, pl
     kept = [name for name in rows[0] if name in ("", "variant") or any(row[name] not in ("—", "") for row in rows)]
     words = [index for index, name in enumerate(kept) if name in ("", "variant", "note")]
     text = table(kept, [[row[name] for name in kept] for row in rows], words)
-    if list(place.values()).count(1) > 1 and (found["n"] > 1).any():
+    if list(place.values()).count(1) > 1 and (results["n"] > 1).any():
         text += "\n\nVariants in place 1 tie within the spread of their runs."
     return text
 
 
-def _figures(found: pd.DataFrame) -> str:
+def _figures(results: pd.DataFrame) -> str:
     """Return the table of all measurements, one row each."""
-    names = [name for name in COLUMNS if name not in ("variant", "slow_rank") and found[name].notna().any()]
-    return table(["", *found["variant"]], [[COLUMNS[name].heading, *map(_number, found[name])] for name in names])
+    names = [name for name in COLUMNS if name not in ("variant", "slow_rank") and results[name].notna().any()]
+    return table(["", *results["variant"]], [[COLUMNS[name].heading, *map(_number, results[name])] for name in names])
 
 
-def _published(experiment: Experiment, found: pd.DataFrame) -> str:
+def _published(experiment: Experiment, results: pd.DataFrame) -> str:
     """Return the table of published figures beside this machine's."""
     published = experiment.published
     if not published:
         return ""
-    here = found.set_index("variant")
+    here = results.set_index("variant")
     small = " **Here it is the small form of the experiment**, whose seconds are not comparable." * experiment.quick
     rows = [
         [

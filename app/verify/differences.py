@@ -156,13 +156,13 @@ def apart(here: float, there: float, scale: float = 1.0) -> float:
 
 def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Parting]:
     """Return a variant's first difference from the reference, by column; equal columns are absent."""
-    found: dict[str, Parting] = {}
+    partings: dict[str, Parting] = {}
     for name, look in (("samples", _samples), ("learning rate", _rates), ("loss", _losses), ("gradients", _gradients)):
         pairs = zip(way.steps, reference.steps, strict=False)
         if first := next((place for pair in pairs for place in look(*pair, tolerance)), None):
-            found[name] = first
-    if "samples" not in found and len(way.steps) != len(reference.steps):
-        found["samples"] = Parting("end", f"{len(way.steps)} steps were made, {len(reference.steps)} in the reference")
+            partings[name] = first
+    if "samples" not in partings and len(way.steps) != len(reference.steps):
+        partings["samples"] = Parting("end", f"{len(way.steps)} steps, {len(reference.steps)} in the reference")
     for name, places in (
         ("weights", weights_apart(reference, way, tolerance)),
         ("evaluation", _evaluation(reference, way, tolerance)),
@@ -170,8 +170,8 @@ def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE
     ):
         worst = max(places, key=lambda place: place.size, default=None)
         if worst is not None:
-            found[name] = worst
-    return found
+            partings[name] = worst
+    return partings
 
 
 def largest(reference: Recorded, way: Recorded) -> float:

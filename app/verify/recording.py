@@ -302,9 +302,9 @@ def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     callbacks: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
     theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in ("app", "lightning")]
     owners += [(type(each).__name__, each) for each in theirs]
-    found = {}
-    for owner, each in owners:
-        for name, value in vars(each).items():
-            if not name.startswith("_") and isinstance(value, bool | int | float | Tensor):
-                found[f"{owner}.{name}".lstrip(".")] = sizes(value)
-    return found
+    return {
+        f"{owner}.{name}".lstrip("."): sizes(value)
+        for owner, each in owners
+        for name, value in vars(each).items()
+        if not name.startswith("_") and isinstance(value, bool | int | float | Tensor)
+    }
