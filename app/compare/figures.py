@@ -140,7 +140,10 @@ def _loss(
     """Draw the runs' median, with a band for their range; curves that coincide with the baseline's are one line."""
     first, *others = alike
     names = [first, *(name for name in lines if name not in alike)]
-    colours, ends = _colours(names, baseline, recommended), []
+    colours = dict(zip(names, COLOURS, strict=False))
+    if len(names) > NAMED:
+        colours = {name: BLUE if name == recommended else ORANGE if name == baseline else GREY for name in names}
+    ends = []
     for name in names:
         line, colour = lines[name], colours[name]
         axes.plot(line.index + 1, line["loss"], color=colour, marker="o", markersize=3)
@@ -151,13 +154,6 @@ def _loss(
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")
     label_lines(axes, ends if len(ends) <= NAMED else [end for end in ends if end[2] != GREY])
-
-
-def _colours(names: Sequence[str], baseline: str, recommended: str | None) -> dict[str, str]:
-    """Choose a colour for each variant; with many variants, only for the recommended one and the baseline."""
-    if len(names) <= NAMED:
-        return dict(zip(names, COLOURS, strict=False))
-    return {name: BLUE if name == recommended else ORANGE if name == baseline else GREY for name in names}
 
 
 def _short(name: str) -> str:

@@ -51,12 +51,11 @@ def _range(row: pd.Series, name: str, form: str) -> str:
 
 def predictions(table: pd.DataFrame) -> str:
     """Return the table of predictions in Markdown."""
-    batches = zip(table["replica_batch"], table["shared_equally"], strict=True)
     columns = {
         "": table["strategy"],
         "devices": table["devices"],
         "nodes": table["nodes"],
-        "batch": [f"{batch}{'' if is_equal else ' *'}" for batch, is_equal in batches],
+        "batch": table["replica_batch"].astype(str) + table["shared_equally"].map({True: "", False: " *"}),
         "step (ms)": table["step_ms"].map("{:.2f}".format),
         "wait (ms)": table["waiting_ms"].map("{:.2f}".format).replace("nan", "—"),
         "samples/s": table["samples_per_s"].map("{:,.0f}".format),

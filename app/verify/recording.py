@@ -1,16 +1,16 @@
 """Callback that records every step of a training on each rank."""
 
+import dataclasses
 import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -232,11 +232,16 @@ def unpadded(sample: Tensor) -> Tensor:
     return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
 
 
-def tensors(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch, also from nested containers."""
-    leaves: list[Tensor] = []
-    apply_to_collection(batch, Tensor, leaves.append, allow_frozen=True)
-    return leaves
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, also from nested containers."""
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    if dataclasses.is_dataclass(batch):
+        batch = vars(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    for value in values:
+        yield from tensors(value)
 
 
 def size(value: Tensor) -> float:
