@@ -82,8 +82,8 @@ class Runner:
 
     def measured_at(self) -> str | None:
         """Return the time of the last run."""
-        records = [record for outcome in self.outcomes for record in outcome.records.values()]
-        ends = [Path(str(record.run_dir), "run.json").stat().st_mtime for record in records]
+        runs = [self.folder(outcome.variant, repeat) for outcome in self.outcomes for repeat in outcome.records]
+        ends = [(folder / "version_0" / "run.json").stat().st_mtime for folder in runs]
         return datetime.datetime.fromtimestamp(max(ends)).astimezone().isoformat(timespec="seconds") if ends else None
 
     def commands(self, variant: Variant, repeat: int) -> str:
