@@ -26,7 +26,7 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
 def told(*rows: dict[str, Any]) -> str:
     table = made_up(*rows)
     baseline = str(rows[0]["variant"])
-    return "\n".join([verdict(table, baseline).said, *diverged(table), *advice(table, baseline, 4)])
+    return "\n".join([verdict(table, baseline).conclusion, *diverged(table), *advice(table, baseline, 4)])
 
 
 ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}

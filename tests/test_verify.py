@@ -129,7 +129,7 @@ def test_what_a_callback_loses(server: ForkServer, tmp_path: Path) -> None:
 
 
 def test_the_same_fault_of_several_ways_is_reported_once() -> None:
-    causes = [Cause(("loss",), f"the batch size is that of each rank: {n} samples", "divide it") for n in (16, 32)]
+    causes = [Cause(f"the batch size is that of each rank: {n} samples", "divide it") for n in (16, 32)]
     ways = [
         Result(f"ddp × {size}", [], differences={"loss": Parting("step 1", "")}, causes=[cause])
         for size, cause in zip((2, 4), causes, strict=True)

@@ -18,13 +18,13 @@ class Verdict(NamedTuple):
     """Result of a comparison.
 
     Attributes:
-        said: Result, one line of plain text.
-        taken: Recommended variant, or None without a measurement.
+        conclusion: Result, one line of plain text.
+        recommended: Recommended variant, or None without a measurement.
         reason: The recommendation and its reason, a sentence of Markdown.
     """
 
-    said: str
-    taken: str | None
+    conclusion: str
+    recommended: str | None
     reason: str = ""
 
 
@@ -121,7 +121,7 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
     """
     rows, result = ranked(table), verdict(table, baseline)
     sentences = [result.reason]
-    if result.taken is None:
+    if result.recommended is None:
         return sentences
     if rows["global_batch"].nunique() > 1:
         sentences.append(
@@ -131,7 +131,7 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
         f"**{plain(variant)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
         for variant, slow in rows["slow_rank"].dropna().items()
     ]
-    return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(rows.loc[[result.taken]].iloc[0])]
+    return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(rows.loc[[result.recommended]].iloc[0])]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.markup import escape
 from app.compare.experiment import Experiment, expand
 from app.compare.report import write_report
 from app.compare.results import rate
-from app.compare.runner import Runner
+from app.compare.runner import Outcome, Runner
 from app.errors import UserError, nearest
 from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
@@ -54,7 +53,8 @@ def run(arguments: list[str]) -> int:
     """
     options, experiment, typed = _parse(arguments)
     variants = expand(experiment, typed)
-    console = Console() if sys.stdout.isatty() else Console(width=110)  # a pipe has no width
+    width = None if sys.stdout.isatty() else 110  # a pipe has no width
+    console = Console(width=width, soft_wrap=True, markup=False, highlight=False)
     folder = Path(options.root, "compare", str(experiment.name))
     fingerprint = _fingerprint(experiment, variants, options.wandb)
     name = _version(folder, fingerprint, options.fresh)
@@ -76,21 +76,20 @@ def run(arguments: list[str]) -> int:
         "versions": versions(),
     }
     done = sum(len(outcome.records) for outcome in runner.outcomes)
-    print_ = partial(console.print, soft_wrap=True, markup=False, highlight=False)
-    print_(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
+    console.print(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
     if done:
-        print_(f"{done} runs are done already; --fresh starts over")
+        console.print(f"{done} runs are done already; --fresh starts over")
     if head["load"] > usable_cores() / 4:
-        print_(f"warning: the load average is {head['load']:.1f}: other programs will disturb the measurement")
+        console.print(f"warning: the load average is {head['load']:.1f}: other programs will disturb the measurement")
     try:
-        _Screen(console, runner).follow()
+        _follow(runner, console)
     finally:
         head["date"] = runner.measured_at()
         short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder)
-        console.print(Markdown(short, code_theme="bw"))
+        console.print(Markdown(short, code_theme="bw"), soft_wrap=False)
         if following:
-            print_(f"\n{following}")
-        print_(f"\nreport  {folder}/report.html, report.md, results.csv, results.json")
+            console.print(f"\n{following}")
+        console.print(f"\nreport  {folder}/report.html, report.md, results.csv, results.json")
     if options.wandb:
         project = variants[0].settings.run.project
         for tracker in trackers(make_loggers(folder, tracking_mode(None), project, group, ["summary"])):
@@ -98,7 +97,7 @@ def run(arguments: list[str]) -> int:
             tracker.finish()
             where, runs = tracker.where(), shlex.quote(str(folder))
             upload = f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
-            print_(f"tracked  {upload if where.startswith('offline') else where}")
+            console.print(f"tracked  {upload if where.startswith('offline') else where}")
     if not any(outcome.records for outcome in runner.outcomes):
         reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
         raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
@@ -166,49 +165,34 @@ def _announce(runner: Runner, console: Console) -> None:
     """Print the commands, and an upper bound of their time."""
     for outcome in runner.outcomes:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
-        console.print(f"{outcome.variant.name}  ({state})", highlight=False, markup=False, style="bold")
+        console.print(f"{outcome.variant.name}  ({state})", style="bold")
         if outcome.status != "measured":
-            console.print(runner.commands(outcome.variant, 1) + "\n", highlight=False, soft_wrap=True, markup=False)
+            console.print(runner.commands(outcome.variant, 1) + "\n")
     left = len(list(runner.todo()))
-    most = _clock(left * runner.experiment.time_limit)
-    console.print(f"{left} runs to do: at most {most}", highlight=False, soft_wrap=True)
+    console.print(f"{left} runs to do: at most {_clock(left * runner.experiment.time_limit)}")
 
 
-class _Screen:
-    """Progress display: each command and a line per finished run; on a terminal, also the current run."""
+def _follow(runner: Runner, console: Console) -> None:
+    """Run the experiment. Print each command and a line per finished run; on a terminal, also show the current run."""
+    began, repeats = time.monotonic(), runner.experiment.repeats
 
-    def __init__(self, console: Console, runner: Runner) -> None:
-        self.console, self.runner = console, runner
-        self.began = time.monotonic()
-        self.printed: set[tuple[Any, ...]] = set()
-
-    def follow(self) -> None:
-        """Run the experiment."""
-        with working(self.console) as self.activity:
-            self.runner.show = self._show
-            self.runner.run()
-
-    def _print_once(self, key: tuple[Any, ...], line: str, style: str | None = None) -> None:
-        if key not in self.printed:
-            self.printed.add(key)
-            self.console.print(line, highlight=False, soft_wrap=True, markup=False, style=style)
-
-    def _show(self) -> None:
-        runner, repeats = self.runner, self.runner.experiment.repeats
-        if runner.running is not None:
-            variant, repeat = runner.running[0].variant, runner.running[1]
-            self._print_once((variant.name,), runner.commands(variant, repeat), "dim")
-            self.activity(escape(f"{variant.name}: run {repeat} of {repeats}"))
+    def report(outcome: Outcome) -> None:
+        state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {len(outcome.records)} of {repeats}"
+        state += f", {rate(outcome.medians)} samples/s" if outcome.medians else ""
         left = runner.remaining_s()
-        times = f"{_clock(time.monotonic() - self.began)} elapsed"
-        times += "" if left is None else f", about {_clock(left)} left"
-        for outcome in runner.outcomes:
-            name, count = outcome.variant.name, len(outcome.records)
-            state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {count} of {repeats}"
-            if outcome.medians:
-                state += f", {rate(outcome.medians)} samples/s"
-            if count or outcome.reason:
-                self._print_once((name, count, outcome.reason), f"{name}: {state}  ({times})")
+        times = f"{_clock(time.monotonic() - began)} elapsed" + ("" if left is None else f", about {_clock(left)} left")
+        console.print(f"{outcome.variant.name}: {state}  ({times})")
+
+    for outcome in runner.outcomes:
+        if outcome.records or outcome.reason:
+            report(outcome)
+    with working(console) as activity:
+        for repeat, outcome in runner.todo():
+            if not outcome.records:
+                console.print(runner.commands(outcome.variant, repeat), style="dim")
+            activity(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
+            runner.run(repeat, outcome)
+            report(outcome)
 
 
 def _clock(seconds: float) -> str:

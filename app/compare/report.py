@@ -12,13 +12,10 @@ from app.compare.experiment import Experiment
 from app.compare.figures import Picture, pictures
 from app.compare.results import COLUMNS, Column, rate, tabulate
 from app.compare.runner import Outcome
-from app.monitor.report import read_metrics
-from app.record import Record
 from app.system.files import write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
 AGAIN = "Measure again when it is quiet, with `--fresh`."
-ROUNDING = 1e-5  # relative tolerance of equal losses
 
 
 def write_report(
@@ -38,59 +35,58 @@ def write_report(
         Markdown for the terminal; the next command, or None; the table; title and file of each picture.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
-    found, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
-    load = busy(found, cores, usable)
+    results, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
+    load = busy(results, cores, usable)
     commands = {outcome.variant.name: _command(outcome) for outcome in outcomes}
-    if load and load_explains(found, cores, usable):
-        result, shown, places = Verdict(load, None), found.assign(speed_up=math.nan, efficiency=math.nan), {}
+    if load and load_explains(results, cores, usable):
+        result, shown, places = Verdict(load, None), results.assign(speed_up=math.nan, efficiency=math.nan), {}
         advised = ["Measure again when it is quiet:"]
         following = head["command"] + " --fresh" * ("--fresh" not in head["command"])
         cautions = []
     else:
-        result, shown, places = verdict(found, baseline), found, ranks(found)
-        advised, following = advice(found, baseline, usable), commands.get(result.taken or "")
+        result, shown, places = verdict(results, baseline), results, ranks(results)
+        advised, following = advice(results, baseline, usable), commands.get(result.recommended or "")
         cautions = [f"**{load}.** {AGAIN}"] if load else []
-    drawn = pictures(shown, outcomes, baseline, result.taken)
+    drawn = pictures(shown, outcomes, baseline, result.recommended)
     if not places and "throughput" in drawn:
-        drawn["throughput"] = drawn["throughput"]._replace(title=result.said)
-    summary = {"said": result.said, "taken": result.taken}
-    _write_results(found, outcomes, commands, {**head, "baseline": baseline, "verdict": summary}, folder)
+        drawn["throughput"] = drawn["throughput"]._replace(title=result.conclusion)
+    summary = {"said": result.conclusion, "taken": result.recommended}  # names of results.json
+    _write_results(results, outcomes, commands, {**head, "baseline": baseline, "verdict": summary}, folder)
     files = {picture.title: folder / f"{name}.png" for name, picture in drawn.items()}
     for picture, file in zip(drawn.values(), files.values(), strict=True):
         file.write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
 
-    lead = _lead(experiment, outcomes, [*cautions, *diverged(found)])
+    lead = _lead(experiment, outcomes, [*cautions, *diverged(results)])
     ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
     recommended = Section("Recommendation", "\n\n".join(advised))
     failures = Section("Last lines of the others", _tails(outcomes), folded=True)
     sections = [
         ranking,
         recommended._replace(text="\n\n".join([*advised, *([code(following)] if following else [])])),
-        Section("Loss", f"{_images(drawn, 'loss_epoch')}\n\n{rounding(outcomes, baseline)}".strip()),
-        Section("Time and memory", _images(drawn, "step", "memory")),
-        Section("All figures", _figures(found), folded=True),
-        Section("Published, and here", _published(experiment, found), folded=True),
+        Section("Loss and time", _images(drawn, "loss_epoch", "step")),
+        Section("All figures", _figures(results), folded=True),
+        Section("Published, and here", _published(experiment, results), folded=True),
         failures,
-        Section("How it was measured", f"{_method(experiment)}\n\n{_head(head)}", folded=True),
+        Section("How it was measured", _method(experiment, head), folded=True),
         Section("Commands", "\n\n".join(f"{plain(n)}:\n\n{code(line)}" for n, line in commands.items()), folded=True),
     ]
     above = "\n\n".join(filter(None, (lead, _images(drawn, "throughput"))))
     figures = {f"{name}.png": draw(picture.paint, picture.width, picture.height) for name, picture in drawn.items()}
-    write_text(folder / "report.html", page(result.said, above, sections, figures))
+    write_text(folder / "report.html", page(result.conclusion, above, sections, figures))
     write_text(folder / "report.md", _markdown(result, above, sections))
-    return _markdown(result, lead, [ranking, recommended, failures]), following, found, files
+    return _markdown(result, lead, [ranking, recommended, failures]), following, results, files
 
 
 def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
-    parts = [f"# {plain(result.said)}", lead, *(f"## {s.heading}\n\n{s.text}" for s in sections if s.text)]
+    parts = [f"# {plain(result.conclusion)}", lead, *(f"## {s.heading}\n\n{s.text}" for s in sections if s.text)]
     return "\n\n".join(parts) + "\n"
 
 
 def _write_results(
-    found: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str], head: dict[str, Any], folder: Path
+    results: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str], head: dict[str, Any], folder: Path
 ) -> None:
-    found.to_csv(folder / "results.csv", index=False)
-    rows = found.astype(object).where(found.notna(), None).to_dict("records")
+    results.to_csv(folder / "results.csv", index=False)
+    rows = results.astype(object).where(results.notna(), None).to_dict("records")
     for row, outcome in zip(rows, outcomes, strict=True):
         runs = [record.run_dir for record in outcome.records.values()]
         row.update(command=commands[outcome.variant.name], reason=outcome.reason, tail=outcome.tail, runs=runs)
@@ -105,46 +101,17 @@ def _command(outcome: Outcome) -> str:
 
 
 def _images(drawn: dict[str, Picture], *names: str) -> str:
-    return "\n".join(
-        f'![{plain(drawn[name].alt)}]({name}.png "{plain(drawn[name].title)}")' for name in names if name in drawn
-    )
+    titles = {name: plain(drawn[name].title) for name in names if name in drawn}
+    return "\n".join(f'![{title}]({name}.png "{title}")' for name, title in titles.items())
 
 
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str]) -> str:
     """Return the experiment's description, cautions, and unmeasured variants, as Markdown."""
-    missing = [outcome.variant.name for outcome in outcomes if outcome.status in ("waiting", "running")]
+    missing = [outcome.variant.name for outcome in outcomes if outcome.status == "waiting"]
     if missing:
         cautions.append(f"**Not complete: {plain(', '.join(missing))}.** The same command continues.")
     description = f": {plain(experiment.description)}" if experiment.description else ""
     return "\n\n".join([plain(experiment.name) + description, *(f"> {caution}" for caution in cautions)])
-
-
-def rounding(outcomes: Sequence[Outcome], baseline: str) -> str:
-    """Return a sentence with the number of steps whose loss equals the baseline's, or an empty string.
-
-    Omit variants that differ in the first step.
-    """
-    runs = {outcome.variant.name: next(iter(outcome.records.values())) for outcome in outcomes if outcome.records}
-    if baseline not in runs:
-        return ""
-    wanted, parts = _step_losses(runs[baseline]), []
-    for name, record in runs.items():
-        agrees = (_step_losses(record) / wanted - 1).abs().dropna() <= ROUNDING
-        if name != baseline and agrees.iloc[:1].any():  # otherwise the training itself differs
-            last = "in every logged step" if agrees.all() else f"until step {agrees.index[int(agrees.argmin()) - 1]:,}"
-            parts.append(f"{plain(name)}: {last}")
-    if not parts:
-        return ""
-    return (
-        f"Losses within {ROUNDING:.0e} of {plain(baseline)}'s, relative: {'; '.join(parts)}. Devices sum in another "
-        "order, which rounds differently; every step amplifies the difference; `python -m app verify` shows in "
-        "float64 whether it is rounding."
-    ).replace("e-0", "e-", 1)
-
-
-def _step_losses(record: Record) -> pd.Series:
-    rows = [row for row in read_metrics(Path(str(record.run_dir), "metrics.csv")) if "train_loss_step" in row]
-    return pd.Series({int(row["step"]) + 1: row["train_loss_step"] for row in rows}, dtype=float)
 
 
 def _number(value: Any, form: str = ",.6g") -> str:
@@ -153,13 +120,13 @@ def _number(value: Any, form: str = ",.6g") -> str:
     return "—" if value is None or pd.isna(value) else f"{value:{form}}".replace("%", " %")
 
 
-def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
+def _ranking(results: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
     """Return the table of variants by place; unmeasured variants come last, with the reason."""
     rows = []
-    for row, outcome in zip(found.to_dict("records"), outcomes, strict=True):
+    for row, outcome in zip(results.to_dict("records"), outcomes, strict=True):
         name = row["variant"]
         notes = ["baseline"] if name == baseline else []
-        if outcome.status not in ("measured", "waiting", "running") or outcome.reason:
+        if outcome.status not in ("measured", "waiting") or outcome.reason:
             notes.append(f"{outcome.status}: {outcome.reason}")
         if not pd.isna(row["not_finite_since"]):
             notes.append(f"loss not finite from epoch {row['not_finite_since'] + 1:.0f} on")
@@ -180,23 +147,23 @@ def _ranking(found: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, pl
     kept = [name for name in rows[0] if name in ("", "variant") or any(row[name] not in ("—", "") for row in rows)]
     words = [index for index, name in enumerate(kept) if name in ("", "variant", "note")]
     text = table(kept, [[row[name] for name in kept] for row in rows], words)
-    if list(place.values()).count(1) > 1 and (found["n"] > 1).any():
+    if list(place.values()).count(1) > 1 and (results["n"] > 1).any():
         text += "\n\nVariants in place 1 tie within the spread of their runs."
     return text
 
 
-def _figures(found: pd.DataFrame) -> str:
+def _figures(results: pd.DataFrame) -> str:
     """Return the table of all measurements, one row each."""
-    names = [name for name in COLUMNS if name not in ("variant", "slow_rank") and found[name].notna().any()]
-    return table(["", *found["variant"]], [[COLUMNS[name].heading, *map(_number, found[name])] for name in names])
+    names = [name for name in COLUMNS if name not in ("variant", "slow_rank") and results[name].notna().any()]
+    return table(["", *results["variant"]], [[COLUMNS[name].heading, *map(_number, results[name])] for name in names])
 
 
-def _published(experiment: Experiment, found: pd.DataFrame) -> str:
+def _published(experiment: Experiment, results: pd.DataFrame) -> str:
     """Return the table of published figures beside this machine's."""
     published = experiment.published
     if not published:
         return ""
-    here = found.set_index("variant")
+    here = results.set_index("variant")
     small = " **Here it is the small form of the experiment**, whose seconds are not comparable." * experiment.quick
     rows = [
         [
@@ -219,29 +186,23 @@ def _tails(outcomes: Sequence[Outcome]) -> str:
     return "\n\n".join(f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in failed)
 
 
-def _method(experiment: Experiment) -> str:
+def _method(experiment: Experiment, head: dict[str, Any]) -> str:
+    """Return the method, the machine and the versions, with the command to repeat the comparison."""
     batch = (
         "The global batch and the learning rate grow with the number of replicas (linear rule), so that losses differ."
         if experiment.scale_batch
         else "The global batch is the same unless a variant sets it, so that losses differ only by rounding."
     )
+    machine = head["hardware"]
+    gpus = f"{', '.join(machine['gpus'])} (driver {head['driver']})" if machine["gpus"] else "no GPU"
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if version)
     return (
         f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). samples/s is the "
         f"median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then over the "
         "runs; ± is the largest deviation of a run. Two variants differ when the ranges of their runs do not overlap, "
-        "and their medians differ by more than either range. Accuracies near chance are omitted. Training "
-        "time includes validation; set-up lasts until the first step. Peak memory is torch's on an accelerator, the "
-        "process's on a CPU. Phases are those of 20 early steps on rank zero, scaled to samples/s."
-    )
-
-
-def _head(head: dict[str, Any]) -> str:
-    """Return a description of the machine and versions, with the command to repeat the comparison."""
-    hardware, versions = head["hardware"], head["versions"]
-    gpus = f"{', '.join(hardware['gpus'])} (driver {head['driver']})" if hardware["gpus"] else "no GPU"
-    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return (
-        f"Measured on {hardware['cpu']}, {hardware['cores']} cores, {gpus}, at {head['date'] or '—'}, with {known}; "
-        f"load average at the start {head['load']:.1f}; by\n\n"
-        f"{code(head['command'])}"
+        "and their medians differ by more than either range. Training time includes validation; set-up lasts until "
+        "the first step. Peak memory is torch's on an accelerator, the process's on a CPU. Phases are those of 20 "
+        "early steps on rank zero, scaled to samples/s.\n\n"
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {gpus}, at {head['date'] or '—'}, with {versions}; "
+        f"load average at the start {head['load']:.1f}; by\n\n{code(head['command'])}"
     )

@@ -81,17 +81,15 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     """Return one row for each variant, in order, with the columns of `COLUMNS`; a missing value is NaN.
 
     - samples_per_s: each run's median over its windows; then the median, minimum and maximum over the runs.
-    - Times, losses, accuracies: medians over the runs. Accuracies are dropped if most of them are near chance.
+    - Times, losses, accuracies: medians over the runs.
     - Peak memory: maximum over the runs.
     - speed_up: samples/s divided by the baseline's.
     - efficiency: speed-up divided by the ratio of device counts. Except for the baseline, NaN if the counts are equal
       or the baseline uses all cores.
     - Phases of a step: proportions of the timed steps, scaled to the step time of samples_per_s.
     """
-    table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=[*COLUMNS, "guessed"])
+    table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=list(COLUMNS))
     table = table.astype({name: float for name in table if name not in TEXT})
-    if (table["val_acc"] <= table["guessed"]).sum() > table["val_acc"].count() / 2:
-        table["val_acc"] = math.nan
     table.loc[table["status"] == "slow", list(OF_THE_WHOLE)] = math.nan
     base = table[table["variant"] == baseline].iloc[0]
     table["replica_batch"] = table["global_batch"] / table["replicas"]
@@ -100,7 +98,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     all_cores = base["accelerator"] == "cpu" and base["threads"] * base["replicas"] >= usable_cores() > 1
     scaled = (grown != 1) & (not all_cores)
     table["efficiency"] = (table["speed_up"] / grown).where(scaled | (table["variant"] == baseline))
-    return table[list(COLUMNS)].astype(dict.fromkeys(WHOLE, "Int64"))
+    return table.astype(dict.fromkeys(WHOLE, "Int64"))
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:
@@ -114,7 +112,6 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     accuracies = [[epoch.val_acc for epoch in record.epochs if epoch.val_acc is not None] for record in records]
     if any(accuracies):
         row["val_acc"] = median(accuracy[-1] for accuracy in accuracies if accuracy)
-        row["guessed"] = _guessed(records[0])
     for name, first in (("main", True), ("others", False)):
         peaks = [peak for record in records for peak in _peaks(record, first)]
         if peaks:
@@ -131,15 +128,6 @@ def _field(record: Record, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
-
-
-def _guessed(record: Record) -> float | None:
-    """Return an upper bound of the accuracy of guessing: chance plus three standard deviations."""
-    images = record.data and record.data.images.get("val")
-    if not record.data or not images:
-        return None
-    chance = 1 / record.data.classes
-    return chance + 3 * math.sqrt(chance * (1 - chance) / images)
 
 
 def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:

@@ -4,8 +4,7 @@ import datetime
 import shutil
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +22,7 @@ class Outcome:
     Attributes:
         variant: The variant.
         records: The records of its runs, by repeat.
-        status: `waiting`, `running`, `measured`, `slow`, `skipped`, `failed`, `starting` or `hanging`. The time limit
+        status: `waiting`, `measured`, `slow`, `skipped`, `failed`, `starting` or `hanging`. The time limit
             stops a `slow` run (clean end, with a record of its steps so far), a `starting` run (before its first step)
             and a `hanging` run (killed).
         reason: Reason of a skip, failure or stop, in one line.
@@ -50,19 +49,13 @@ class Runner:
         variants: Its variants.
         directory: Directory of the runs.
         more: Arguments of every run that do not affect training, such as those of the tracker.
-
-    Attributes:
-        show: Function called at each change, and twice a second during a run.
-        running: Current outcome, its repeat, and its start time in seconds; None between runs.
     """
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
-        self.show: Callable[[], None] = lambda: None
         flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # a NaN loss is measured, too
         self.more = [part for name, value in flags.items() for part in (f"--run.{name}", str(value))] + more
         self.outcomes = [Outcome(variant) for variant in variants]
-        self.running: tuple[Outcome, int, float] | None = None
         for outcome in self.outcomes:
             if outcome.variant.lacking:
                 outcome.status, outcome.reason = "skipped", outcome.variant.lacking
@@ -89,15 +82,9 @@ class Runner:
 
     def measured_at(self) -> str | None:
         """Return the time of the last run."""
-        files = [
-            self.folder(outcome.variant, repeat) / "version_0" / "run.json"
-            for outcome in self.outcomes
-            for repeat in outcome.records
-        ]
-        if not files:
-            return None
-        last = datetime.datetime.fromtimestamp(max(file.stat().st_mtime for file in files)).astimezone()
-        return last.isoformat(timespec="seconds")
+        runs = [self.folder(outcome.variant, repeat) for outcome in self.outcomes for repeat in outcome.records]
+        ends = [(folder / "version_0" / "run.json").stat().st_mtime for folder in runs]
+        return datetime.datetime.fromtimestamp(max(ends)).astimezone().isoformat(timespec="seconds") if ends else None
 
     def commands(self, variant: Variant, repeat: int) -> str:
         """Return the command lines of one run, one for each node."""
@@ -108,7 +95,7 @@ class Runner:
         """Yield the missing runs in turn: A B C, A B C. A failed variant is not retried."""
         for repeat in range(1, self.experiment.repeats + 1):
             for outcome in self.outcomes:
-                if repeat not in outcome.records and outcome.status in ("waiting", "running"):
+                if repeat not in outcome.records and outcome.status == "waiting":
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
@@ -121,35 +108,23 @@ class Runner:
         if not means:
             return None
         usual = statistics.mean(means.values())
-        left = sum(means.get(outcome.variant.name, usual) for _, outcome in self.todo())
-        return max(left - (time.monotonic() - self.running[2] if self.running else 0.0), 0.0)
+        return sum(means.get(outcome.variant.name, usual) for _, outcome in self.todo())
 
-    def run(self) -> None:
-        """Start the missing runs, one after the other.
+    def run(self, repeat: int, outcome: Outcome) -> None:
+        """Run a variant once.
 
         Raises:
-            KeyboardInterrupt: On Ctrl-C, after the current run has ended.
+            KeyboardInterrupt: On Ctrl-C, after the run has ended.
             SystemExit: On SIGTERM, likewise.
         """
-        for repeat, outcome in self.todo():
-            outcome.status = "running"
-            self.running = outcome, repeat, time.monotonic()
-            try:
-                self._run_one(outcome, repeat)
-            finally:
-                self.running = None
-                if outcome.status == "running":
-                    outcome.status = "measured" if len(outcome.records) == self.experiment.repeats else "waiting"
-                self.show()
-
-    def _run_one(self, outcome: Outcome, repeat: int) -> None:
-        variant, limit = outcome.variant, self.experiment.time_limit
-        folder = self.folder(variant, repeat)
+        variant, folder = outcome.variant, self.folder(outcome.variant, repeat)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
         flags = [*variant.arguments[1:], *self.more]
-        record = run_fit(flags, limit, folder, variant.nodes(), self.show)
+        record = run_fit(flags, self.experiment.time_limit, folder, variant.nodes())
         if record.status == "completed":
             outcome.records[repeat] = record
+            if len(outcome.records) == self.experiment.repeats:
+                outcome.status = "measured"
             if record.throughput.median is None:
                 outcome.reason = (
                     f"{record.steps} steps end before a window of --trainer.log_every_n_steps after the warm-up of "

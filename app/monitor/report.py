@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
-from PIL import Image
 from torch import Tensor
 
 from app.errors import one_line
@@ -25,18 +24,11 @@ from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_plot, label_lines, plain, png, table
 
 CELLS = 20  # most classes for which a confusion matrix shows its counts
-SHOWN = 10  # number of classes in a shortened table
-WRONG_HEIGHT = 47  # height of the first two rows of wrong images, in percent of the width
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
     **{"data": page.GREEN, "optimizer": page.PURPLE, "rest": page.GREY},
 }
-ROUNDING = """
-
-Later digits of a curve differ between ways of running: float32 sums round in another order, and every step amplifies
-that. README.md, "One loss curve", has figures for both float32 and float64.
-"""
 BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) for alpha in (0.0, 1.0)])
 
 
@@ -60,7 +52,6 @@ def make_report(folder: Path) -> str:
         OSError: When another file is unreadable.
     """
     record = Record.load(folder / "run.json")
-    names, counts = _confusion(folder / "confusion_matrix.csv")
     figures: dict[str, Figure | bytes] = {}
     written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
     place = f"{plain(folder.parent.name)}/{plain(folder.name)}, {written}"
@@ -68,23 +59,18 @@ def make_report(folder: Path) -> str:
     lead = f"{error}{place}\n\n{table(['', ''], _facts(record), words=(0, 1))}"
     sections = [
         Section("Learning", _learning(record, read_metrics(folder / "metrics.csv"), figures)),
-        Section("What is confused", _mistakes(folder, names, counts, figures)),
+        Section("What is confused", _mistakes(folder, figures)),
         Section("What limited the run", _speed(record, figures)),
         Section("The command", code(str(record.command))),
     ]
-    return page.page(headline(record, int(counts.sum())), lead, sections, figures)
+    return page.page(headline(record), lead, sections, figures)
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def headline(record: Record, tested: int) -> str:
-    """Return a one-line summary of a training.
-
-    Args:
-        record: The run record.
-        tested: Number of test images, 0 if unknown.
-    """
+def headline(record: Record) -> str:
+    """Return a one-line summary of a training."""
     epochs = record.epochs
     if record.status == "failed":
         where = f"in epoch {len(epochs) + 1}" if record.steps or epochs else "before the first step"
@@ -94,13 +80,13 @@ def headline(record: Record, tested: int) -> str:
     after = f"{record.steps:,} steps" if by_steps else f"{count} epoch{'s' * (count != 1)}"
     if record.status == "interrupted" and not record.finished:
         after += f", interrupted {record.error}"
+    images = {name: f"{number:,} " for name, number in record.data.images.items() if number} if record.data else {}
     validated = [row.val_acc for row in epochs if row.val_acc is not None]
     result = "Trained"
     if record.test and record.test.acc is not None:
-        result = f"{percent(record.test.acc)} on {f'{tested:,} ' * bool(tested)}test images"
+        result = f"{percent(record.test.acc)} on {images.get('test', '')}test images"
     elif validated:
-        images = record.data and record.data.images.get("val")
-        result = f"{percent(validated[-1])} on {f'{images:,} ' if images else ''}validation images"
+        result = f"{percent(validated[-1])} on {images.get('val', '')}validation images"
     elif epochs and epochs[-1].train_loss is not None:
         result = f"Training loss {epochs[-1].train_loss:.4g}"
     return f"{result} after {after} ({way_of_running(record)})"
@@ -178,15 +164,13 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict
         axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
 
     if windows.size or any(line.size for line in losses.values()):
-        figures["loss"] = draw_plot(loss, 3.6, rate)
+        figures["loss"] = draw_plot(loss, rate, height=3.6)
         faint = "; faint: each logging window" * bool(windows.size)
         shown.append(f'![Training and validation loss against epochs, the learning rate below](loss "Loss{faint}")')
     if any(line.size for line in accuracies.values()):
-        figures["accuracy"] = draw_plot(accuracy, 3.6)
+        figures["accuracy"] = draw_plot(accuracy, height=3.6)
         shown.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
-    if not shown:
-        return "No loss was logged as train_loss or val_loss."
-    return "\n".join(shown) + ROUNDING * ("loss" in figures)
+    return "\n".join(shown) or "No loss was logged as train_loss or val_loss."
 
 
 def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
@@ -200,15 +184,6 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
 
 
 # -- confusion matrix -------------------------------------------------------------------------------------------------
-
-
-def _confusion(path: Path) -> tuple[list[str], np.ndarray]:
-    """Return class names, and counts (labels, predictions); both are empty without a test."""
-    if not path.exists():
-        return [], np.zeros((0, 0), int)
-    with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:
-        rows = list(csv.reader(file))
-    return rows[0][1:], np.array([row[1:] for row in rows[1:]], int)
 
 
 def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
@@ -263,9 +238,13 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
     return figure
 
 
-def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: dict[str, Figure | bytes]) -> str:
-    if not names:
+def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
+    path = folder / "confusion_matrix.csv"
+    if not path.exists():  # no test
         return ""
+    with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:
+        (_, *names), *rows = csv.reader(file)
+    counts = np.array([row[1:] for row in rows], int)  # (labels, predictions)
     images = counts.sum(1)
     recall = np.where(images > 0, counts.diagonal() / np.maximum(images, 1), np.inf)
     wrong = counts - np.diag(counts.diagonal())
@@ -279,14 +258,9 @@ def _mistakes(folder: Path, names: Sequence[str], counts: np.ndarray, figures: d
     parts.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.exists():
-        with open_file(picture) as stored, Image.open(stored) as image, io.BytesIO() as file:
-            image.crop((0, 0, image.width, min(image.height, image.width * WRONG_HEIGHT // 100))).save(file, "PNG")
-            figures["most_wrong"] = file.getvalue()
+        with open_file(picture) as file:
+            figures["most_wrong"] = file.read()
         parts.append('![Test images, each with its label and its prediction](most_wrong "Most confidently wrong")')
-    if len(names) > CELLS:
-        order = recall.argsort(kind="stable")[:SHOWN]
-        rows = [(names[i], percent(recall[i]), f"{images[i]:,}") for i in order if images[i]]
-        parts.append(table(["least recognised", "recall", "images"], rows))
     return "\n\n".join(parts)
 
 

@@ -231,7 +231,8 @@ class RunRecord(Callback):
     def _begin_epoch(self, trainer: Trainer) -> None:
         self._epoch_start = time.perf_counter()
         self._begin_window(self._epoch_start)
-        self._epoch_rates, self._learning_rate = [], learning_rate(trainer)
+        self._epoch_rates = []
+        self._learning_rate = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clocks at the first step."""
@@ -415,11 +416,6 @@ def _continued(before: list[list[float]], points: list[list[float]], earlier: fl
     """
     later = [[round(seconds + earlier, 4), *figures] for seconds, *figures in points]
     return [*before, *later] if not before or not later or len(before[0]) == len(later[0]) else later
-
-
-def learning_rate(trainer: Trainer) -> float | None:
-    """Return the learning rate of the first parameter group."""
-    return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
 
 
 def _batches(trainer: Trainer) -> int:

@@ -101,21 +101,20 @@ def epoch_line(
         left: Seconds to the end of training, or None if unknown.
     """
     number = f"{row.epoch + 1}/{epochs}" if epochs and epochs > 0 else str(row.epoch + 1)
-    parts = [f"epoch {number:>{2 * len(str(epochs or 0)) + 1}}"]
-    if row.train_loss is not None:
-        parts.append(f"train {row.train_loss:.3f}")
-    if row.val_loss is not None:
-        parts.append(f"val {row.val_loss:.3f}")
-    if row.val_acc is not None:
-        parts.append(f"acc {100 * row.val_acc:5.1f} % {'*' if is_best else ' '}")
     hidden = re.compile(r".*_step|lr-.*|train_(acc|loss)|val_(acc|loss|f1)" + ("" if validated else "|val.*"))
-    parts += [f"{name} {float(metrics[name]):.4g}" for name in metrics if not hidden.fullmatch(name)]
-    parts += [f"lr {row.lr:.3g}"] if row.lr is not None else []
-    parts += [f"{row.samples_per_s:,.0f}/s"] if row.samples_per_s else []
-    parts += [f"{memory:.1f} GiB"]
-    parts += [f"{duration(left)} left"] if left else []
-    parts += ["(in part)"] * (not row.whole)
-    return "  ".join(parts)
+    parts = [
+        f"epoch {number:>{2 * len(str(epochs or 0)) + 1}}",
+        f"train {row.train_loss:.3f}" if row.train_loss is not None else "",
+        f"val {row.val_loss:.3f}" if row.val_loss is not None else "",
+        f"acc {100 * row.val_acc:5.1f} % {'*' if is_best else ' '}" if row.val_acc is not None else "",
+        *(f"{name} {float(metrics[name]):.4g}" for name in metrics if not hidden.fullmatch(name)),
+        f"lr {row.lr:.3g}" if row.lr is not None else "",
+        f"{row.samples_per_s:,.0f}/s" if row.samples_per_s else "",
+        f"{memory:.1f} GiB",
+        f"{duration(left)} left" if left else "",
+        "" if row.whole else "(in part)",
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def _figures(metrics: Metrics) -> str:

@@ -136,12 +136,9 @@ def run(arguments: list[str]) -> int:
     lead = f"> {warning}\n\n{text}" if warning else text
     write_text(folder / "report.html", page(title, lead, sections, draw_pictures(table, machines)))
     table.to_csv(folder / "plan.csv", index=False)
-    predicted = table.astype(object).where(table.notna(), None).to_dict("records")
     known = {"command": command, "versions": versions(), "hardware": hardware(), "load": psutil.getloadavg()[0]}
-    write_json(
-        folder / "plan.json",
-        {**known, "step": asdict(basis.step), "machines": asdict(machines), "predicted": predicted},
-    )
+    known |= {"step": asdict(basis.step), "machines": asdict(machines), "predicted": table.to_dict("records")}
+    write_json(folder / "plan.json", known)
     console.print(f"\n{title}\n", style="bold")
     console.print(Markdown(f"{rows}\n\n{text}\n\n{reading}"))
     console.print(f"\nplan  {folder}/report.html, plan.csv, plan.json", soft_wrap=True, markup=False)
@@ -236,14 +233,15 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
     """Return the machines to predict, and a description of the source of their network's figures."""
-    missing = [name for name in ("bandwidth", "latency") if options[name] is None]
+    within, between = (
+        {name: options[prefix + name] for name in ("bandwidth", "latency") if options[prefix + name] is not None}
+        for prefix in ("", "node_")
+    )
+    missing = [name for name in ("bandwidth", "latency") if name not in within]
     per_node = options.per_node or basis.devices
     if missing and basis.cuda and not torch.cuda.is_available():
-        given = " and ".join(f"--{name}" for name in missing)
-        raise UserError(f"the steps are from a GPU, but this machine has no GPU to measure the network: give {given}")
-    within = {name: options[name] for name in ("bandwidth", "latency") if options[name] is not None}
-    between = {name: options[f"node_{name}"] for name in ("bandwidth", "latency")}
-    between = {name: value for name, value in between.items() if value is not None}
+        flags = " and ".join(f"--{name}" for name in missing)
+        raise UserError(f"the steps are from a GPU, but this machine has no GPU to measure the network: give {flags}")
     link, spread, source = Link(math.inf, 0.0), (1.0, 1.0), "given"
     if missing and per_node > 1:
         say("measuring an all-reduce of two processes")

@@ -112,8 +112,6 @@ class Step:
             devices: Number of devices.
             link: Slowest link of the ring.
         """
-        if devices == 1:
-            return self.single(batch)
         images = -(-batch // devices)
         backward, end = self.backward(images), 0.0
         for bucket in self.buckets:
@@ -131,8 +129,6 @@ class Step:
             shared: Whether the replicas are threads on one CPU. Then no parameters are copied, and one thread runs the
                 backward pass of all replicas.
         """
-        if devices == 1:
-            return self.single(batch)
         images = -(-batch // devices)
         launch = self.forward.launch + self.backward.launch
         forward = self.forward.per_image * images
@@ -149,13 +145,11 @@ class Timed:
         images: Number of images of a batch on the device.
         phases: Milliseconds of each phase, as `time_per_step` in run.json.
         windows: Median rate divided by the fastest window's rate, and by the slowest window's.
-        threads: Number of threads of the process.
     """
 
     images: float
     phases: dict[str, Any]
     windows: tuple[float, float] = (1.0, 1.0)
-    threads: int = 1
 
 
 def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucket]) -> Step:
@@ -280,6 +274,7 @@ def predict(
                 for compute, sending in ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
             )
             rates = {"": images / time, "_low": images / ends[1], "_high": images / ends[0]}
+            speed_ups = {end: rate / alone if count > 1 else 1.0 for end, rate in rates.items()}
             hidden = step.ddp(images, count, Link(float("inf"), 0.0))
             row = {
                 "strategy": strategy if count > 1 else "one device",
@@ -291,8 +286,8 @@ def predict(
                 "step_ms": 1000 * time,
                 "waiting_ms": 1000 * (time - hidden) if strategy == "ddp" else float("nan"),
                 **{f"samples_per_s{end}": rate for end, rate in rates.items()},
-                **{f"speed_up{end}": rate / alone if count > 1 else 1.0 for end, rate in rates.items()},
-                "efficiency": rates[""] / alone / count,
+                **{f"speed_up{end}": speed_up for end, speed_up in speed_ups.items()},
+                **{f"efficiency{end}": speed_up / count for end, speed_up in speed_ups.items()},
             }
             if machines.price_per_hour is not None:
                 row["cost_per_million_samples"] = 1e6 / rates[""] / 3600 * machines.price_per_hour * count

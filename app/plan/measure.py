@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.data.module import ImageData
 from app.errors import UserError
@@ -70,13 +71,12 @@ def timed_run(arguments: list[str]) -> Record:
 
 def timed(record: Record) -> Timed:
     """Return a record's step times on one device."""
-    rates = record.throughput
-    windows = (rates.median / rates.max, rates.median / rates.min) if rates.median and rates.max and rates.min else None
+    rates, windows = record.throughput, (1.0, 1.0)
+    if rates.median and rates.min and rates.max:
+        windows = rates.median / rates.max, rates.median / rates.min
     assert record.global_batch_size
     assert record.time_per_step
-    assert record.threads
-    images = record.global_batch_size / record.replicas
-    return Timed(images, vars(record.time_per_step), windows or (1.0, 1.0), record.threads)
+    return Timed(record.global_batch_size / record.replicas, vars(record.time_per_step), windows)
 
 
 def read_record(path: str) -> Record:
@@ -119,7 +119,8 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
     network = model.network.to(device)
     images = torch.randn(batch, *data.image_shape, device=device)
     labels = torch.zeros(batch, dtype=torch.int64, device=device)
-    ready: dict[nn.Parameter, float] = {}
+    wanted = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    ready: dict[Tensor, float] = {}
 
     def now() -> float:
         if device.type == "cuda":
@@ -127,27 +128,22 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
         return time.perf_counter()
 
     def note(parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
         ready[parameter] = now()
 
-    wanted = [parameter for parameter in network.parameters() if parameter.requires_grad]
     for parameter in wanted:
         parameter.register_post_accumulate_grad_hook(note)
-    forward = backward = 0.0
-    parts = dict.fromkeys(wanted, 0.0)
-    passes = 12
-    for index in range(passes):
+    passes = []
+    for _ in range(12):
         ready.clear()
         began = now()
         with autocast:
             loss = model.recipe.criterion(network(images), labels).mean()
         turned = now()
         loss.backward()
-        ended = now()
-        if index < 2:
-            continue
-        forward, backward = forward + turned - began, backward + ended - turned
-        for parameter, at in ready.items():
-            parts[parameter] += (at - turned) / (ended - turned) / (passes - 2)
-    ordered = sorted(parts.items(), key=lambda item: item[1])
-    return backward / (forward + backward), [(p.numel() * p.element_size(), min(part, 1.0)) for p, part in ordered]
+        backward = now() - turned
+        shares = [(ready.get(parameter, turned) - turned) / backward for parameter in wanted]
+        passes.append([turned - began, backward, *shares])
+    forward, backward, *shares = np.mean(passes[2:], axis=0).tolist()
+    sizes = [parameter.numel() * parameter.element_size() for parameter in wanted]
+    ordered = sorted(zip(sizes, shares, strict=True), key=lambda gradient: gradient[1])
+    return backward / (forward + backward), ordered

@@ -12,23 +12,21 @@ from app.plan.cost_model import Machines, Step
 from app.system.page import BLUE, GREY, ORANGE, draw, plain
 from app.system.page import table as page_table
 
-ENDS = ("samples_per_s_low", "samples_per_s", "samples_per_s_high")
-PICTURES = {"throughput": "Samples/s", "efficiency": "Samples/s of each device, % of one device's"}
+ENDS = ("_low", "", "_high")
+PICTURES = {"samples_per_s": "Samples/s", "efficiency": "Samples/s of each device, relative to one device's"}
 ENOUGH = 0.5  # least efficiency of a recommendation
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
     """Return the row of the fastest prediction with enough efficiency, by the low end of the range."""
-    sure = table["speed_up_low"].where(table["devices"] > 1, 1.0)
-    enough = table["shared_equally"] & (sure > ENOUGH * table["devices"])
-    return table.assign(sure=sure)[enough].nlargest(1, "sure").iloc[0]
+    return table[table["shared_equally"] & (table["efficiency_low"] > ENOUGH)].nlargest(1, "speed_up_low").iloc[0]
 
 
 def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int) -> str:
     """Return the recommendation in one line."""
     model, row = config["model"], recommended(table)
     name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
-    gain = f"{row['strategy']} on {_devices(row)}: at least {row['sure']:.2f} × one device, predicted"
+    gain = f"{row['strategy']} on {_devices(row)}: at least {row['speed_up_low']:.2f} × one device, predicted"
     return f"{name}, batch {batch}: take {gain if row['devices'] > 1 else 'one device'}"
 
 
@@ -53,12 +51,11 @@ def _range(row: pd.Series, name: str, form: str) -> str:
 
 def predictions(table: pd.DataFrame) -> str:
     """Return the table of predictions in Markdown."""
-    batches = zip(table["replica_batch"], table["shared_equally"], strict=True)
     columns = {
         "": table["strategy"],
         "devices": table["devices"],
         "nodes": table["nodes"],
-        "batch": [f"{batch}{'' if is_equal else ' *'}" for batch, is_equal in batches],
+        "batch": table["replica_batch"].astype(str) + table["shared_equally"].map({True: "", False: " *"}),
         "step (ms)": table["step_ms"].map("{:.2f}".format),
         "wait (ms)": table["waiting_ms"].map("{:.2f}".format).replace("nan", "—"),
         "samples/s": table["samples_per_s"].map("{:,.0f}".format),
@@ -105,30 +102,24 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
 
 def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure | bytes]:
     """Draw predicted throughput and efficiency against the number of devices."""
-    ideal, share = table["samples_per_s"].iloc[0] * table["devices"], 100 / table["devices"]
-    rates = table[["strategy", "devices", *ENDS]]
-    shares = rates.assign(**{name: share * table[name.replace("samples_per_s", "speed_up")] for name in ENDS})
-    drawn = {"throughput": (rates, ideal), "efficiency": (shares, 0 * ideal + 100)}
-    return {
-        name: draw(partial(_draw_ways, table=rows, ideal=line, per_node=machines.per_node))
-        for name, (rows, line) in drawn.items()
-    }
+    return {name: draw(partial(_draw_ways, table=table, name=name, per_node=machines.per_node)) for name in PICTURES}
 
 
-def _draw_ways(axes: Axes, table: pd.DataFrame, ideal: pd.Series, per_node: int) -> None:
+def _draw_ways(axes: Axes, table: pd.DataFrame, name: str, per_node: int) -> None:
     """Draw one quantity of ddp, dp and the ideal against the number of devices."""
     ddp, dp = (table[rows].set_index("devices") for rows in (table["strategy"] != "dp", table["strategy"] == "dp"))
-    low, middle, high = (ddp[name] for name in ENDS)
+    low, middle, high = (ddp[name + end] for end in ENDS)
     axes.fill_between(ddp.index, low, high, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(middle, "o-", color=BLUE, label="ddp, predicted")
     if len(dp):
-        low, middle, high = (dp[name] for name in ENDS)
+        low, middle, high = (dp[name + end] for end in ENDS)
         ends = [middle - low, high - middle]
         axes.errorbar(1.06 * dp.index, middle, yerr=ends, fmt="s", color=ORANGE, capsize=3, label="dp, predicted")
-    axes.plot(table["devices"], ideal, ":", color=GREY, label="ideal")
-    axes.set_ylim(0, 1.1 * table[[*ENDS]].max().max())
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    counts = sorted(set(table["devices"]))
+    is_share, counts = name == "efficiency", sorted(set(table["devices"]))
+    ideal = [table[name].iloc[0] * (1 if is_share else count) for count in counts]
+    axes.plot(counts, ideal, ":", color=GREY, label="ideal")
+    axes.set_ylim(0, 1.1 * max(table[f"{name}_high"].max(), ideal[0]))
+    axes.yaxis.set_major_formatter("{x:.0%}" if is_share else "{x:,.0f}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=60 if len(counts) > 8 else 0)
     axes.set_xticks([], minor=True)

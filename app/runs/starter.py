@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -62,11 +62,7 @@ def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str
 
 
 def run_fit(
-    flags: Sequence[str],
-    limit: float,
-    folder: Path | None = None,
-    nodes: Sequence[Mapping[str, str]] = ({},),
-    poll: Callable[[], None] = lambda: None,
+    flags: Sequence[str], limit: float, folder: Path | None = None, nodes: Sequence[Mapping[str, str]] = ({},)
 ) -> Record:
     """Run a training to its end or its time limit, and return its record.
 
@@ -77,7 +73,6 @@ def run_fit(
         limit: Seconds after which the run is stopped.
         folder: Parent of the run's directory, `version_0`; a temporary folder by default.
         nodes: Environment variables of each node; several nodes share this machine.
-        poll: Function called twice a second.
 
     Returns:
         The record. `status` is `completed`, `interrupted` for a run that stopped at the limit, or `failed` with the
@@ -89,7 +84,7 @@ def run_fit(
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return run_fit(flags, limit, Path(temporary, "run"), nodes, poll)
+            return run_fit(flags, limit, Path(temporary, "run"), nodes)
     folder.mkdir(parents=True, exist_ok=True)
     outputs = [folder / f"output_node{node}.txt" for node in range(len(nodes))]
     began, busy, late = time.monotonic(), busy_seconds() - own_seconds(), False
@@ -109,7 +104,6 @@ def run_fit(
             )
         codes = [process.poll() for process in processes]
         while None in codes and not any(codes) and not late:  # stop if one fails, because other nodes would wait for it
-            poll()
             with suppress(subprocess.TimeoutExpired):
                 processes[codes.index(None)].wait(POLL)
             codes = [process.poll() for process in processes]
@@ -156,20 +150,14 @@ def _lines(output: Path) -> list[str]:
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Terminate a run's processes, and kill those that do not stop in time."""
-    running = [process for process in processes if process.poll() is None]
-    children = [child for process in running for child in psutil.Process(process.pid).children(recursive=True)]
+    running = [psutil.Process(process.pid) for process in processes if process.poll() is None]
+    children = [child for process in running for child in process.children(recursive=True)]
     for process in running:
         process.terminate()
-    deadline = time.monotonic() + GRACE
-    for process in running:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    for child in psutil.wait_procs(children, timeout=max(deadline - time.monotonic(), 0.1))[1]:
+    for process in psutil.wait_procs([*running, *children], timeout=GRACE)[1]:
         with suppress(psutil.NoSuchProcess):
-            child.kill()
-    for process in processes:  # kill processes that were started after `children` was read
+            process.kill()
+    for started in processes:  # kill processes that were started after `children` was read
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()

@@ -97,28 +97,22 @@ def code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def draw_plot(
-    paint: Callable[[Axes], None], height: float = 3.2, below: Callable[[Axes], None] | None = None
-) -> Figure:
+def draw_plot(*paints: Callable[[Axes], None], height: float = 3.2) -> Figure:
     """Draw a plot with a fixed layout: numbers on the left, names of lines on the right.
 
     A computed layout would double the time of a figure.
 
     Args:
-        paint: Function that draws on the axes.
+        paints: Function that draws on the axes, and one for a second, flat plot below with the same x axis.
         height: Height in inches.
-        below: Function that draws on a second, flat plot below, with the same x axis.
     """
     width = 4.6
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(width, height))
         figure.subplots_adjust(0.62 / width, 0.47 / height, 1 - 0.95 / width, 1 - 0.12 / height, hspace=0.12)
-        if below is None:
-            paint(figure.subplots())
-        else:
-            large, small = figure.subplots(2, sharex=True, height_ratios=(4, 1))
-            paint(large)
-            below(small)
+        plots = figure.subplots(len(paints), sharex=True, squeeze=False, height_ratios=(4, 1)[: len(paints)])
+        for paint, axes in zip(paints, plots[:, 0], strict=True):
+            paint(axes)
     return figure
 
 

@@ -61,8 +61,8 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
     options = parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own)
     if options.json is not None and (Path(options.json).is_dir() or not Path(options.json).parent.is_dir()):
         raise UserError(f"--json {options.json}: no file can be written there: name another one")
-    names = [each.name for each in fields(Settings) if each.name != "ways"]
-    settings = Settings(**{name: options[name] for name in names}, ways=_ways(options.ways))
+    values = {field.name: options[field.name] for field in fields(Settings)}
+    settings = Settings(**values | {"ways": _ways(options.ways)})
     configs = [value for flag, value in flags if flag == "--config"]
     typed = by_name([(flag, value) for flag, value in flags if flag != "--config"])
     return options, Prover(settings, configs, typed, Path(options.root))

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,10 +61,6 @@ class Recorded:
         """Number of evaluations of each sample in the last validation."""
         batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
         return Counter(sample for batch in batches for sample in batch)
-
-    def metrics(self, rank: int = 0) -> dict[str, float]:
-        """Return the evaluation's metrics on a rank."""
-        return self.ranks[rank]["metrics"]
 
 
 class Step:
@@ -160,13 +156,13 @@ def apart(here: float, there: float, scale: float = 1.0) -> float:
 
 def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Parting]:
     """Return a variant's first difference from the reference, by column; equal columns are absent."""
-    found: dict[str, Parting] = {}
+    partings: dict[str, Parting] = {}
     for name, look in (("samples", _samples), ("learning rate", _rates), ("loss", _losses), ("gradients", _gradients)):
         pairs = zip(way.steps, reference.steps, strict=False)
         if first := next((place for pair in pairs for place in look(*pair, tolerance)), None):
-            found[name] = first
-    if "samples" not in found and len(way.steps) != len(reference.steps):
-        found["samples"] = Parting("end", f"{len(way.steps)} steps were made, {len(reference.steps)} in the reference")
+            partings[name] = first
+    if "samples" not in partings and len(way.steps) != len(reference.steps):
+        partings["samples"] = Parting("end", f"{len(way.steps)} steps, {len(reference.steps)} in the reference")
     for name, places in (
         ("weights", weights_apart(reference, way, tolerance)),
         ("evaluation", _evaluation(reference, way, tolerance)),
@@ -174,8 +170,8 @@ def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE
     ):
         worst = max(places, key=lambda place: place.size, default=None)
         if worst is not None:
-            found[name] = worst
-    return found
+            partings[name] = worst
+    return partings
 
 
 def largest(reference: Recorded, way: Recorded) -> float:
@@ -272,21 +268,17 @@ def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Itera
 def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
     seen, wanted = way.evaluated, reference.evaluated
     if seen != wanted:
-        twice, missing = sum((seen - wanted).values()), sum((wanted - seen).values())
+        twice, missing = (seen - wanted).total(), (wanted - seen).total()
         counts = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
-        yield Parting("samples", f"{' and '.join(counts)}, of {sum(wanted.values())}")
+        yield Parting("samples", f"{' and '.join(counts)}, of {wanted.total()}")
     for rank in range(len(way.ranks)):
-        ours, theirs = way.metrics(rank), reference.metrics()
-        if rank:  # some metrics are logged only on rank zero
-            theirs = {name: value for name, value in theirs.items() if name in ours}
-        yield from _metrics(ours, theirs, f" on rank {rank}" if rank else "", tolerance)
-
-
-def _metrics(ours: Mapping[str, float], theirs: Mapping[str, float], where: str, tolerance: float) -> Iterator[Parting]:
-    for name in sorted({*ours, *theirs}):
-        here, there = ours.get(name, math.nan), theirs.get(name, math.nan)
-        if (size := apart(here, there)) > tolerance:
-            yield Parting(f"{name}{where}", f"{here:.6g}, {there:.6g} in the reference", size)
+        ours, theirs = way.ranks[rank]["metrics"], reference.ranks[0]["metrics"]
+        names = ours if rank else {*ours, *theirs}  # some metrics are logged only on rank zero
+        for name in sorted(names):
+            here, there = ours.get(name, math.nan), theirs.get(name, math.nan)
+            if (size := apart(here, there)) > tolerance:
+                place = f"{name} on rank {rank}" if rank else name
+                yield Parting(place, f"{here:.6g}, {there:.6g} in the reference", size)
 
 
 def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:

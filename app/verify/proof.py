@@ -15,7 +15,7 @@ from app.runs.starter import last_lines
 from app.variant import RESERVED, Variant
 from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, rounding, unused
 from app.verify.differences import EXACT, TOLERANCE, Recorded, differences, effect, first_operation, largest
-from app.verify.verdict import Remedied, Result, Verdict
+from app.verify.verdict import Result, Verdict
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
@@ -250,24 +250,24 @@ class Prover:
             reference: Recording on one device.
         """
         before, more, left = result, dict[str, Any](), result.causes
-        for flag in (ORDER, SHARDS):
-            name = next(iter(flag))
-            if not (name in ORDER and "samples" in result.differences) and not any(name in c.remedy for c in left):
+        for name, value in (ORDER, SHARDS):
+            deals = name == ORDER[0] and "samples" in result.differences
+            if not deals and not any(name in cause.remedy for cause in left):
                 continue
             try:
-                self.variant(result.name, {**(flags or ALONE), **more, **flag})
+                self.variant(result.name, {**(flags or ALONE), **more, name: value})
             except UserError:  # a rule rejects the flag
                 continue
-            more |= flag
+            more[name] = value
             same, after = self._again(result.name, flags, more)
-            result.remedied = Remedied(dict(more), after)
-            if same is None or before.recorded is None or after.recorded is None:
-                return
             self._repeat_in_float64(after, flags, more)
+            result.remedied = _outcome(more, after)
+            if same is None or after.recorded is None:
+                return
+            assert before.recorded is not None
             change = effect(after.recorded, same)
-            if name in ORDER:
-                removed = effect(before.recorded, after.recorded)
-            else:
+            removed = effect(before.recorded, after.recorded)
+            if name != ORDER[0]:
                 removed = max(effect(before.recorded, reference) - change, 0.0)
             remaining = {_without_figures(cause) for cause in after.causes}
             known = {_without_figures(cause) for cause in (*result.causes, *result.behind)}
@@ -301,7 +301,14 @@ class Prover:
         kept = repeated.differences.keys() - set(NUMBERS)
         result.rounding = {name: place for name, place in result.differences.items() if name not in kept}
         result.differences = {name: place for name, place in result.differences.items() if name in kept}
-        result.causes = [cause for cause in result.causes if kept & set(cause.columns)]
+        result.causes = result.causes if kept else []
+
+
+def _outcome(flags: Mapping[str, Any], result: Result) -> str:
+    """Describe a repetition with flags that remove causes."""
+    text = f"still different {', '.join(result.differences)}" if result.differences else "the same training"
+    text = f"does not run: {result.failed}" if result.failed else text
+    return f"{' '.join(f'--{name} {value}' for name, value in flags.items())}: {text}"
 
 
 def _without_figures(cause: Cause) -> str:
@@ -310,7 +317,7 @@ def _without_figures(cause: Cause) -> str:
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
     """Return a cause with its effect on the loss: `change` if the cause remains, else `removed`."""
-    if "loss" not in cause.columns:
+    if not cause.changes_loss:
         return cause
     if _without_figures(cause) in remaining:
         return cause._replace(effect=change)

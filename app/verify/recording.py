@@ -138,9 +138,7 @@ class Recording(Callback):
         scale = scale_of(trainer)
         step["skipped"], self._scale = scale < self._scale, scale
         self.record["steps"].append(step)
-        if (
-            trainer.global_step // max(len(trainer.optimizers), 1) >= self.steps
-        ):  # global_step counts all optimizers' steps
+        if trainer.global_step >= self.steps * max(len(trainer.optimizers), 1):  # counts all optimizers' steps
             stop_training(trainer, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -238,12 +236,12 @@ def tensors(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch, also from nested containers."""
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        yield from (leaf for value in batch.values() for leaf in tensors(value))
-    elif isinstance(batch, list | tuple):
-        yield from (leaf for value in batch for leaf in tensors(value))
-    elif dataclasses.is_dataclass(batch):
-        yield from (leaf for value in vars(batch).values() for leaf in tensors(value))
+        return
+    if dataclasses.is_dataclass(batch):
+        batch = vars(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    for value in values:
+        yield from tensors(value)
 
 
 def size(value: Tensor) -> float:
@@ -309,9 +307,9 @@ def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     callbacks: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
     theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in ("app", "lightning")]
     owners += [(type(each).__name__, each) for each in theirs]
-    found = {}
-    for owner, each in owners:
-        for name, value in vars(each).items():
-            if not name.startswith("_") and isinstance(value, bool | int | float | Tensor):
-                found[f"{owner}.{name}".lstrip(".")] = sizes(value)
-    return found
+    return {
+        f"{owner}.{name}".lstrip("."): sizes(value)
+        for owner, each in owners
+        for name, value in vars(each).items()
+        if not name.startswith("_") and isinstance(value, bool | int | float | Tensor)
+    }

@@ -28,8 +28,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         if result.recorded is not None
     }
     differences = {name: line[: len(reference)] - reference[: len(line)] for name, line in losses.items() if len(line)}
-    finite = [abs(line[np.isfinite(line)]).max(initial=0.0) for line in differences.values()]
-    largest = max(finite, default=0.0)
+    largest = max((abs(line[np.isfinite(line)]).max(initial=0.0) for line in differences.values()), default=0.0)
     power = -math.floor(math.log10(largest)) if largest else 0
     colours = dict(zip(losses, itertools.cycle(COLOURS)))
 
@@ -51,8 +50,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         ends = [(line[-1], name, colours[name]) for name, line in scaled.items()]
         label_lines(axes, [end for end in ends if math.isfinite(end[0])])
 
-    title = f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-")
-    title = title if largest else "No difference from one device"
+    title = f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-") if largest else "No difference"
     header, *rows = verdict.table()
     pictures = '![Training loss of each step, in every variant](losses "Training loss of each step")\n'
     pictures += f'![Difference of the losses from those on one device](differences "{title}")'

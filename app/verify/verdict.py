@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,26 +14,6 @@ from app.verify.causes import Cause
 from app.verify.differences import COLUMNS, Parting, Recorded
 
 LEGEND = "✓ the same · ≈ rounding · ✗ different, from this step on"
-
-
-@dataclass
-class Remedied:
-    """Repetition of a variant with flags that remove causes.
-
-    Attributes:
-        flags: Flags that remove causes.
-        result: Result of the variant with these flags.
-    """
-
-    flags: Mapping[str, Any]
-    result: "Result"
-
-    def __str__(self) -> str:
-        flags = " ".join(f"--{name} {value}" for name, value in self.flags.items())
-        if self.result.failed:
-            return f"{flags}: does not run: {self.result.failed}"
-        still = ", ".join(self.result.differences)
-        return f"{flags}: {f'still different {still}' if still else 'the same training'}"
 
 
 @dataclass
@@ -52,7 +32,7 @@ class Result:
         failed: Reason of a failure, or None.
         skipped: Reason of a skip, or None.
         behind: Further causes, found after flags had removed others.
-        remedied: Last repetition with such flags, or None.
+        remedied: Outcome of the last repetition with such flags, or None.
     """
 
     name: str
@@ -66,7 +46,7 @@ class Result:
     failed: str | None = None
     skipped: str | None = None
     behind: list[Cause] = field(default_factory=list)
-    remedied: Remedied | None = None
+    remedied: str | None = None
 
     @property
     def same(self) -> bool:
@@ -201,7 +181,7 @@ class Verdict:
                     "differences": {name: difference._asdict() for name, difference in result.differences.items()},
                     "first_operation": result.operation,
                     "causes": [cause._asdict() for cause in result.by_effect],
-                    "remedied": result.remedied and str(result.remedied),
+                    "remedied": result.remedied,
                 }
                 for result in self.results
             ],
