@@ -6,9 +6,11 @@ import os
 import pickle
 import signal
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import torchvision
 import yaml
 from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
-from harness import ROOT, TINY, draw_images
+from harness import ROOT, TINY, draw_images, fork_run, leave_undrawn
 
 from app.cli import main
 
@@ -34,9 +36,17 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def drawn() -> None:
+    """Draw pictures and reports in this process and in forks, too: for tests that look at them."""
+
+
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread for each process, no tracker, and nothing left over from another test."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
+        leave_undrawn(monkeypatch.setattr)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
@@ -50,7 +60,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def app(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the runs that a command starts from a process that has imported everything."""
+    monkeypatch.setattr("app.runs.starter.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork_run}))
+
+
+@pytest.fixture
+def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) -> Callable[..., tuple[int, str]]:
     """Run `python -m app …` in this process, with runs under tmp_path: exit code and what it printed."""
 
     def run(*args: str | Path) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 import atexit
 import inspect
+import ipaddress
 import itertools
 import json
 import os
@@ -30,6 +31,7 @@ from lightning.pytorch import Trainer
 from PIL import Image
 
 from app.fit.run_options import Run
+from app.launch.process import STARTER
 
 ROOT = Path(__file__).parent.parent
 App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
@@ -142,6 +144,23 @@ def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
     assert difference(run, expected) < tolerance
 
 
+def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
+    """Leave pictures and reports of trainings empty, which take half the time of a short run.
+
+    Args:
+        patch: Function that sets what a name means.
+    """
+
+    def savefig(figure: Any, file: Any, *, format: str, **_: object) -> None:
+        if format == "svg":
+            file.write('<svg viewBox="0 0 9 9"></svg>')
+        else:
+            Image.new("RGB", (9, 9)).save(file, format)
+
+    patch("matplotlib.figure.Figure.savefig", savefig)
+    patch("app.monitor.report.make_report", lambda folder: "")
+
+
 SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 
 
@@ -242,6 +261,17 @@ class Running:
         if not self.launcher:
             assert not listening(family(self.mark)) & {"0.0.0.0", "::"}
 
+    def on_loopback(self) -> str:
+        """What it printed; its processes listened, and on loopback alone."""
+        seen, out = set(), ""
+        while self.process.returncode is None:
+            seen |= listening(family(self.mark))
+            with suppress(subprocess.TimeoutExpired):
+                out, _ = self.process.communicate(timeout=0.5)
+        assert seen
+        assert all(ipaddress.ip_address(address).is_loopback for address in seen), seen
+        return out
+
     def end(self, seconds: float = 120) -> str:
         """What it printed; none of its processes is left a little later."""
         out, _ = self.process.communicate(timeout=seconds)
@@ -279,11 +309,12 @@ def start_app(*args: str | Path, timeout: int = 240, env: Environment | None = N
 
 
 SERVER = """
-import gc, json, os, resource, sys, traceback
+import gc, json, os, pytest, resource, sys, traceback
 gc.disable()
 import app.fit.command, app.compare.command, app.plan.command, app.doctor, app.monitor.report
 import matplotlib.backends.backend_agg, matplotlib.backends.backend_svg
 from app.cli import main
+from harness import leave_undrawn
 gc.freeze()
 gc.enable()
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -299,6 +330,8 @@ for line in sys.stdin:
         os.chdir(job["cwd"])
         os.environ.clear()
         os.environ.update(job["env"])
+        if "APP_TEST_UNDRAWN" in os.environ:
+            leave_undrawn(pytest.MonkeyPatch().setattr)
         if job["limit"]:
             resource.setrlimit(resource.RLIMIT_DATA, (job["limit"], job["limit"]))
         code = 1
@@ -313,6 +346,32 @@ for line in sys.stdin:
     print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+
+
+class Forked:
+    """A command in a fork of a server, with what a starter of runs needs of `Popen`."""
+
+    def __init__(self, server: subprocess.Popen[str], job: Mapping[str, Any]) -> None:
+        assert server.stdin
+        assert server.stdout
+        print(json.dumps(job), file=server.stdin, flush=True)
+        self.pid = int(server.stdout.readline())
+        self.code = ThreadPoolExecutor(1).submit(server.stdout.readline)
+
+    def poll(self) -> int | None:
+        return int(self.code.result()) if self.code.done() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        try:
+            return int(self.code.result(timeout))
+        except TimeoutError as error:
+            raise subprocess.TimeoutExpired("app", timeout) from error
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -338,6 +397,10 @@ class ForkServer:
         self.server.kill()
         self.server.communicate()
 
+    def start(self, argv: Sequence[str], env: Mapping[str, str], out: Path, cwd: Path) -> Forked:
+        """Start a command, whose output goes into a file."""
+        return Forked(self.server, {"argv": argv, "env": env, "out": str(out), "cwd": str(cwd), "limit": self.limit})
+
     def run(
         self, *args: str | Path, seconds: float = 60, signal_after: Signal = None, env: Environment | None = None
     ) -> tuple[int, str]:
@@ -346,19 +409,14 @@ class ForkServer:
         Raises:
             TimeoutError: When it did not end in time.
         """
-        assert self.server.stdin
-        assert self.server.stdout
         variables = {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None}
-        place = {"out": str(self.out), "cwd": str(self.cwd), "limit": self.limit}
-        job = {"argv": [*map(str, args)], "env": variables, **place}
-        print(json.dumps(job), file=self.server.stdin, flush=True)
-        pid = int(self.server.stdout.readline())
-        timers = [threading.Timer(seconds, os.kill, (pid, signal.SIGKILL))]
+        forked = self.start([*map(str, args)], variables, self.out, self.cwd)
+        timers = [threading.Timer(seconds, forked.kill)]
         if signal_after:
-            timers.append(threading.Timer(signal_after[1], os.kill, (pid, signal_after[0])))
+            timers.append(threading.Timer(signal_after[1], os.kill, (forked.pid, signal_after[0])))
         for timer in timers:
             timer.start()
-        code = int(self.server.stdout.readline())
+        code = forked.wait()
         for timer in timers:
             timer.cancel()
         out = self.out.read_text(errors="replace")
@@ -382,3 +440,13 @@ def fork_app(*args: str | Path, timeout: int = 240, env: Environment | None = No
     For what does not ask how processes are started. Under `ddp_fork` its ranks begin so, too.
     """
     return _server().run(*args, seconds=timeout, env={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})})
+
+
+def fork_run(
+    command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **more: Any
+) -> Forked | subprocess.Popen[bytes]:
+    """Stand in for `Popen` in a starter of runs, whose child it is not; nodes, of which several run, are processes."""
+    if "--cluster.node_rank" in command:
+        return subprocess.Popen(command, stdout=stdout, env=env, **more)
+    variables = {name: value for name, value in env.items() if name != STARTER}
+    return _server().start(command[command.index("app") + 1 :], variables, Path(stdout.name), Path.cwd())

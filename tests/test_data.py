@@ -78,6 +78,7 @@ def test_cifar10(cifar_root: Path) -> None:
     assert labels.max() < 10
 
 
+@pytest.mark.usefixtures("drawn")
 def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
     """Of any size: a quarter of 54 training images is 14."""
     data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))

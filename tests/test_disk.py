@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import error_of, options, output_of, record_of, start_app, started
+from harness import error_of, fork_app, options, output_of, record_of, start_app, started
 
 from app.fit.checkpoint_file import read
 
@@ -41,7 +41,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
     """Three checkpoints fit; of the fourth nothing stays, and the run ends with a line and a record that say so."""
     filler = disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
-    said = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs", env={"TMPDIR": str(tmp_path)}))
+    said = error_of(*fork_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
     run = disk / "runs" / "FashionMLP-Synthetic" / "version_0"
     assert "the checkpoint cannot be written (No space left on device)" in said
     assert "make room there, or give another --run.root" in said
@@ -53,7 +53,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
     for kept in (run / "checkpoints").glob("last-1.ckpt"):
         kept.unlink()
     flags = ["--run.root", tmp_path / "runs", "--run.test", "false"]
-    output_of(*start_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt"))
+    output_of(*fork_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt"))
 
 
 @pytest.mark.cluster

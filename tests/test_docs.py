@@ -307,6 +307,7 @@ def small(command: str) -> list[str] | None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_commands_run(reader: Path, tmp_path: Path) -> None:
     """What can run on one machine does, from a reader's folder; commands that are alike when they are small, once."""
     begin_here = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "app/fit/README.md", *ROOT.glob("notebooks/*")]

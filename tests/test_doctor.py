@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import App, error_of, start_app
+from harness import App, error_of, running
 
 import app.doctor
 from app.doctor import Check, environment, examine
@@ -78,8 +78,9 @@ def test_flags(app: App) -> None:
 @pytest.mark.slow
 def test_the_whole_of_it_with_misleading_variables(tmp_path: Path) -> None:
     left: dict[str, str | None] = {"LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "9"}
-    code, out = start_app("doctor", "--json", "--data_root", tmp_path, env=left)
-    assert code == 1
+    with running("doctor", "--json", "--data_root", tmp_path, env=left) as run:
+        out = run.on_loopback()
+    assert run.process.returncode == 1
     report = json.loads(out)
     assert report["level"] == "red"
     by_name = {check["name"]: check for check in report["checks"]}

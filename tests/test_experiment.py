@@ -126,10 +126,10 @@ def test_the_small_form_and_what_is_typed(app: App, experiment: Write) -> None:
     assert message in error_of(*app("compare", "--experiment", experiment(variants={"a": {}}), "--quick", "true"))
 
 
+@pytest.mark.parametrize("quick", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_experiments_can_be_read(app: App, path: Path) -> None:
-    output_of(*app("compare", "--experiment", path, "--dry_run"))
-    output_of(*app("compare", "--experiment", path, "--dry_run", "--quick", "true"))
+def test_shipped_experiments_can_be_read(app: App, path: Path, quick: bool) -> None:
+    output_of(*app("compare", "--experiment", path, "--dry_run", "--quick", str(quick).lower()))
     content = yaml.safe_load(path.read_text())
     for row in content.get("published", {}).get("rows", []):
         assert row.get("variant", "") in {*content["variants"], ""}

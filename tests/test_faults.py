@@ -25,7 +25,7 @@ from app.data import CIFAR10, FashionMNIST, ImageFolder
 from app.errors import UserError
 from app.fit.checkpoint_file import read
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("drawn")]
 TIMES = int(os.environ.get("FAULTS", "1"))
 FIT = tiny(700, 16, test=False)
 SAVES = ["--last_checkpoint.every_n_train_steps", "3", "--trainer.log_every_n_steps", "5"]

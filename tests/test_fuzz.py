@@ -98,7 +98,7 @@ def settle(command: str, argv: list[str]) -> None:
 
 
 @pytest.mark.slow
-@examples(5)
+@examples(2)
 @given(st.sampled_from(COMMANDS), flags)
 def test_command_lines(command: str, given: list[tuple[str, str]]) -> None:
     argv = ["--data", "Synthetic", *(part for flag, value in given for part in (f"--{flag}", value))]
@@ -119,7 +119,7 @@ configs = st.dictionaries(sections, trees | settings_of, max_size=3)
 
 
 @pytest.mark.slow
-@examples(2)
+@examples(1)
 @given(configs, st.booleans())
 def test_configs(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any], as_json: bool) -> None:
     path = written(tmp_path_factory, json.dumps(content) if as_json else yaml.safe_dump(content, allow_unicode=True))
@@ -146,7 +146,7 @@ def read_experiment(path: Path) -> None:
 
 
 @pytest.mark.slow
-@examples(2)
+@examples(1)
 @given(experiments)
 def test_experiments(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
     refused(read_experiment, written(tmp_path_factory, yaml.safe_dump(content, allow_unicode=True)))

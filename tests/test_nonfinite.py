@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import App, error_of, fork_app, output_of, record_of, tiny, weights
+from harness import App, error_of, fork_app, on_cpu, output_of, record_of, tiny, weights
 
 DATA = tiny(400, 24, max_epochs=2)
 POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the seventh of the first epoch is the bad one
@@ -35,10 +35,8 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_it_names_the_rank(strategy: str, tmp_path: Path) -> None:
-    flags = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--trainer.log_every_n_steps", "7"]
-    flags += ["--last_checkpoint.every_n_train_steps", "3", "--run.root", tmp_path]
+def test_it_names_the_rank(tmp_path: Path) -> None:
+    flags = [*on_cpu("ddp_fork", log_every_n_steps=7, root=tmp_path), "--last_checkpoint.every_n_train_steps=3"]
     assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in error_of(*fork_app("fit", *POISONED, *flags))
     assert record(tmp_path)["status"] == "failed"
 

@@ -171,8 +171,20 @@ assert not {"matplotlib", "triton"} & set(sys.modules)
 """
 
 
-def test_the_compiler_is_imported_when_something_is_compiled() -> None:
-    compiled = """
+PLOTS = """
+from lightning.pytorch.utilities.model_summary import ModelSummary
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+module.example_input_array = torch.ones(1, 2)
+assert ModelSummary(module).total_flops == 8
+for metric in MulticlassAccuracy(2), MulticlassConfusionMatrix(2):
+    metric.update(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    figure, axes = metric.plot()
+    assert isinstance(figure, sys.modules["matplotlib.figure"].Figure)
+import torchmetrics.utilities.plot, torch.utils.flop_counter
+assert torchmetrics.utilities.plot.__file__ and torch.utils.flop_counter.flop_registry
+assert not compiler()
+"""
+COMPILES = """
 traced = []
 def backend(graph, inputs): traced.append(graph); return graph.forward
 def step(x):
@@ -191,7 +203,11 @@ roi_align(torch.ones(1, 1, 4, 4), [torch.tensor([[0.0, 0, 2, 2]])], 2)
 import torch._dynamo.utils
 assert torch._dynamo.utils.__spec__.origin
 """
-    in_a_new_process(EAGER + compiled)
+
+
+def test_what_few_need_is_imported_when_something_needs_it() -> None:
+    """What plots and counts, and then the compiler."""
+    in_a_new_process(EAGER + PLOTS + COMPILES)
 
 
 def test_a_module_below_the_compiler_is_imported_first() -> None:
@@ -217,20 +233,3 @@ import torch._dynamo.config
 assert torch._dynamo.config.verbose is False
 """
     in_a_new_process(code)
-
-
-def test_what_plots_and_counts_is_imported_when_something_does() -> None:
-    asked = """
-from lightning.pytorch.utilities.model_summary import ModelSummary
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
-module.example_input_array = torch.ones(1, 2)
-assert ModelSummary(module).total_flops == 8
-for metric in MulticlassAccuracy(2), MulticlassConfusionMatrix(2):
-    metric.update(torch.tensor([0, 1]), torch.tensor([0, 0]))
-    figure, axes = metric.plot()
-    assert isinstance(figure, sys.modules["matplotlib.figure"].Figure)
-import torchmetrics.utilities.plot, torch.utils.flop_counter
-assert torchmetrics.utilities.plot.__file__ and torch.utils.flop_counter.flop_registry
-assert not compiler()
-"""
-    in_a_new_process(EAGER + asked)

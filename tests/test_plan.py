@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from cluster.hosts import Network
-from harness import QUIET, App, error_of, options, output_of, record_of, tiny
+from harness import QUIET, App, error_of, fork_app, options, output_of, record_of, tiny
 
 from app.plan import cost_model
 from app.plan.cost_model import AGREEMENT, Bucket, Line, Machines, Step, Timed, fit_step, make_buckets, predict
@@ -147,11 +147,12 @@ def test_a_range_from_what_was_measured() -> None:
 # -- the command --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run_dir(app: App, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of which a plan can be made."""
-    output_of(*app("fit", *tiny(640, 64, name="x", test=False, max_steps=12)))
-    return tmp_path / "runs" / "x" / "version_0"
+    root = tmp_path_factory.mktemp("run")
+    output_of(*fork_app("fit", *tiny(640, 64, root=root, name="x", test=False, max_steps=12)))
+    return root / "x" / "version_0"
 
 
 NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]
@@ -159,11 +160,12 @@ CPU = ["--trainer.accelerator", "cpu"]
 TINY_DATA = ["--data", "Synthetic", *options(size=240, batch_size=24)]
 
 
-def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
+@pytest.mark.usefixtures("drawn")
+def test_a_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
     more = ["--node_bandwidth=100Mbit/s", "--per_node", "8", "--max_devices", "16384", "--price_per_hour", "2.5"]
     more += ["--scale_batch", "true"]
-    out = output_of(*app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, *more))
-    folder = run_dir / "plan" / "version_0"
+    out = output_of(*app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, *more))
+    folder = tmp_path / "plan" / "version_0"
     assert {file.name for file in folder.iterdir()} == {"report.html", "plan.csv", "plan.json"}
     html = (folder / "report.html").read_text()
     assert html.count("<svg") == 2
@@ -187,19 +189,19 @@ def test_a_plan_from_a_run(app: App, run_dir: Path) -> None:
     assert ddp["step_ms"].iloc[0] == pytest.approx(step_ms, rel=0.01)
 
 
-def test_a_fixed_batch_has_an_end(app: App, run_dir: Path) -> None:
-    code, out = app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--max_devices", "64", "--per_node", "6")
+def test_a_fixed_batch_has_an_end(app: App, run_dir: Path, tmp_path: Path) -> None:
+    code, out = app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, "--max_devices", "64", "--per_node", "6")
     assert code == 0, out
-    table = pd.read_csv(run_dir / "plan" / "version_0" / "plan.csv")
+    table = pd.read_csv(tmp_path / "plan" / "version_0" / "plan.csv")
     assert list(table["devices"]) == [1, 2, 4, 6, 12, 24, 48]
     assert list(table["shared_equally"]) == [True, True, True, False, False, False, False]
     assert "hypothetical" in out
-    out = output_of(*app("plan", "--root", run_dir, "--run", run_dir, *NETWORK, "--data.batch_size", "8"))
+    out = output_of(*app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, "--data.batch_size", "8"))
     assert "More than 8 devices have no images of a batch of 8" in " ".join(out.split())
 
 
 def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> None:
-    words = ["--root", run_dir, "--run", run_dir, *NETWORK, "--model.network", "lenet"]
+    words = ["--root", "runs", "--run", run_dir, *NETWORK, "--model.network", "lenet"]
     assert "--model.network lenet: --run already defines" in error_of(*app("plan", *words))
 
 

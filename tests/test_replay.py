@@ -33,6 +33,7 @@ def largest(out: str) -> str:
     return next(line for line in out.splitlines() if line.startswith("largest loss"))
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
     """The step has the loss that the run logged, all of its samples, and a gradient norm for each shard."""
     output_of(*app("fit", *RUN, "--run.name", "run"))

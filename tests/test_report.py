@@ -19,6 +19,7 @@ from app.monitor.report import leave_report
 from app.system.page import Section, draw, page, plain, png, table
 
 SMALL = tiny(400, 20, name="x")
+pytestmark = pytest.mark.usefixtures("drawn")
 WINDOWS = ["--trainer.log_every_n_steps", "4"]
 
 
@@ -132,22 +133,6 @@ def test_a_module_and_data_of_ones_own(
     assert [words.split()[0] for words in command] == [use] * bool(use)
     for words in command:
         output_of(*app(*shlex.split(words)))
-
-
-FAILING = [
-    ("Fails", on_cpu("auto", 1), "Failed in epoch 1: .*the third step is broken"),
-    pytest.param("Fails", on_cpu("ddp"), "Failed in epoch 1: .*the third step is broken", marks=pytest.mark.slow),
-    pytest.param("FailsOnRank1", on_cpu("ddp"), r".*rank 1 \(process", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("model", "way", "title"), FAILING)
-def test_a_training_that_failed(model: str, way: list[str], title: str, tmp_path: Path) -> None:
-    """On one rank, too: also where rank zero cannot say anything any more."""
-    flags = ["--model", f"user_code.{model}", "--data", "user_code.TheirData", "--run.root", tmp_path, *QUIET]
-    code, out = fork_app("fit", *flags, *way)
-    assert code == 1, out
-    assert re.match(title, read(tmp_path / f"{model}-TheirData" / "version_0").title)
 
 
 def test_a_training_that_was_interrupted(tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 """`verify`: what is the same is found to be so, and each mistake is named."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, ForkServer, error_of, start_app
+from harness import QUIET, App, error_of, fork_app, output_of
 from torch import Tensor
 
 from app.verify import same_training
@@ -25,20 +24,15 @@ WAYS = {
     "accumulation": ["--trainer.accumulate_grad_batches", "2", "--data.batch_size", "4"],
     "ragged": ["--trainer.accumulate_grad_batches", "2", "--data.batch_size", "10"],
 }
+RECORDED: dict[tuple[str, ...], Recorded] = {}  # references, which several tests share
 REFERENCES = {"ragged": ["--data.batch_size", "20"]}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    with ForkServer(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 class Runs:
     """Runs of one training in several ways, compared as `verify` does."""
 
-    def __init__(self, server: ForkServer, root: Path, model: str, data: str, *flags: str) -> None:
-        self.server, self.root = server, root
+    def __init__(self, root: Path, model: str, data: str, *flags: str) -> None:
+        self.root, self.key = root, (model, data, *flags)
         self.flags = ["--model", f"faulty_code.{model}", "--data", f"faulty_code.{data}", *CPU, *QUIET, *flags]
         sampled = data in ("Stock", "Halved")
         self.flags += ["--trainer.use_distributed_sampler", str(sampled).lower(), "--run.test", "false"]
@@ -46,8 +40,7 @@ class Runs:
     def record(self, name: str, *flags: str, steps: int = 16, earlier: Recorded | None = None) -> Recorded:
         own = [*RECORDING, f"--trainer.callbacks.steps={steps}", "--trainer.callbacks.epoch_steps=8"]
         way = [*self.flags, *flags, *own, "--run.root", str(self.root), "--run.name", name]
-        code, out = self.server.run("fit", *way, env={"WANDB_MODE": "disabled"})
-        assert code == 0, out
+        output_of(*fork_app("fit", *way))
         return Recorded(self.root / name / "version_0", earlier)
 
     def resumed(self, *flags: str) -> Recorded:
@@ -56,16 +49,19 @@ class Runs:
         return self.record("resumed", *flags, "--ckpt_path", str(last), earlier=earlier)
 
     def case(self, way: str, *flags: str) -> tuple[dict[str, Parting], list[Cause]]:
-        reference = self.record("reference", "--trainer.devices", "1", *REFERENCES.get(way, []), *flags)
+        key = (*self.key, *flags, *REFERENCES.get(way, []))
+        if key not in RECORDED:
+            RECORDED[key] = self.record("reference", "--trainer.devices", "1", *REFERENCES.get(way, []), *flags)
+        reference = RECORDED[key]
         recorded = self.resumed(*flags) if way == "resume" else self.record("way", *WAYS[way], *flags)
         found = differences(reference, recorded)
         return found, causes(Case(reference, recorded, found, 2 if way in ("ddp", "dp") else 1))
 
 
 @pytest.mark.parametrize("way", ["ddp", "dp"])
-def test_a_right_one(way: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_right_one(way: str, tmp_path: Path) -> None:
     """Whatever divides the batch, and its smaller last one."""
-    assert Runs(server, tmp_path, "Model", "Data").case(way) == ({}, [])
+    assert Runs(tmp_path, "Model", "Data").case(way) == ({}, [])
 
 
 RATE = {"learning rate"}
@@ -87,7 +83,6 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("ByEstimate", "Stock", "ddp", RATE, "its total_steps is 200, 400 in the reference"),
     ("LosesItsSchedule", "Data", "resume", RATE, "the schedule is lost on resume: step 5"),
     ("Normalised", "Data", "ddp", {"loss"}, "BatchNorm normalises each replica's part of a batch by itself: net.2"),
-    ("Normalised", "Data", "dp", {"loss"}, "BatchNorm normalises each replica's part of a batch by itself: net.2"),
     ("Dropping", "Data", "ddp", {"loss"}, "dropout (net.1) drawn from torch's global random state"),
     ("Dropping", "Data", "dp", {"loss"}, "torch's global random state, which is drawn in another order"),
     ("Dropping", "Data", "resume", {"loss"}, "from torch's global random state, whose state is lost on resume"),
@@ -105,25 +100,23 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
 
 
 @pytest.mark.parametrize(("model", "data", "way", "columns", "said"), FAULTS, ids=lambda each: str(each)[:40])
-def test_a_mistake_is_named(
-    model: str, data: str, way: str, columns: set[str], said: str, server: ForkServer, tmp_path: Path
-) -> None:
-    found, named = Runs(server, tmp_path, model, data).case(way)
+def test_a_mistake_is_named(model: str, data: str, way: str, columns: set[str], said: str, tmp_path: Path) -> None:
+    found, named = Runs(tmp_path, model, data).case(way)
     assert columns <= found.keys(), found
     assert any(said in cause.text for cause in named), [cause.text for cause in named]
     assert all(cause.remedy for cause in named)
 
 
-def test_a_step_that_a_scaler_leaves_out(server: ForkServer, tmp_path: Path) -> None:
-    found, named = Runs(server, tmp_path, "Overflows", "Data").case("ddp", "--trainer.plugins", "user_code.Float16")
+def test_a_step_that_a_scaler_leaves_out(tmp_path: Path) -> None:
+    found, named = Runs(tmp_path, "Overflows", "Data").case("ddp", "--trainer.plugins", "user_code.Float16")
     assert "weights" in found
     assert "float16's scaler skips steps 4, 12, and none in the reference" in [cause.text for cause in named]
 
 
-def test_what_a_callback_loses(server: ForkServer, tmp_path: Path) -> None:
+def test_what_a_callback_loses(tmp_path: Path) -> None:
     """An average of the weights that it keeps for itself."""
     averaged = ["--trainer.callbacks+=faulty_code.Average"]
-    found, named = Runs(server, tmp_path, "Model", "Data").case("resume", *averaged)
+    found, named = Runs(tmp_path, "Model", "Data").case("resume", *averaged)
     assert "evaluation" in found
     assert any(cause.text == "state that is in no checkpoint: Average.average" for cause in named), named
 
@@ -142,6 +135,7 @@ def test_the_same_fault_of_several_ways_is_reported_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 @pytest.mark.parametrize(
     ("model", "data", "named", "removed"),
     [
@@ -174,12 +168,12 @@ def test_causes_behind_other_samples(model: str, data: str, named: list[str], re
 
 
 @pytest.mark.slow
-def test_bits(tmp_path: Path) -> None:
+def test_bits(app: App, tmp_path: Path) -> None:
     """The operation that differs on one rank is named by its module, and nothing is named without it."""
     flags = [*OURS, "--quick", "--steps", "4", "--bits", "true", "--run.virtual_devices", "4", "--run.threads", "1"]
-    found, out = verdict(tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
+    found, out = verdict(app, tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
     assert [way["first_operation"] for way in found["ways"]] == ["step 1, shard 3: mul in Jitters.network.noise", None]
-    found, out = verdict(tmp_path, *flags)
+    found, out = verdict(app, tmp_path, *flags)
     assert "The same bits in all 3 ways of running" in out
 
 
@@ -188,9 +182,9 @@ def test_bits(tmp_path: Path) -> None:
 OURS = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true"]
 
 
-def verdict(folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], str]:
+def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], str]:
     file = folder / "found.json"
-    ended, out = start_app("verify", *CPU, *flags, "--root", folder, "--json", file, timeout=400)
+    ended, out = app("verify", *CPU, *flags, "--root", folder, "--json", file)
     assert ended == code, out
     return json.loads(file.read_text()), out
 
@@ -215,10 +209,11 @@ def test_a_padded_sample_is_the_same_in_any_batch() -> None:
 
 
 @pytest.mark.slow
-def test_every_way(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("drawn")
+def test_every_way(app: App, tmp_path: Path) -> None:
     """And one more, which is not the same."""
     (tmp_path / "ways.yaml").write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
-    found, out = verdict(tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "20", code=1)
+    found, out = verdict(app, tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "20", code=1)
     same = {way["name"]: way["same"] for way in found["ways"]}
     assert same.pop("half the batch") is False, out
     assert len(same) == 7, out
@@ -231,21 +226,21 @@ def test_every_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_mlp(tmp_path: Path) -> None:
+def test_the_mlp(app: App, tmp_path: Path) -> None:
     """Adam, a schedule, augmentation, and an evaluation whose shares are unequal."""
     flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.scheduler", "StepLR", "--data", "Synthetic"]
     flags += ["--model.scheduler.step_size", "1", "--data.like", "FashionMNIST", "--data.crop_padding", "2"]
-    found, out = verdict(tmp_path, *flags, *OURS[2:], "--quick", "true", "--steps", "20")
+    found, out = verdict(app, tmp_path, *flags, *OURS[2:], "--quick", "true", "--steps", "20")
     assert [way["same"] for way in found["ways"]] == [True, True], out
     assert not any(way["rounding"] for way in found["ways"])
 
 
 @pytest.mark.slow
-def test_rounding_is_proven(tmp_path: Path) -> None:
+def test_rounding_is_proven(app: App, tmp_path: Path) -> None:
     """A high learning rate makes much of the last digit; in float64 it is not to be seen."""
     flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", "--data.size", "403"]
     flags += ["--quick", "true", "--steps", "60"]
-    found, out = verdict(tmp_path, *OURS, *flags)
+    found, out = verdict(app, tmp_path, *OURS, *flags)
     way = found["ways"][0]
     assert way["rounding"], out
     assert 0 < way["in_float64"] < 1e-10
@@ -276,6 +271,7 @@ def test_what_cannot_be(flags: list[str], said: str, app: App, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_in_a_test_of_ones_own() -> None:
     """As the README has it; and what ends a run is explained."""
     flags = {"trainer.use_distributed_sampler": "false", "trainer.accelerator": "cpu"}

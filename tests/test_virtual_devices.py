@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, ROOT, App, fork_app, free_port, output_of, start_app, started, tiny
+from harness import QUIET, ROOT, App, fork_app, free_port, output_of, started, tiny
 from pandas import read_csv
 from torch import Tensor
 
@@ -35,8 +35,7 @@ def digest(checkpoint: Path) -> str:
 def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> Path:
     """Run fit on some processes; return its directory."""
     devices = ("--trainer.strategy", "ddp_fork" if ranks > 1 else "auto", "--trainer.devices", ranks)
-    start = start_app if "--trainer.strategy" in more else fork_app
-    output_of(*start("fit", "--run.root", folder, *flags, *map(str, devices), *more, env=USER_CODE))
+    output_of(*fork_app("fit", "--run.root", folder, *flags, *map(str, devices), *more, env=USER_CODE))
     return max(folder.glob("*/version_*"), key=lambda each: each.stat().st_mtime)
 
 
@@ -153,11 +152,10 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (3, 1)])
-def test_anybodys_loader(plain: tuple[list[str], Path], ranks: int, workers: int, tmp_path: Path) -> None:
+def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path) -> None:
     """BatchNorm, dropout, random crops and colours: one SHA-256, and the same logged losses."""
     flags, alone = plain
-    run = train(tmp_path, flags, ranks, "--data.num_workers", str(workers))
+    run = train(tmp_path, flags, 3, "--data.num_workers", "1")
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
     logged = [read_csv(each / "metrics.csv")[["loss_step", "loss_epoch"]].to_csv() for each in (run, alone)]
     assert logged[0] == logged[1]
@@ -181,17 +179,17 @@ def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) 
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_shares_without_virtual_devices(ranks: int, tmp_path: Path) -> None:
+def test_shares_without_virtual_devices(tmp_path: Path) -> None:
     """A rank's mean loss is weighted by its share of the smaller last batch, and a rank without a sample takes part."""
     flags = [*PLAIN, "--data.size", "10", "--model.normalized", "false", "--data.batch_size", "9"]
     flags += ["--trainer.enable_model_summary", "true"]
     weights = []
-    for devices in (1, ranks):
+    for devices in (1, 2, 3):
         run = train(tmp_path / str(devices), flags, devices)
         weights.append(torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"])
     for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=1e-6)
+        for other in weights[1:]:
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
 
 
 REFUSED = {
