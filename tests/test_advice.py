@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from app.compare.advice import advice, busy, diverged, load_explains, ranks, verdict
+from app.compare.advice import advice, busy, excluded, load_explains, ranks, verdict
 from app.compare.results import COLUMNS
 
 
@@ -26,7 +26,7 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
 def told(*rows: dict[str, Any]) -> str:
     table = made_up(*rows)
     baseline = str(rows[0]["variant"])
-    return "\n".join([verdict(table, baseline).conclusion, *diverged(table), *advice(table, baseline, 4)])
+    return "\n".join([verdict(table, baseline).conclusion, *excluded(table, baseline), *advice(table, baseline, 4)])
 
 
 ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
@@ -119,6 +119,12 @@ def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() ->
     assert "The loss of four is not finite" in said
     assert "**Take one**" in said
     assert "compare losses as well" in told(ONE, FOUR | {"global_batch": 256})
+
+
+def test_what_is_faster_and_less_accurate_does_not_win() -> None:
+    said = told(ONE | {"val_acc": 0.65}, FOUR | {"val_acc": 0.61, "less_accurate": 1.0})
+    assert "**four is less accurate than one**: 61.0 %, not 65.0 %" in said
+    assert "**Take one**" in said
 
 
 def test_advice_without_results() -> None:

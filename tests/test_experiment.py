@@ -40,7 +40,8 @@ def test_the_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experime
     assert "--data.batch_size 24" in one
     assert "--model.optimizer.lr 0.001" in one
     assert "--data.batch_size 48" in two
-    assert "--model.optimizer.lr 0.002" in two
+    assert "--model.optimizer.lr 0.002 --model.warmup 1ep" in two
+    assert "warmup 1ep" not in one
 
 
 def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Write) -> None:

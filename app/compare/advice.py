@@ -29,9 +29,9 @@ class Verdict(NamedTuple):
 
 
 def ranked(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of variants with samples/s and a finite loss, indexed by name, the fastest first."""
+    """Return the rows of measured variants, indexed by name, the fastest first; without those that train worse."""
     measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
-    measured = measured[measured["not_finite_since"].isna()]
+    measured = measured[measured["not_finite_since"].isna() & ~measured["less_accurate"].eq(1)]
     return measured.sort_values("samples_per_s", ascending=False)
 
 
@@ -105,10 +105,17 @@ def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     return bool((undisturbed.iloc[1:] >= rows["samples_per_s_min"].head(1).max()).any())
 
 
-def diverged(table: pd.DataFrame) -> list[str]:
-    """Return a Markdown warning that names variants with a non-finite loss; an empty list without any."""
+def excluded(table: pd.DataFrame, baseline: str) -> list[str]:
+    """Return Markdown warnings that name the variants whose loss is not finite, or whose accuracy is lower."""
+    warnings = []
     names = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
-    return [f"**The loss of {plain(', '.join(names))} is not finite**: excluded below."] if names else []
+    if names:
+        warnings.append(f"**The loss of {plain(', '.join(names))} is not finite**: excluded below.")
+    accuracies = table.set_index("variant")["val_acc"]
+    for name in table.loc[table["less_accurate"].eq(1), "variant"]:
+        here, there = (f"{100 * accuracies[each]:.1f} %" for each in (name, baseline))
+        warnings.append(f"**{plain(name)} is less accurate than {plain(baseline)}**: {here}, not {there}. No winner.")
+    return warnings
 
 
 def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:

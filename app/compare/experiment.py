@@ -65,7 +65,8 @@ class Experiment:
         max_steps: Steps of each run, instead of epochs.
         time_limit: Seconds after which a run is stopped. A run that stops cleanly is `slow`, and its steps so far are
             measured. A run that must be killed is `hanging`, or `starting` before its first step.
-        scale_batch: Multiply the global batch and the learning rate by the number of replicas.
+        scale_batch: Multiply the global batch and the learning rate by the number of replicas, after an epoch of
+            warm-up.
         quick: Use the experiment's small form, for any machine with two cores.
         quick_form: Settings of the small form, which override the others; its `flags` are merged.
         published: Figures published elsewhere, shown beside those measured here.
@@ -168,7 +169,7 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
 
 
 def _scaled(variant: Variant) -> dict[str, Any]:
-    """Scale batch and learning rate by the linear rule. Source: Goyal et al., https://arxiv.org/abs/1706.02677."""
+    """Scale batch and learning rate by the linear rule, and warm up for an epoch. Source: Goyal et al., https://arxiv.org/abs/1706.02677."""
     count, settings = variant.replicas, variant.settings
     batch = settings.get("data.init_args.batch_size")
     rate = settings.get("model.init_args.optimizer.init_args.lr")
@@ -177,4 +178,8 @@ def _scaled(variant: Variant) -> dict[str, Any]:
             f"variant {variant.name!r}: --scale_batch needs a --data.batch_size in images and a --model.optimizer.lr: "
             f"they are {batch} and {rate}"
         )
-    return {"data.batch_size": batch * count, "model.optimizer.lr": rate * count}
+    given = settings.model.init_args
+    is_scheduled = any(given.get(name) for name in ("schedule", "scheduler", "warmup"))
+    warms_up = count > 1 and "warmup" in given and not is_scheduled and (settings.trainer.max_epochs or 0) > 1
+    warmup = {"model.warmup": "1ep"} if warms_up else {}
+    return {"data.batch_size": batch * count, "model.optimizer.lr": rate * count, **warmup}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from app.compare.advice import Verdict, advice, busy, diverged, load_explains, ranks, verdict
+from app.compare.advice import Verdict, advice, busy, excluded, load_explains, ranks, verdict
 from app.compare.experiment import Experiment
 from app.compare.figures import Picture, pictures
 from app.compare.results import COLUMNS, Column, rate, tabulate
@@ -56,7 +56,7 @@ def write_report(
     for picture, file in zip(drawn.values(), files.values(), strict=True):
         file.write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
 
-    lead = _lead(experiment, outcomes, [*cautions, *diverged(results)])
+    lead = _lead(experiment, outcomes, [*cautions, *excluded(results, baseline)])
     ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
     recommended = Section("Recommendation", "\n\n".join(advised))
     failures = Section("Last lines of the others", _tails(outcomes), folded=True)

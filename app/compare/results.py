@@ -46,6 +46,8 @@ COLUMNS = {
     "loss_middle": Column("loss, middle epoch", "train_loss.middle", median),
     "loss_last": Column("loss, last epoch", "train_loss.last", median),
     "val_acc": Column("validation accuracy"),
+    "val_images": Column("validation images"),
+    "less_accurate": Column("less accurate than the baseline"),
     "train_s": Column("training (s)", "train_s", median),
     "setup_s": Column("set-up (s)", "setup_s", median),
     "samples_per_s": Column("samples/s", "throughput.median", median),
@@ -86,6 +88,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     - speed_up: samples/s divided by the baseline's.
     - efficiency: speed-up divided by the ratio of device counts. Except for the baseline, NaN if the counts are equal
       or the baseline uses all cores.
+    - less_accurate: 1 where val_acc is below the baseline's by more than chance explains.
     - Phases of a step: proportions of the timed steps, scaled to the step time of samples_per_s.
     """
     table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=list(COLUMNS))
@@ -94,6 +97,9 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     base = table[table["variant"] == baseline].iloc[0]
     table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
+    # two standard errors of the difference of two shares of as many images
+    error = 2 * (2 * base["val_acc"] * (1 - base["val_acc"]) / base["val_images"]) ** 0.5
+    table["less_accurate"] = (base["val_acc"] - table["val_acc"] > error).astype(float)
     grown = table["replicas"] / base["replicas"]
     all_cores = base["accelerator"] == "cpu" and base["threads"] * base["replicas"] >= usable_cores() > 1
     scaled = (grown != 1) & (not all_cores)
@@ -112,6 +118,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     accuracies = [[epoch.val_acc for epoch in record.epochs if epoch.val_acc is not None] for record in records]
     if any(accuracies):
         row["val_acc"] = median(accuracy[-1] for accuracy in accuracies if accuracy)
+        row["val_images"] = next((record.data.images.get("val") for record in records if record.data), None)
     for name, first in (("main", True), ("others", False)):
         peaks = [peak for record in records for peak in _peaks(record, first)]
         if peaks:
