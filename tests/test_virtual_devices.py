@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, ROOT, App, fork_app, free_port, output_of, started, tiny
+from harness import QUIET, ROOT, App, error_of, fork_app, free_port, options, output_of, started, tiny
 from pandas import read_csv
 from torch import Tensor
 
@@ -223,3 +223,9 @@ def test_what_cannot_be_sharded(flags: str, app: App) -> None:
     code, out = app("fit", *own, "--run.virtual_devices", "5", *flags.split())
     assert code == 2, out
     assert REFUSED[flags] in out.splitlines()[-1]
+
+
+def test_an_integer_that_differs_between_shards(app: App) -> None:
+    flags = [*tiny(40, 8, model="user_code.CountsLabels"), *options(max_epochs=1, test=False, virtual_devices=2)]
+    message = "training_step changes the buffer seen, of torch.int64, to another value on each shard"
+    assert message in error_of(*app("fit", *flags))

@@ -474,3 +474,15 @@ class FailsOnce(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise RuntimeError("only once")
+
+
+class CountsLabels(CIFARCNN):
+    """Counts in an integer buffer, whose mean over shards would be rounded."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(num_classes=num_classes)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch[1].sum()
+        return super().training_step(batch, batch_idx)

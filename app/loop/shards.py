@@ -195,6 +195,7 @@ class ShardedStep(Step):
             self._alone = self.strategy.block_backward_sync
         self._prepare_shard, self.preparation = self.preparation, [self._prepare]
         self._log_step = self._part("training_step", lambda logged, *args: logged.log_step(*args))
+        self._checked = False
 
     def _prepare(self, batch: Any) -> Shards:
         assert isinstance(batch, Shards)
@@ -243,6 +244,7 @@ class ShardedStep(Step):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         loss = self._finish(sums.wait(), batch.samples, changed, logged)
         self.outputs = {**outputs, "loss": loss / self.trainer.accumulate_grad_batches}
+        self._checked = True
         return self.outputs["loss"]
 
     def _over_shards(
@@ -325,9 +327,18 @@ class ShardedStep(Step):
     def _finish(self, vector: Tensor, samples: int, changed: list[int], logged: Logged) -> Tensor:
         """Write the buffers' means, log the values, and return the mean loss."""
         vector[: len(vector) - len(logged.sums)].div_(samples)
-        sizes = [1, *(buffer.numel() for buffer in self._buffers.values(changed)), *[1] * len(logged.options)]
+        buffers = self._buffers.values(changed)
+        sizes = [1, *(buffer.numel() for buffer in buffers), *[1] * len(logged.options)]
         loss, *values = vector.split(sizes)
-        self._buffers.write(changed, values[: len(changed)])
+        means = values[: len(changed)]
+        if not self._checked:
+            for place, buffer, mean in zip(changed, buffers, means, strict=True):
+                if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
+                    raise UserError(
+                        f"training_step changes the buffer {self._buffers.name(place)}, of {buffer.dtype}, to another "
+                        "value on each shard: make it a float, whose mean is kept, or leave --run.virtual_devices out"
+                    )
+        self._buffers.write(changed, means)
         self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
         return loss[0].float()
 
