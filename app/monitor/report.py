@@ -23,6 +23,7 @@ from app.system import page
 from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_plot, label_lines, plain, png, table
 
+SHOWN = 5  # rows of a table of mistakes
 CELLS = 20  # most classes for which a confusion matrix shows its counts
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
@@ -250,10 +251,11 @@ def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
     wrong = counts - np.diag(counts.diagonal())
     parts = []
     if wrong.any():
-        label, predicted = divmod(int(wrong.argmax()), len(names))
-        least = f"{plain(names[int(recall.argmin())])}, {percent(recall.min())} of its images"
-        most = f"{plain(names[label])}, predicted as {plain(names[predicted])} ({wrong.max():,} images)"
-        parts.append(f"Least recognised: {least}. Most often confused: {most}.")
+        least = [(names[i], percent(recall[i]), f"{images[i]:,}") for i in recall.argsort(kind="stable") if images[i]]
+        pairs = [divmod(int(place), len(names)) for place in (-wrong).argsort(axis=None, kind="stable")[:SHOWN]]
+        most = [(names[i], names[j], f"{wrong[i, j]:,}") for i, j in pairs if wrong[i, j]]
+        parts.append(table(["least recognised", "recall", "images"], least[:SHOWN]))
+        parts.append(table(["most confused", "predicted as", "images"], most, words=(0, 1)))
     figures["confusion"] = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
     parts.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
     picture = folder / "most_wrong.png"
