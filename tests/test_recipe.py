@@ -3,6 +3,7 @@
 That every way of running trains a recipe alike, and resumes it exactly: test_parity.py, test_resume.py.
 """
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -127,6 +128,23 @@ def test_weights_of_files(tmp_path: Path) -> None:
         line = load_weights(ours, read_weights(str(tmp_path / file), "squeezenet1_1"), file)
         assert line == f"Weights of {file}: 50 tensors loaded, classifier.1 starts anew for another number of classes"
         assert torch.equal(ours.features[0].weight, theirs.features[0].weight)
+
+
+def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network, the error names the file to fetch and its folder."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.hub.urlopen", refuse)
+    flags = [*QUICK, "--model", "squeezenet1_1", "--model.weights", "DEFAULT"]
+    message = error_of(*app("fit", *flags))
+    found = re.fullmatch(r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message)
+    assert found
+    torch.save(torchvision.models.squeezenet1_1().state_dict(), Path(found[2], found[1]))
+    out = output_of(*app("fit", *flags))
+    assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError("refused")
 
 
 def test_the_images_of_published_weights() -> None:

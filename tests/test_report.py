@@ -84,7 +84,11 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
         "Memory of each rank, over time",
         "Milliseconds of each part of a step",
     ]
-    for said in ("CIFARCNN, LeNet, 62,006 parameters", "Synthetic: 360 training, 40 validation, 80 test", "recall"):
+    for said in (
+        "CIFARCNN, LeNet, 62,006 parameters",
+        "Synthetic: 360 training, 40 validation, 80 test",
+        "most confused",
+    ):
         assert said in found.text
     assert record["command"] in found.text
     assert record["hardware"]["cpu"] in found.text
