@@ -59,9 +59,7 @@ if "APP_SPAWNED" in os.environ:  # a ddp_spawn process, which does not run `app.
 
 
 def __getattr__(name: str) -> Any:
-    """Import `app.load` and `app.fit` on first use, because they take seconds."""
-    if name == "load":
-        return importlib.import_module("app.inference").load
-    if name == "fit":
-        return importlib.import_module("app.fit")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import `app.load` and `app.fit` on first use, because that takes seconds."""
+    if name not in ("load", "fit"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("app.fit") if name == "fit" else importlib.import_module("app.inference").load

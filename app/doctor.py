@@ -31,7 +31,7 @@ from app.fit.parser import PlainParser
 from app.launch.process import ADDRESSES, RANKS
 from app.monitor.loggers import tracking_mode
 from app.runs import run_fit
-from app.system.machine import GIB, busy, driver, hardware, usable_cores
+from app.system.machine import GIB, busy, driver, hardware, nccl, usable_cores
 from app.system.terminal import working
 
 USAGE = """\
@@ -185,7 +185,8 @@ def _backends() -> Check:
     usable = [name for name in ("nccl", "gloo") if torch.distributed.is_backend_available(name)]
     is_enough = "gloo" in usable and ("nccl" in usable or not torch.cuda.is_available())
     remedy = "" if is_enough else "ddp needs gloo on CPUs and nccl on GPUs: install another build of torch"
-    return Check("backends", "green" if is_enough else "red", ", ".join(usable) or "none", remedy)
+    names = ", ".join(f"nccl {nccl()}" if name == "nccl" and nccl() else name for name in usable)
+    return Check("backends", "green" if is_enough else "red", names or "none", remedy)
 
 
 def environment(variables: Mapping[str, str]) -> Check:

@@ -109,7 +109,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
     """
     if name in ("last", "best"):
         records = [path for config in configs if (path := Path(config).with_name("run.json")).is_file()]
-        path = of_run(name, records[-1]) if records else _of_name(name, Path(root, run))
+        path = _of_run(name, records[-1]) if records else _of_name(name, Path(root, run))
     else:
         path = Path(name)
     if path.is_file() and (reason := _wrong_with(path)):
@@ -118,7 +118,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
     return str(path) if name in ("last", "best") else name
 
 
-def of_run(name: str, record: Path) -> Path:
+def _of_run(name: str, record: Path) -> Path:
     """Return a run's last or best checkpoint: the one in its record, else one of that name in its directory."""
     kept = getattr(read_earlier(record).checkpoint, name)
     if kept is not None and Path(kept).is_file():
