@@ -132,7 +132,7 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         self.recipe = Recipe(**recipe)
-        self.network_name = network if isinstance(network, str) else None
+        self.network_name = network if isinstance(network, str) else type(network).__name__
         self.network = make_network(network, num_classes) if isinstance(network, str) else network
         self.weights = weights
         self._frozen = freeze(self.network, self.recipe.freeze) if self.recipe.freeze else []
@@ -154,6 +154,7 @@ class ImageClassifier(LightningModule):
         self.test_metrics = self.val_metrics.clone(prefix="test_")
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
         self.class_weights: Tensor | None = None  # not a buffer, which the moving average would average
+        self.train()  # because Lightning keeps each module's mode
         if type(self) is ImageClassifier:
             self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
@@ -346,8 +347,8 @@ class ImageClassifier(LightningModule):
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
         elif recipe.schedule is not None:
-            steps = trainer.estimated_stepping_batches  # loads the data
-            epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            steps = trainer.estimated_stepping_batches  # before the next line, because it loads the data
+            epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
             scheduler = recipe.make_scheduler(optimizer, steps, epoch)
         else:
             return optimizer

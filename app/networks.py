@@ -1,7 +1,7 @@
 """Networks in plain torch, and pretrained weights; each forward pass maps images to class scores (logits)."""
 
-import inspect
 import pkgutil
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -114,6 +114,11 @@ def names_of_torchvision() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models)
 
 
+def title(name: str) -> str:
+    """Return the short name of a network: LeNet for `lenet`, Net for `my_code.Net`, vit for `timm/vit`."""
+    return NETWORKS[name].__name__ if name in NETWORKS else re.split("[./]", name)[-1]
+
+
 def make_network(name: str, num_classes: int) -> nn.Module:
     """Create a network.
 
@@ -128,8 +133,7 @@ def make_network(name: str, num_classes: int) -> nn.Module:
     if name in NETWORKS:
         return NETWORKS[name](num_classes)
     if name in names_of_torchvision():
-        known = inspect.signature(torchvision.models.get_model_builder(name)).parameters
-        one_head = {"aux_logits": False, "init_weights": True} if "aux_logits" in known else {}
+        one_head = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
         network = torchvision.models.get_model(name, num_classes=num_classes, **one_head)
     elif name.startswith("timm/"):
         network = _timm(name).create_model(name[5:], num_classes=num_classes)
@@ -175,7 +179,7 @@ def checkpoint_of(path: Path) -> Path:
     return next((each for each in checkpoints if each.is_file()), checkpoints[0])
 
 
-def read_weights(source: str, name: str | None) -> dict[str, Tensor]:
+def read_weights(source: str, name: str) -> dict[str, Tensor]:
     """Read pretrained weights.
 
     Args:
@@ -204,8 +208,8 @@ def read_weights(source: str, name: str | None) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
-def _published(name: str | None) -> dict[str, Tensor]:
-    if name is None or not (name in names_of_torchvision() or name.startswith("timm/")):
+def _published(name: str) -> dict[str, Tensor]:
+    if not (name in names_of_torchvision() or name.startswith("timm/")):
         raise UserError("--model.weights DEFAULT is for networks of torchvision and timm: give a file or a run")
     if name.startswith("timm/"):
         with downloading(f"--model.weights DEFAULT: no weights of {name}", "give a file of them to --model.weights"):
@@ -213,6 +217,29 @@ def _published(name: str | None) -> dict[str, Tensor]:
     weights, folder = torchvision.models.get_model_weights(name).DEFAULT, Path(torch.hub.get_dir(), "checkpoints")
     with downloading(f"--model.weights DEFAULT: no weights of {name}", f"put {weights.url} into {folder}"):
         return weights.get_state_dict(check_hash=True)
+
+
+def image_settings(source: str, name: str | None) -> dict[str, Any]:
+    """Return the `--data` settings with which weights were trained: normalisation, sizes, interpolation.
+
+    Args:
+        source: As for `read_weights`.
+        name: Name of the network.
+    """
+    if source == "DEFAULT" and name in names_of_torchvision():
+        preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+        sizes = {"size": preset.crop_size[0], "resize": preset.resize_size[0]}
+        return {"mean": preset.mean, "std": preset.std, "interpolation": preset.interpolation.value, **sizes}
+    if source == "DEFAULT" and name is not None and name.startswith("timm/"):
+        preset = _timm(name).get_pretrained_cfg(name[5:])
+        size = preset.input_size[-1]
+        sizes = {"size": size, "resize": round(size / preset.crop_pct)}
+        return {"mean": [*preset.mean], "std": [*preset.std], "interpolation": preset.interpolation, **sizes}
+    checkpoint = Path(source, "checkpoints", "best.ckpt")
+    if not checkpoint.is_file():
+        return {}
+    images = torch.load(checkpoint, mmap=True, weights_only=True).get("images")
+    return {"mean": images["mean"], "std": images["std"], "size": images["image_shape"][1:]} if images else {}
 
 
 def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
@@ -242,9 +269,9 @@ def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -
         )
     network.load_state_dict({**own, **{key: given[key] for key in own if key not in replaced}})
     left = [key for key in given if key not in own]
-    parts = [f"Weights of {source}: {len(own) - len(replaced)} tensors loaded"]
-    parts += [f"{head} is new" if head in given or f"{head}.weight" in given else f"{head} was missing"] * bool(
-        replaced
-    )
-    parts += [f"{len(left)} left out, such as {left[0]}"] * bool(left)
-    return ", ".join(parts)
+    line = f"Weights of {source}: {len(own) - len(replaced)} tensors loaded"
+    if replaced:
+        line += f", {head} starts anew for another number of classes"
+    if left:
+        line += f", {len(left)} left out, such as {left[0]}"
+    return line

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -18,7 +19,6 @@ from app.networks import head_of
 
 Loss = Literal["cross_entropy", "smooth_l1"]
 Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 
 
 def name_defaults(cls: type) -> type:
@@ -133,7 +133,7 @@ class Recipe:
     def _without_decay(self, network: nn.Module) -> Iterator[nn.Parameter]:
         for module in network.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if ("norm" if isinstance(module, NORMS) else name) in self.no_decay:
+                if ("norm" if "norm" in type(module).__name__.lower() else name) in self.no_decay:
                     yield parameter
 
     def make_scheduler(self, optimizer: Optimizer, steps: float, steps_per_epoch: float) -> LambdaLR:
@@ -148,42 +148,36 @@ class Recipe:
             UserError: When the run has no length, or the warm-up fills it.
         """
         assert self.schedule is not None
-        if not math.isfinite(steps):
+        if not math.isfinite(steps) or steps < 0:
             raise UserError(f"--model.schedule {self.schedule} needs the run's length: give --trainer.max_epochs")
-        warmup = round(self.warmup * (steps_per_epoch if self._warms_by_epoch else 1))
+        warmup = round(self.warmup * (math.ceil(steps_per_epoch) if self._warms_by_epoch else 1))
         if self.schedule == "onecycle" and not warmup:
             warmup = int(0.3 * steps)
         if warmup >= max(steps, 1):
             raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
-        return LambdaLR(optimizer, Rate(self.schedule, warmup, int(steps)))
+        # a partial function keeps the run's length out of checkpoints, so that a resumed run may be longer
+        return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 
-class Rate:
-    """Learning rate at each step, relative to the highest.
+def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
+    """Return the learning rate at a step, relative to the highest.
 
     Args:
-        schedule: Its name.
+        schedule: Name of the schedule.
         warmup: Steps of warm-up.
         steps: Steps of the whole run.
+        step: The step, from 0.
     """
-
-    def __init__(self, schedule: Schedule, warmup: int, steps: int) -> None:
-        self.schedule, self.warmup, self.steps = schedule, warmup, steps
-
-    def __call__(self, step: int) -> float:
-        """Return the factor at a step."""
-        if step < self.warmup:
-            if self.schedule == "onecycle":
-                return 1 - 0.96 * _falling(step / self.warmup)
-            return (step + 1) / (self.warmup + 1)
-        done = min((step - self.warmup) / (self.steps - self.warmup), 1.0)
-        return {
-            "constant": 1.0,
-            "cosine": _falling(done),
-            "linear": 1 - done,
-            "onecycle": _falling(done),
-            "step": 0.1 ** int(3 * done),
-        }[self.schedule]
+    if step < warmup:
+        return 1 - 0.96 * _falling(step / warmup) if schedule == "onecycle" else (step + 1) / (warmup + 1)
+    done = min((step - warmup) / (steps - warmup), 1.0)
+    return {
+        "constant": 1.0,
+        "cosine": _falling(done),
+        "linear": 1 - done,
+        "onecycle": _falling(done),
+        "step": 0.1 ** int(3 * done),
+    }[schedule]
 
 
 def _falling(done: float) -> float:

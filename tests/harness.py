@@ -61,6 +61,16 @@ def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **setti
     return [*words, *(["--model", model] if model else []), *QUIET]
 
 
+# every feature of a recipe at once
+RECIPE = [
+    *options(mixup=0.3, cutmix=1, gradient_clip_val=1),
+    *("--data.balance", "true"),
+    *("--model.optimizer.lr", "0.02", "--model.optimizer.weight_decay", "0.01", "--model.no_decay", "norm,bias"),
+    *("--model.schedule", "cosine", "--model.warmup", "1ep", "--model.label_smoothing", "0.1", "--model.ema", "0.9"),
+    *("--model.head_lr", "3", "--model.class_weights", "balanced", "--model.freeze", "1"),
+]
+
+
 def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
     """Flags for a strategy on several devices of the CPU."""
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)

@@ -11,9 +11,9 @@ from harness import ROOT
 # lowest first; a module imports from lower levels and from its own package only
 LEVELS = (
     {"errors"},
-    {"networks", "system"},
-    {"record"},
-    {"data", "execution", "step_graph"},
+    {"system"},
+    {"networks", "record"},
+    {"data", "execution", "recipe", "step_graph"},
     {"modules"},
     {"parallel"},
     {"loop"},

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import App, difference, fork_app, last_of, losses, on_cpu, options, output_of, tiny
+from harness import RECIPE, App, difference, fork_app, last_of, losses, on_cpu, options, output_of, tiny
 
 from app.data.batches import stream
 from app.data.synthetic import SyntheticSource
@@ -20,7 +20,8 @@ STEPS = options(max_epochs=4, log_every_n_steps=1, test=False)
 IMAGES = tiny(1006, 64, val_size=103, flip=True, crop_padding=2)
 # float64: Adam takes a whole step also where a gradient is nothing but rounding, of either sign
 MLP = ["--model", "FashionMLP", "--model.repeats", "2", *options(like="FashionMNIST", precision="64-true")]
-MODELS = {"cnn": [*IMAGES, "--model", "CIFARCNN"], "mlp": [*IMAGES, *MLP]}
+CNN = [*IMAGES, "--model", "CIFARCNN"]
+MODELS = {"cnn": CNN, "mlp": [*IMAGES, *MLP], "recipe": [*CNN, *RECIPE]}
 SLOW = pytest.mark.slow
 
 
@@ -41,7 +42,10 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 WAYS: list[Any] = [("cnn", "dp", 2), ("mlp", "dp", 2), ("cnn", "dp", 4), ("cnn", "ddp", 2)]
-WAYS += [pytest.param("mlp", "ddp_fork", 2, marks=SLOW)]
+WAYS += [
+    ("recipe", "ddp_fork", 2),
+    *(pytest.param(*way, marks=SLOW) for way in (("mlp", "ddp_fork", 2), ("recipe", "dp", 2))),
+]
 
 
 @pytest.mark.parametrize(("single", "strategy", "devices"), WAYS, indirect=["single"])

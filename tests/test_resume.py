@@ -14,7 +14,20 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from harness import App, difference, error_of, fork_app, last_of, on_cpu, options, output_of, record_of, tiny, weights
+from harness import (
+    RECIPE,
+    App,
+    difference,
+    error_of,
+    fork_app,
+    last_of,
+    on_cpu,
+    options,
+    output_of,
+    record_of,
+    tiny,
+    weights,
+)
 
 from app.networks import LeNet
 from app.verify.differences import Recorded, differences
@@ -31,6 +44,7 @@ ONE_CYCLE += ["--model.scheduler.total_steps", "45"]
 MODELS = {
     "sgd": CNN,
     "adam-onecycle": [*CNN, "--model.optimizer", "Adam", *ONE_CYCLE, "--model.scheduler_interval", "step"],
+    "recipe": [*CNN, *RECIPE],
     "steps-read-early": [*DATA, "--model", "user_code.OneCycle", "--last_checkpoint.every_n_train_steps", "7"],
     "mixed-precision": [*CNN, "--trainer.precision", "bf16-mixed"],
     "double-precision": [*CNN, "--trainer.precision", "64-true"],

@@ -158,7 +158,7 @@ class OfTorchvision(ImageClassifier):
 
     def __init__(self, num_classes: int = 10) -> None:
         network = torchvision.models.squeezenet1_1(num_classes=num_classes)
-        super().__init__(network, num_classes, "cross_entropy", partial(torch.optim.SGD, lr=0.01), None, "epoch")
+        super().__init__(network, num_classes, optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
 class Float16(MixedPrecision):

@@ -114,19 +114,20 @@ class Arguments:
         """Return the last value of a flag on the command line."""
         return next((token.value for token in reversed(self.tokens) if token.flag == flag), None)
 
-    def chosen(self, section: str) -> str | None:
-        """Return the class or name that flags or configs choose for `model`, `data` or `trainer.strategy`."""
-        name = None
+    def chosen(self, setting: str) -> str | None:
+        """Return the last value that flags or configs give to a setting, such as `model` or `model.weights`."""
+        text = None
         for token in self.tokens:
             if token.flag == "--config" and token.value in self.configs:
                 content: Any = self.configs[token.value]
-                for key in section.split("."):
+                for key in setting.split("."):
+                    content = content.get("init_args", content) if isinstance(content, dict) else {}
                     content = content.get(key) if isinstance(content, dict) else None
                 content = content.get("class_path") if isinstance(content, dict) else content
-                name = content if isinstance(content, str) else name
-            elif token.name == f"--{section}" and token.value is not None:
-                name = token.value
-        return name
+                text = text if content is None else str(content)
+            elif token.name == f"--{setting}" and token.value is not None:
+                text = token.value
+        return text
 
     def check(self) -> None:
         """Reject values that jsonargparse misreads silently.

@@ -22,6 +22,7 @@ from app.fit.rules import check_flags
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.monitor.loggers import RateMonitor, SaveConfig
+from app.networks import image_settings
 from app.system.lightning_patches import CommandLine
 
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
@@ -98,7 +99,6 @@ class Flags(CommandLine):
                 "last_checkpoint.filename": "last",
                 "last_checkpoint.save_on_train_epoch_end": True,
                 "last_checkpoint.enable_version_counter": False,
-                "lr_monitor.logging_interval": "epoch",
             }
         )
 
@@ -154,6 +154,15 @@ def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[T
     return [Token.of(t.flag, "true") if t.value is None and is_switch(t.flag) else t for t in tokens]
 
 
+def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
+    """Give the data the normalisation, size and interpolation of the pretrained weights, unless they are set."""
+    source = arguments.chosen("model.weights")
+    known = parameters(find_class("data", classes["data"])) if source else {}
+    for name, value in image_settings(source, arguments.chosen("model.network")).items() if source else ():
+        if name in known and arguments.chosen(f"data.{name}") is None:
+            arguments.tokens.append(Token.of(f"--data.{name}", str(value)))
+
+
 def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     classes = classes_of(arguments)
     arguments.tokens = with_switches(arguments.tokens, classes)
@@ -162,6 +171,7 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     try:
         arguments.check()
         arguments.spell_out_strategy()
+        _follow_weights(arguments, classes)
         return parser.parse_args([*arguments.command, *arguments.words])
     except SystemExit as end:
         if ExitStatus.of(end).status != "failed":  # an exit by --help, for example, or by SIGTERM

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from app.data import ImageData
 from app.data.batches import shards_beyond
 from app.errors import nearest
-from app.fit.parser import parameters
+from app.fit.parser import parameters, trusted_modules
 from app.fit.resolved import Resolved, class_of
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
@@ -131,13 +131,14 @@ def _cuda_graph(s: Resolved) -> Iterator[str]:
         return
     if s.world_size > 1 or s.strategy is not SingleDeviceStrategy:
         yield f"--model.cuda_graph true is for one GPU, not for --trainer.strategy {s.name}: leave it out"
-    by_step = s.given("scheduler") and s.given("scheduler_interval") == "step"
+    by_step = "scheduler_interval step" if s.given("scheduler") and s.given("scheduler_interval") == "step" else ""
+    by_step = "schedule" if s.given("schedule") else by_step
     for flag, is_set, why in (
         ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the gradients are not seen before the update"),
         ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "each batch is an update"),
         ("data.micro_batch", s.micro_batch, "a graph is of one pass"),
         ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
-        ("model.scheduler_interval step", by_step, "the captured step has its learning rate"),
+        (f"model.{by_step}", by_step, "the captured step has its learning rate"),
         ("model.compile reduce-overhead", s.reduces_overhead, "that has graphs of its own"),
         ("run.on_nonfinite skip", s.config.run.on_nonfinite == "skip", "the update is part of it"),
         ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient"),
@@ -148,6 +149,9 @@ def _cuda_graph(s: Resolved) -> Iterator[str]:
 
 def _execution(s: Resolved) -> Iterator[str]:
     """Reject execution settings that do not work with the strategy, the model, or each other."""
+    module, *inner = str(s.given("network") or "").split(".")
+    if inner and "/" not in module and module not in trusted_modules():
+        yield f"--model.network {s.given('network')}: its code is not trusted: give --trust {module} to run it"
     remedy = f"does not work with --trainer.strategy {s.name}, which takes the network apart: use ddp, or leave it out"
     if s.micro_batch is not None and s.model is None:
         yield "--data.micro_batch is for the models of this application: use --trainer.accumulate_grad_batches"

@@ -21,7 +21,10 @@ from app.fit.arguments import subclasses
 from app.fit.help import page
 from app.fit.messages import rejection
 from app.launch.process import TRUST
+from app.modules import ImageClassifier
+from app.networks import names_of_torchvision
 from app.parallel import DDP
+from app.recipe import Recipe
 from app.system.patches import expects
 
 # modules that a config may name; other modules are rejected, because instantiation runs their code
@@ -93,6 +96,7 @@ class Parser(LightningArgumentParser):
         bases = {"optimizer": torch.optim.Optimizer, "scheduler": torch.optim.lr_scheduler.LRScheduler}
         classes |= {name: subclasses(base) for name, base in {**bases, "callbacks": Callback}.items()}
         names = {flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()}
+        names["model"] += names_of_torchvision()
         raise UserError(rejection(message, flags, names)) from ex
 
 
@@ -117,7 +121,8 @@ def find_class(section: str, name: str) -> type | None:
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
     """Return the parameters of `__init__` of a class and its bases, with types and defaults."""
     merged: dict[str, inspect.Parameter] = {}
-    for base in reversed(cls.__mro__ if cls else ()):
+    recipe = [Recipe] if cls and issubclass(cls, ImageClassifier) else []
+    for base in (*recipe, *reversed(cls.__mro__ if cls else ())):
         with suppress(KeyError, NameError, TypeError):  # a user's annotations may not resolve
             merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
     return {name: each for name, each in merged.items() if name not in ("self", "args", "kwargs", "params")}

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
 from app.launch.cluster_environment import may_resume
 from app.monitor.loggers import claim_version
-from app.networks import NETWORKS
+from app.networks import title
 from app.record import Record
 from app.system.files import remove_parts
 
@@ -75,7 +74,7 @@ def default_name(config: Namespace) -> str:
     model, data = (config[section].class_path.rpartition(".")[2] for section in ("model", "data"))
     network = config.model.get("init_args.network") if config.model.class_path.startswith("app.modules.") else None
     if network is not None:
-        model = NETWORKS[network].__name__ if network in NETWORKS else re.split("[./]", network)[-1]
+        model = title(network)
     return f"{model}-{data}"
 
 

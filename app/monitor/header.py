@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from rich import get_console
 from rich.text import Text
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from app.data.global_order import order_of
 from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
 from app.monitor.run_record import resolved_configuration
+from app.networks import title
+from app.recipe import rate
 from app.record import Record
 from app.record.words import batch, threads, way_of_running
 
@@ -29,8 +33,11 @@ class Header(RichModelSummary):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Describe the network now, before the strategy moves, converts or shards it."""
-        network = pl_module.network if isinstance(pl_module, ImageClassifier) else pl_module
-        self._network = f"{type(network).__name__}, {counted(network)}"
+        network: nn.Module = pl_module
+        name = type(pl_module).__name__
+        if isinstance(pl_module, ImageClassifier):
+            network, name = pl_module.network, title(pl_module.network_name)
+        self._network = f"{name}, {counted(network)}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the header."""
@@ -89,7 +96,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         yield "batch", batch(record) + (f", {window} of them for each step" if window > 1 else "")
     for index, optimizer in enumerate(trainer.optimizers):
         schedules = [each for each in trainer.lr_scheduler_configs if each.scheduler.optimizer is optimizer]
-        then = "".join(f"; {type(each.scheduler).__name__}, each {each.interval}" for each in schedules)
+        then = "".join(f"; {_schedule(each.scheduler, each.interval)}" for each in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
     yield "precision", str(record.precision)
     if trainer.logger is not None:  # `trainer.log_dir` is collective
@@ -105,8 +112,17 @@ SHOWN = ("lr", "momentum", "betas", "weight_decay")  # settings of an optimizer,
 def describe(optimizer: Optimizer) -> str:
     """Format an optimizer's class and its first group's settings."""
     group = optimizer.param_groups[0]
+    group = {**group, "lr": group.get("initial_lr", group["lr"])}  # a scheduler may warm up
     shown = [f"{name} {_number(group[name])}" for name in SHOWN if group.get(name)]
     return ", ".join([type(optimizer).__name__, *shown])
+
+
+def _schedule(scheduler: Any, interval: str) -> str:
+    function = scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
+    if not isinstance(function, partial) or function.func is not rate:
+        return f"{type(scheduler).__name__}, each {interval}"
+    schedule, warmup, steps = function.args
+    return f"{schedule} over {steps:,} steps" + f", {warmup:,} of them warm-up" * bool(warmup)
 
 
 def _number(value: Any) -> str:

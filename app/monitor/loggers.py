@@ -314,11 +314,17 @@ class MetricsFile(CSVLogger):
 
 
 class RateMonitor(LearningRateMonitor):
-    """Lightning's learning-rate monitor without its check on every step, unless it logs each step."""
+    """Lightning's learning-rate monitor, which checks on every step only if a scheduler advances on every step."""
+
+    def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Find out whether to log in each logging window."""
+        super().on_train_start(trainer, *args, **kwargs)
+        by_step = any(each.interval == "step" for each in trainer.lr_scheduler_configs)
+        self._logs_windows = self.logging_interval == "step" or (self.logging_interval is None and by_step)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Log the learning rate of a step."""
-        if self.logging_interval != "epoch":
+        """Log the learning rate of a logging window."""
+        if self._logs_windows:
             super().on_train_batch_start(*args, **kwargs)
 
 

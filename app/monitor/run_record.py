@@ -31,6 +31,7 @@ from app.monitor.loggers import MetricsFile, trackers
 from app.monitor.nonfinite import NonFinite
 from app.monitor.step_clock import StepClock, phases_of_windows
 from app.monitor.summary import epoch_line
+from app.networks import title
 from app.parallel import SplitForward
 from app.record import Record
 from app.system.lightning_patches import strategy_name
@@ -213,7 +214,7 @@ class RunRecord(Callback):
         if isinstance(pl_module, ImageClassifier):
             for name, value in pl_module.executed.items():
                 setattr(self.record, name, value)
-            model.name += f", {type(pl_module.network).__name__}"
+            model.name += f", {title(pl_module.network_name)}"
         self.record.model = model
         self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):

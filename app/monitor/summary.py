@@ -108,7 +108,7 @@ def epoch_line(
         parts.append(f"val {row.val_loss:.3f}")
     if row.val_acc is not None:
         parts.append(f"acc {100 * row.val_acc:5.1f} % {'*' if is_best else ' '}")
-    hidden = re.compile(r".*_step|lr-.*|train_(acc|loss)|val_(acc|loss)" + ("" if validated else "|val.*"))
+    hidden = re.compile(r".*_step|lr-.*|train_(acc|loss)|val_(acc|loss|f1)" + ("" if validated else "|val.*"))
     parts += [f"{name} {float(metrics[name]):.4g}" for name in metrics if not hidden.fullmatch(name)]
     parts += [f"lr {row.lr:.3g}"] if row.lr is not None else []
     parts += [f"{row.samples_per_s:,.0f}/s"] if row.samples_per_s else []

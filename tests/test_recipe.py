@@ -1,0 +1,254 @@
+"""Recipes: any network, pretrained weights, frozen blocks, schedules, losses, mixed images, balanced classes.
+
+That every way of running trains a recipe alike, and resumes it exactly: test_parity.py, test_resume.py.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import torchvision
+import yaml
+from harness import App, draw_images, error_of, options, output_of, tiny, weights
+from torch import nn
+from torch.nn import functional
+
+from app.data.batches import GlobalBatches
+from app.data.sources import Split
+from app.data.transforms import Mix, draw_mix
+from app.modules import CIFARCNN, ImageClassifier
+from app.networks import image_settings, load_weights, make_network, read_weights
+from app.recipe import Recipe, rate
+
+QUICK = [*tiny(40, 16), *options(max_epochs=1, test=False, accelerator="cpu")]
+
+
+class Net(nn.Module):
+    """Network of a user, without `image_shape`."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 5, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(4 * 7 * 7, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(images))
+
+
+# -- networks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["squeezenet1_1", "timm/test_resnet", "test_recipe.Net"])
+def test_any_network(model: str, app: App, tmp_path: Path) -> None:
+    chosen = ["--model", model] if model.islower() and "/" not in model else ["--model", "ImageClassifier"]
+    chosen += [] if chosen[1] == model else ["--model.network", model]
+    out = output_of(*app("fit", *QUICK, *chosen, "--trainer.enable_model_summary", "true"))
+    name = model.rpartition(".")[2].rpartition("/")[2]
+    (run,) = (tmp_path / "runs").glob("*")
+    assert run.name == f"{name}-Synthetic"
+    assert f"network    {name}, " in out
+    config = run / "version_0/config.yaml"
+    assert yaml.safe_load(config.read_text())["model"]["init_args"]["network"] == model
+    saved = run / "version_0/checkpoints/last.ckpt"
+    images = torch.rand(2, 3, 32, 32)
+    loaded = ImageClassifier.load_from_checkpoint(saved).eval()
+    assert loaded(images).shape == (2, 10)
+    output_of(*app("test", "--config", config, "--ckpt_path", saved, *options(accelerator="cpu")))
+
+
+def test_a_network_with_a_second_head() -> None:
+    assert make_network("googlenet", 3)(torch.rand(2, 3, 64, 64)).shape == (2, 3)
+
+
+WRONG = {
+    "--model resnet5": "--model resnet5: there is no such class: did you mean resnet50?",
+    "--model.network resnet5": "there is no such network: did you mean resnet50?",
+    "--model.network timm/test_resne": "timm has no such network: did you mean test_resnet?",
+    "--model.network test_recipe.Nett": "module 'test_recipe' has no attribute 'Nett'",
+    "--model.network test_recipe.make_text": "returns str: return a torch.nn.Module",
+    "--model.network os.system": "its code is not trusted: give --trust os to run it",
+    "--model.weights nowhere.pth": "nowhere.pth cannot be read",
+    "--model.network lenet --model.weights DEFAULT": "DEFAULT is for networks of torchvision and timm",
+    "--model.freeze 99": "--model.freeze 99: ResNet has 11 blocks: give less",
+    "--model.no_decay norms": "--model.no_decay norms: give norm, bias, or norm,bias",
+    "--model.warmup 3e": "--model.warmup 3e: give steps, such as 500, or epochs, such as 5ep",
+    "--model.schedule cosine --model.warmup 5ep": "--model.warmup is 15 steps, but the run has only 3: give less",
+    "--model.schedule linear --trainer.max_epochs -1": "needs the run's length: give --trainer.max_epochs",
+    "--model.schedule step --model.scheduler StepLR --model.scheduler.step_size 1": "leave one out",
+    "--data.mixup 0.2 --data.batch_size 1": "mix images of a batch: give a larger --data.batch_size",
+}
+
+
+def make_text(num_classes: int) -> str:
+    return "not a network"
+
+
+@pytest.mark.parametrize(("flags", "message"), WRONG.items())
+def test_what_cannot_be(flags: str, message: str, app: App) -> None:
+    model = [] if flags.startswith("--model ") else ["--model", "ImageClassifier"]
+    assert message in error_of(*app("fit", *QUICK, *model, *flags.split()))
+
+
+# -- pretrained weights ------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Path) -> None:
+    folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
+    own = ["--data", "ImageFolder", "--data.root", folder, *options(max_epochs=1, test=False, accelerator="cpu")]
+    net = ["--model", "ImageClassifier", "--model.network", "resnet18_cifar"]
+    output_of(*app("fit", *own, *net, *options(size=36, mean=[0.4, 0.5, 0.6]), "--run.name", "first"))
+    first = tmp_path / "runs/first/version_0"
+    draw_images(folder, ("eel",), train=12)
+    tuned = [*net, "--model.weights", first, "--model.freeze", "backbone", "--run.name", "second"]
+    out = output_of(*app("fit", *own, *tuned))
+    assert "120 tensors loaded, fc starts anew for another number of classes" in out
+    second = tmp_path / "runs/second/version_0"
+    data = yaml.safe_load((second / "config.yaml").read_text())["data"]["init_args"]
+    assert (data["size"], data["mean"]) == ([36, 36], [0.4, 0.5, 0.6])
+    before, after = weights(first), weights(second)
+    assert {name for name in before if before[name].shape != after[name].shape} == {
+        "network.fc.weight",
+        "network.fc.bias",
+    }
+    # not even the statistics of a frozen BatchNorm move
+    assert all(torch.equal(before[name], after[name]) for name in before if ".fc." not in name)
+
+
+def test_weights_of_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    theirs = torchvision.models.squeezenet1_1()
+    save_file(theirs.state_dict(), tmp_path / "a.safetensors")
+    torch.save({"model": {f"module.{k}": v for k, v in theirs.state_dict().items()}}, tmp_path / "b.pth")
+    for file in ("a.safetensors", "b.pth"):
+        ours = make_network("squeezenet1_1", 4)
+        line = load_weights(ours, read_weights(str(tmp_path / file), "squeezenet1_1"), file)
+        assert line == f"Weights of {file}: 50 tensors loaded, classifier.1 starts anew for another number of classes"
+        assert torch.equal(ours.features[0].weight, theirs.features[0].weight)
+
+
+def test_the_images_of_published_weights() -> None:
+    """They are known without a download."""
+    known = image_settings("DEFAULT", "resnet50")
+    assert known == {
+        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bilinear", "size": 224,
+        "resize": 232,
+    }  # fmt: skip
+    assert image_settings("DEFAULT", "timm/resnet18")["size"] == 224
+
+
+def test_weights_of_another_network() -> None:
+    with pytest.raises(Exception, match=r"it has no layer1.2.conv1.weight, here layer1.2.conv1.weight is \(64, 64, 3"):
+        load_weights(make_network("resnet34", 10), make_network("resnet18", 10).state_dict(), "x.pth")
+
+
+@pytest.mark.parametrize(("freeze", "trained"), [(2, 59), (5, 38), ("backbone", 2)])
+def test_frozen_blocks(freeze: int | str, trained: int) -> None:
+    model = ImageClassifier("resnet18", 10, freeze=freeze).train()
+    assert sum(p.requires_grad for p in model.parameters()) == trained
+    assert not model.network.bn1.training
+    assert model.network.training
+
+
+# -- optimizer and schedule --------------------------------------------------------------------------------------------
+
+
+def test_parameter_groups() -> None:
+    network = make_network("resnet18", 10)
+    recipe = Recipe(no_decay="norm,bias", head_lr=10, optimizer=lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1))
+    groups = recipe.make_optimizer(network, [*network.parameters()]).param_groups
+    found = {(round(g["lr"], 6), g["weight_decay"]): len(g["params"]) for g in groups}
+    assert found == {(0.001, 0.1): 20, (0.001, 0.0): 40, (0.01, 0.1): 1, (0.01, 0.0): 1}
+
+
+def test_schedules() -> None:
+    by_hand = {
+        "constant": [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1],
+        "linear": [1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6],
+        "step": [1 / 3, 2 / 3, 1, 1, 0.1, 0.1, 0.01, 0.01],
+        "cosine": [1 / 3, 2 / 3, 1, 0.9330127, 0.75, 0.5, 0.25, 0.0669873],
+        "onecycle": [0.04, 0.52, 1, 0.9330127, 0.75, 0.5, 0.25, 0.0669873],
+    }
+    for name, expected in by_hand.items():
+        assert [rate(name, 2, 8, step) for step in range(8)] == pytest.approx(expected), name
+
+
+def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
+    flags = [*tiny(40, 8, model="CIFARCNN", val_size=0), *options(max_epochs=2, test=False, log_every_n_steps=1)]
+    schedule = ["--model.schedule", "cosine", "--model.warmup", "1ep", "--trainer.accumulate_grad_batches", "2"]
+    out = output_of(*app("fit", *flags, *schedule, "--trainer.enable_model_summary", "true", "--run.name", "x"))
+    assert "SGD, lr 0.001, momentum 0.9; cosine over 6 steps, 3 of them warm-up" in out
+    rates = pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv")["lr-SGD"].dropna()
+    steps = [0.00025, 0.0005, 0.00075, 0.001, 0.00075, 0.00025]
+    assert rates.drop_duplicates().tolist() == pytest.approx(steps[:4] + steps[5:])
+
+
+# -- loss, mixed images, balanced classes ------------------------------------------------------------------------------
+
+
+def test_losses() -> None:
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    soft, factor = functional.one_hot(labels, 4).float(), torch.tensor([1.0, 2, 3, 4])
+    for loss in ("cross_entropy", "smooth_l1"):
+        for smoothing in (0.0, 0.2):
+            recipe = Recipe(loss=loss, label_smoothing=smoothing)
+            torch.testing.assert_close(recipe.criterion(logits, labels), recipe.criterion(logits, soft))
+            weighted = recipe.criterion(logits, soft, factor)
+            torch.testing.assert_close(recipe.criterion(logits, labels, factor), weighted)
+            if not smoothing:
+                torch.testing.assert_close(weighted, recipe.criterion(logits, labels) * factor[labels])
+
+
+def test_mixing() -> None:
+    images, labels = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 4, 4), torch.tensor([0, 1, 2])
+    mixed, targets = Mix(0.75, None)(images, labels, 3)
+    torch.testing.assert_close(mixed[:, 0, 0, 0], torch.tensor([0.25, 1.25]))
+    torch.testing.assert_close(targets, torch.tensor([[0.75, 0.25, 0], [0, 0.75, 0.25]]))
+    mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)  # the box's left half is outside
+    assert mixed[0, 0].tolist() == [[0] * 4, [1, 0, 0, 0], [1, 0, 0, 0], [0] * 4]
+    torch.testing.assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
+    kinds = Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))
+    assert 150 < kinds[True] < 250
+
+
+def test_balanced_classes(app: App, tmp_path: Path) -> None:
+    labels = torch.tensor([0] * 90 + [1] * 10)
+    loader = GlobalBatches(
+        Split(torch.zeros(100, 1, 2, 2, dtype=torch.uint8), labels), torch.arange(100), batch_size=50, shuffle=True,
+        weights=(1 / labels.bincount())[labels],
+    )  # fmt: skip
+    drawn: Counter[int] = Counter()
+    for epoch in range(20):
+        loader.set_epoch(epoch)
+        drawn.update(torch.cat([batch.labels for batch in loader]).tolist())
+    assert 900 < drawn[0] < 1100
+    folder = draw_images(tmp_path / "images", ("cat",), train=12)
+    draw_images(folder, ("dog",), train=4)
+    flags = [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        folder,
+        "--data.val_size",
+        "0",
+        "--model.class_weights",
+        "balanced",
+    ]
+    output_of(*app("fit", *flags, *options(max_epochs=1, test=False), "--data.balance", "true"))
+
+
+def test_metrics_of_many_classes() -> None:
+    assert {*CIFARCNN(num_classes=12).val_metrics.keys()} == {"val_loss", "val_acc", "val_f1", "val_top5"}
+    assert "val_top5" not in CIFARCNN(num_classes=10).val_metrics
+
+
+def test_the_average_is_evaluated_and_saved(app: App, tmp_path: Path) -> None:
+    output_of(*app("fit", *tiny(40, 8, model="CIFARCNN"), *options(max_epochs=2, test=False), "--run.name", "x",
+                   "--model.ema", "0.5", "--model.optimizer.lr", "0.1"))  # fmt: skip
+    last = torch.load(tmp_path / "runs/x/version_0/checkpoints/last.ckpt", weights_only=True)
+    average, current = (last[name]["network.features.0.weight"] for name in ("state_dict", "current_model_state"))
+    assert not torch.equal(average, current)
+    model = CIFARCNN.load_from_checkpoint(tmp_path / "runs/x/version_0/checkpoints/last.ckpt")
+    assert torch.equal(model.network.features[0].weight, average)
