@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from jsonargparse import Namespace
 from torch import Tensor
 
 from app.errors import UserError
@@ -40,6 +41,16 @@ print([json.loads(names["class_names"])[label] for label in probabilities.argmax
 }
 
 
+def read(arguments: list[str]) -> Namespace:
+    """Return the options of `export`."""
+    parser = PlainParser(prog="python -m app export", usage=USAGE)
+    parser.add_argument("--ckpt_path", type=str, default="best", help="best or last of --run.name; or a file")
+    parser.add_argument("--run.name", type=str, default="", help="name of the run")
+    parser.add_argument("--run.root", type=str, default=Run.root, help="directory of all runs")
+    parser.add_argument("--format", type=Literal["onnx", "torch"], default="onnx", help="model.onnx or model.pt2")
+    return parser.parse_args(arguments)
+
+
 def run(arguments: list[str]) -> int:
     """Export a classifier, check the file, and print how to load it.
 
@@ -49,12 +60,7 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: When there is no checkpoint, a package is missing, or the model cannot be exported.
     """
-    parser = PlainParser(prog="python -m app export", usage=USAGE)
-    parser.add_argument("--ckpt_path", type=str, default="best", help="best or last of --run.name; or a file")
-    parser.add_argument("--run.name", type=str, default="", help="name of the run")
-    parser.add_argument("--run.root", type=str, default=Run.root, help="directory of all runs")
-    parser.add_argument("--format", type=Literal["onnx", "torch"], default="onnx", help="model.onnx or model.pt2")
-    options = parser.parse_args(arguments)
+    options = read(arguments)
     classifier = load(find_checkpoint(options.ckpt_path, [], options.run.root, options.run.name), "cpu")
     shape, file = (
         classifier.image_shape,

@@ -132,5 +132,6 @@ def _model(config: Path, num_classes: int) -> ImageClassifier:
     arguments = {**settings.get("init_args", {}), "num_classes": num_classes}
     module, *inner = str(arguments.get("network")).split(".")
     if inner and "/" not in module and module not in trusted_modules():
-        raise UserError(f"{config}: --model.network {arguments['network']} is not trusted: import app in its folder")
+        trust = f"its code is not trusted: give --trust {module} to run it, or in Python APP_TRUST={module}"
+        raise UserError(f"--model.network {arguments['network']} in {config}: {trust}")
     return parser.instantiate_classes(parser.parse_object({"model": {**settings, "init_args": arguments}})).model

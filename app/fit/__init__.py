@@ -27,9 +27,7 @@ class _Fit(ModuleType):
             UserError: When the flags are invalid, a last name stands for several flags, or the run fails.
         """
         # these modules import this package
-        from app.fit.configuration import FIT_FLAGS, classes_of, find_class, read_arguments, resolve
-        from app.fit.flag_rules import MADE
-        from app.fit.parser import parameters
+        from app.fit.configuration import FIT_FLAGS, MADE, classes_of, find_class, parameters, read_arguments, resolve
         from app.fit.run_options import default_name
         from app.runs import run_fit
 
