@@ -11,6 +11,8 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         report, command
     plan                predicts scaling: measure (a step), cost_model (the formulas), report, command
     doctor              tests which features work on this machine
+    export              writes a trained classifier for ONNX or torch
+    inference           a trained classifier in Python: load, predict
     variant             flags of fit, their resolved configuration, and commands for this machine
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
                         flag), help, configuration (all flags), resolved (strategy, devices, processes), rules and
@@ -43,7 +45,9 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
     errors              user errors, and exit status of a run
 """
 
+import importlib
 import os
+from typing import Any
 
 from app.system.program import set_up
 
@@ -51,3 +55,10 @@ __version__ = "0.1.0"
 
 if "APP_SPAWNED" in os.environ:  # a ddp_spawn process, which does not run `app.__main__`
     set_up()
+
+
+def __getattr__(name: str) -> Any:
+    """Import `app.load` and `app.fit` on first use, because that takes seconds."""
+    if name not in ("load", "fit"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("app.fit") if name == "fit" else importlib.import_module("app.inference").load

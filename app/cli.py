@@ -31,7 +31,8 @@ commands:
   fit        train a model, validate it each epoch, and test the best checkpoint at the end
   validate   measure a checkpoint on the validation split
   test       measure a checkpoint on the test split
-  predict    write predictions.csv for the test split or a folder of images
+  predict    write predictions.csv for the test split, or for images and folders
+  export     write a trained model as one file, for ONNX Runtime or torch
   compare    measure which way of running is fastest on this machine, with a report and advice
   verify     prove that all ways of running are the same training, on your model and data
   replay     repeat one step of a run, and print its samples by loss
@@ -50,9 +51,10 @@ SYNONYMS = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer":
 OWN = {  # modules of the commands that Lightning lacks
     **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
     "doctor": "app.doctor",
+    "export": "app.export",
     "replay": "app.replay",
 }
-COMMANDS = ("fit", "validate", "test", "predict", "compare", "verify", "replay", "plan", "doctor")
+COMMANDS = ("fit", "validate", "test", "predict", "export", "compare", "verify", "replay", "plan", "doctor")
 
 
 def main(args: Sequence[str] | None = None) -> int:

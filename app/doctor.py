@@ -31,7 +31,7 @@ from app.fit.parser import PlainParser
 from app.launch.process import ADDRESSES, RANKS
 from app.monitor.loggers import tracking_mode
 from app.runs import run_fit
-from app.system.machine import GIB, busy, driver, hardware, usable_cores
+from app.system.machine import GIB, busy, driver, hardware, nccl, usable_cores
 from app.system.terminal import working
 
 USAGE = """\
@@ -133,7 +133,7 @@ def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) 
 def _packages() -> Iterator[Check]:
     installed = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "lightning", "wandb")}
     system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # other entries take seconds
-    libraries = ", ".join(f"{name} {version}" for name, version in installed.items())
+    libraries = ", ".join(f"{name} {version}" for name, version in {**installed, "NCCL": nccl()}.items() if version)
     yield Check("versions", "green", f"Python {sys.version.split()[0]}, {libraries}; {system}")
     try:
         for requirement in map(Requirement, importlib.metadata.requires("data-parallel-lab") or []):

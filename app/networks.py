@@ -171,6 +171,14 @@ def head_of(network: nn.Module) -> tuple[str, nn.Module]:
     return layers[-1]
 
 
+def checkpoint_of(path: Path) -> Path:
+    """Return the best checkpoint of a run's folder, else the last one; return a file unchanged."""
+    if not path.is_dir():
+        return path
+    checkpoints = [path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
+    return next((each for each in checkpoints if each.is_file()), checkpoints[0])
+
+
 def read_weights(source: str, name: str) -> dict[str, Tensor]:
     """Read pretrained weights.
 
@@ -184,10 +192,7 @@ def read_weights(source: str, name: str) -> dict[str, Tensor]:
     """
     if source == "DEFAULT":
         return _published(name)
-    file = Path(source)
-    if file.is_dir():
-        checkpoints = [file / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
-        file = next((each for each in checkpoints if each.is_file()), checkpoints[0])
+    file = checkpoint_of(Path(source))
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file

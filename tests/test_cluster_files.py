@@ -1,18 +1,22 @@
 """The shipped files for clusters and sweeps, as far as that goes without one; tests/test_slurm.py runs slurm.sbatch."""
 
 import itertools
+import json
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import textwrap
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
-from harness import QUIET, ROOT, ForkServer, free_port, output_of, record_of, tiny
+from harness import QUIET, ROOT, App, ForkServer, free_port, output_of, record_of, tiny
+from packaging.specifiers import SpecifierSet
 from test_tracker import inspect
 
 CLUSTER = ROOT / "configs" / "cluster"
@@ -62,6 +66,39 @@ def test_slurm_script() -> None:
     assert given["open-mode"] == "append"
     assert "#SBATCH" not in body, "SLURM reads none below the first command"
     assert 'srun --kill-on-bad-exit=1 python -m app fit "$@"' in body
+
+
+def test_containers(app: App) -> None:
+    """Both images have the Python, the files and the installation that pyproject.toml needs; their commands exist.
+
+    Names of instructions and sections: docs.docker.com/reference/dockerfile, apptainer.org/docs/user/latest.
+    """
+    text = (CLUSTER / "Dockerfile").read_text()
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    assert {name for name, _ in lines} == {"FROM", "COPY", "RUN", "CMD"}
+    docker = {name: [rest for each, rest in lines if each == name] for name, _ in lines}
+    head, *parts = re.split(r"^%(\w+)\n", (CLUSTER / "apptainer.def").read_text(), flags=re.MULTILINE)
+    sections = {name: textwrap.dedent(body).strip() for name, body in zip(parts[::2], parts[1::2], strict=True)}
+    assert sections.keys() == {"files", "post", "environment", "runscript"}
+    header = dict(line.split(": ") for line in head.splitlines() if line and not line.startswith("#"))
+    assert header == {"Bootstrap": "docker", "From": docker["FROM"][0]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = docker["FROM"][0].removeprefix("python:").removesuffix("-slim")
+    assert SpecifierSet(project["requires-python"]).contains(version)
+
+    def copied(lines: Sequence[str]) -> dict[str, str]:
+        words = [line.split() for line in lines]
+        return {file: to + file * to.endswith("/") for *files, to in words for file in files}
+
+    files = ["pyproject.toml", project["readme"], *project["license-files"], "app", "configs"]
+    assert copied(docker["COPY"]) == copied(sections["files"].splitlines()) == {file: f"/lab/{file}" for file in files}
+    assert all((ROOT / file).exists() for file in files)
+    assert docker["RUN"] == [sections["post"]] == ["pip install --no-cache-dir /lab"]
+    subprocess.run(["sh", "-n"], input="\n".join(sections.values()), text=True, check=True, timeout=20)
+    assert sections["runscript"] == 'exec python -m app "$@"'
+    (command,) = map(json.loads, docker["CMD"])
+    assert command[:3] == ["python", "-m", "app"]
+    output_of(*app(*command[3:]))
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ import app.modules
 from app.cli import main
 from app.compare.command import _parse as read_compare
 from app.errors import UserError
+from app.export import read as read_export
 from app.fit.configuration import Flags, resolve, split_flags
 from app.fit.parser import parameters
 from app.plan.command import _parse as read_plan
@@ -37,9 +38,10 @@ from app.verify.command import _parse as read_verify
 
 BESIDE_CODE = [*ROOT.glob("app/**/*.md"), *ROOT.glob("configs/**/*.md")]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(BESIDE_CODE)]
-CONFIGS = sorted([*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("configs/**/*.sbatch")])
+KINDS = ("*.yaml", "*.sbatch", "*.def", "Dockerfile")
+CONFIGS = sorted(path for kind in KINDS for path in ROOT.glob(f"configs/**/{kind}"))
 DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
-PROGRAMS = "python|pip|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
+PROGRAMS = "python|pip|apptainer|docker|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
 START = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) ")
 # what a reader puts in: a fixture's, or any that can be read
 PLACES = {"MY_IMAGES": "images", "NEW_IMAGES": "images/test", "ROOT": "images", "HOST": "127.0.0.1", "PORT": "29400"}
@@ -105,8 +107,12 @@ def check(command: str) -> None:
             speed.read(arguments)
         case ["python" | "bash", file] | ["kubectl", "apply" | "delete", "-f", file]:
             assert (ROOT / file).is_file()  # what a cluster says to it: tests/test_cluster_files.py
-        case ["srun", *started]:
+        case ["srun", *started] | ["apptainer", "exec", "--nv", "lab.sif", *started]:
             check(shlex.join(started))
+        case ["apptainer", "build", "lab.sif", file] | ["docker", "build", "-t", _, "-f", file, "."]:
+            assert (ROOT / file).is_file()  # what it says: tests/test_cluster_files.py
+        case ["docker", "run", *rest]:
+            check(shlex.join(rest[rest.index("python") :])) if "python" in rest else None
         case ["torchrun", *arguments]:
             from torch.distributed.run import parse_args
 
@@ -167,6 +173,8 @@ def check_app(arguments: list[str]) -> None:
     elif command == "replay":
         read_replay(rest)
         resolve(["fit", *flags])
+    elif command == "export":
+        read_export(rest)
     elif command == "doctor":
         assert set(rest) <= set(own_flags("doctor"))
     elif "--help" in rest or "--print_config" in rest or any(".help" in word for word in rest):
@@ -237,6 +245,7 @@ WRONG = [
     "python -m app compare --repaets 5",
     "python -m app plan --bandwith 1GB/s",
     "python -m app verify --stpes 3",
+    "python -m app export --fromat onnx",
     "torchrun --nproc-per-node 4 -m app fit --trainer.startegy ddp",
     "torchrun --nprocs 4 -m app fit",
     "sbatch configs/cluster/slurm.sbatch --cnofig configs/cifar_cnn.yaml",
@@ -260,7 +269,9 @@ def test_flags_in_the_prose() -> None:
     fit = parser._subcommands_action.choices["fit"]
     known = {flag.rstrip("+") for action in fit._actions for flag in action.option_strings}
     known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
-    known |= {flag for command in ("compare", "plan", "verify", "replay", "doctor") for flag in own_flags(command)}
+    known |= {
+        flag for command in ("compare", "plan", "verify", "replay", "doctor", "export") for flag in own_flags(command)
+    }
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
         known |= {f"--{section}.{name}" for cls in (base, *base.__subclasses__()) for name in parameters(cls)}

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,19 @@ from app.errors import UserError
 SPLITS: Sequence[SplitName] = ("train", "val", "test")
 
 
+def pixels(picture: Image.Image, image_shape: Sequence[int]) -> Tensor:
+    """Return a picture's pixels in a shape, uint8 (C, H, W); C is 1 (grey) or 3 (RGB)."""
+    channels, height, width = image_shape
+    if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
+        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    if picture.mode in ("I", "F"):
+        raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
+    image = picture.convert("L" if channels == 1 else "RGB")
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    return pil_to_tensor(image)
+
+
 class FileSplit(Split):
     """Labelled image files, decoded and resized when they are read.
 
@@ -38,23 +51,15 @@ class FileSplit(Split):
         self._images = None
 
     def __getitem__(self, index: int) -> Tensor:
-        channels, height, width = self.image_shape
         try:
             with Image.open(self.names[index]) as file:
-                deep = file.mode.startswith("I;16")  # convert() would clip 16 bits at 255
-                picture = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)) if deep else file
-                if picture.mode in ("I", "F"):
-                    raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
-                image = picture.convert("L" if channels == 1 else "RGB")
-            if image.size != (width, height):
-                image = image.resize((width, height), Image.Resampling.BILINEAR)
+                return pixels(file, self.image_shape)
         except Exception as error:  # PIL's decoders raise any type on a damaged file
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
             reason = reason or type(error).__name__
             raise UserError(
                 f"{self.names[index]} cannot be read ({reason}): replace it, or --data.on_bad_image skip"
             ) from error
-        return pil_to_tensor(image)
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
         if self._images is None:
@@ -98,7 +103,7 @@ class FolderSource(Source):
         channels: Literal[1, 3],
         mean: Sequence[float],
         std: Sequence[float],
-        predict_dir: str | None,
+        predict_dir: str | Sequence[str] | None,
         skips: bool = False,
     ) -> None:
         self.root = root
@@ -148,14 +153,26 @@ class FolderSource(Source):
     def _samples(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the path and label of each image; the label is -1 in `predict_dir`."""
         if split == "predict" and self.predict_dir is not None:
-            place = Path(self.predict_dir)
-            files = [str(place)] if place.is_file() else _images(str(place), {})
-            if not files:
-                raise UserError(f"--data.predict_dir {place} holds no images ({', '.join(IMG_EXTENSIONS)})")
-            return [(file, -1) for file in files]
+            places = [self.predict_dir] if isinstance(self.predict_dir, str) else self.predict_dir
+            return [(file, -1) for file in files_in(places)]
         place = self._places["test" if split == "predict" else split]
         classes = [(label, place / name) for label, name in enumerate(self._classes)]
         return [(file, label) for label, each in classes if each.is_dir() for file in _images(str(each), {})]
+
+
+def files_in(places: Iterable[str]) -> list[str]:
+    """Return the image files among files and folders, in order.
+
+    Raises:
+        UserError: When a folder is missing or holds no images.
+    """
+    files: list[str] = []
+    for place in places:
+        found = [place] if os.path.isfile(place) else _images(place, {})
+        if not found:
+            raise UserError(f"{place} holds no images ({', '.join(IMG_EXTENSIONS)})")
+        files += found
+    return files
 
 
 def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:

@@ -363,7 +363,7 @@ class ImageFolder(ImageData):
         channels: 3 for colour, 1 for grey.
         mean: Per channel, of pixels scaled to 0…1; by default 0.5.
         std: Per channel, of pixels scaled to 0…1; by default 0.5.
-        predict_dir: Image, or folder of images, labelled or not, for `predict`; by default the test split.
+        predict_dir: Images and folders of images, labelled or not, for `predict`; by default the test split.
         on_bad_image: Reaction to an unreadable image: `error`, or `skip`: skip it on all ranks, and count it in the
             run's record.
         **kwargs: As for `ImageData`.
@@ -376,7 +376,7 @@ class ImageFolder(ImageData):
         channels: Literal[1, 3] = 3,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        predict_dir: str | None = None,
+        predict_dir: str | list[str] | None = None,
         on_bad_image: Literal["error", "skip"] = "error",
         **kwargs: Any,
     ) -> None:

@@ -1,1 +1,54 @@
-"""`fit`, `validate`, `test` and `predict`: from a command line to a run."""
+"""`fit`, `validate`, `test` and `predict`: from a command line to a run. From Python, `app.fit(…)` trains, too."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from app.errors import UserError
+from app.record import Record
+
+
+class _Fit(ModuleType):
+    """This package, which can be called, too: `app.fit(model="resnet50", data="Synthetic", devices=2)`."""
+
+    def __call__(self, **flags: Any) -> Record:
+        """Train in separate processes, as `python -m app fit` does, and return the record.
+
+        The processes' output is in `output_node0.txt`, beside the run's directory.
+
+        Args:
+            **flags: Flags of `fit` by their last name, such as `max_epochs=2`, or by their whole name, such as
+                `**{"model.optimizer.lr": 0.1}`.
+
+        Raises:
+            UserError: When the flags are invalid, a last name stands for several flags, or the run fails.
+        """
+        # these modules import this package
+        from app.fit.configuration import FIT_FLAGS, MADE, classes_of, find_class, parameters, read_arguments, resolve
+        from app.fit.run_options import default_name
+        from app.runs import run_fit
+
+        given = {flag: value if isinstance(value, str) else json.dumps(value) for flag, value in flags.items()}
+        chosen = [f"--{flag}={given[flag]}" for flag in ("config", "model", "data") if flag in given]
+        sections = {name: parameters(MADE[name]) for name in ("trainer", "run")}
+        for name, path in classes_of(read_arguments(["fit", *chosen])).items():
+            sections[name] = parameters(find_class(name, path))
+        words = []
+        for flag, value in given.items():
+            is_whole = "." in flag or f"--{flag}" in (*FIT_FLAGS, "--ckpt_path")
+            found = [flag] if is_whole else [f"{name}.{flag}" for name in sections if flag in sections[name]]
+            if len(found) > 1:
+                raise UserError(f"app.fit({flag}={value}): give **{{'{found[0]}': {value}}}, or {found[1]}")
+            words.append(f"--{found[0] if found else f'model.{flag}'}={value}")
+        config = resolve(["fit", *words])
+        folder = Path(config.run.root, config.run.name or default_name(config))
+        record = run_fit([f"--run.test={config.run.test}".lower(), *words], math.inf, folder)
+        if record.status == "failed":
+            raise UserError(f"{record.error} (see {folder / 'output_node0.txt'})")
+        return record
+
+
+sys.modules[__name__].__class__ = _Fit

@@ -75,7 +75,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         StopTogether(timeout),  # first, because later callbacks may read from the device after an error
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),
-        PredictionWriter(),
+        PredictionWriter(run.top_k),
     ]
     return arguments | {"callbacks": [*theirs, *own]}
 

@@ -34,6 +34,7 @@ class Run:
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
+        top_k: Number of classes of each image in predictions.csv, the most likely first.
         warmup_epochs: Epochs excluded from the throughput in run.json.
         on_nonfinite: Reaction to an infinite or NaN loss: `stop` before it reaches a checkpoint, `warn` and continue,
             or `skip` updates with non-finite gradients, at the cost of a device read per step.
@@ -54,6 +55,7 @@ class Run:
     project: str = "data-parallel-lab"
     group: str | None = None
     tags: list[str] | None = None
+    top_k: PositiveInt = 1
     warmup_epochs: NonNegativeInt = 0
     on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
     threads: PositiveInt | Literal["auto"] = "auto"

@@ -20,19 +20,24 @@ from app.system.files import whole
 
 
 class PredictionWriter(Callback):
-    """Callback that writes `predictions.csv`: each image once, in order, for any world size."""
+    """Callback that writes `predictions.csv`: each image once, in order, for any world size.
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int, float]] = []
+    Args:
+        top_k: Number of most likely classes of each image.
+    """
+
+    def __init__(self, top_k: int = 1) -> None:
+        self.top_k = top_k
+        self._rows: list[tuple[int, list[float], list[int]]] = []
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Store this rank's rows: index, predicted label, probability."""
+        """Store this rank's rows: index, and probability and label of the most likely classes."""
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
-            probability, label = outputs.max(1)
-            self._rows += zip(loader.samples(batch_idx).tolist(), label.tolist(), probability.tolist(), strict=True)
+            best = (each.tolist() for each in outputs.topk(min(self.top_k, outputs.shape[1])))
+            self._rows += zip(loader.samples(batch_idx).tolist(), *best, strict=True)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather all ranks' rows, and write the file. Collective."""
@@ -45,12 +50,14 @@ class PredictionWriter(Callback):
         split: Split = trainer.predict_dataloaders.split  # type: ignore[union-attr]
         path, files, labels = Path(directory, "predictions.csv"), split.names, split.labels.tolist()
         known = min(labels) >= 0
+        more = [f"{column}{place + 1}" for place in range(1, len(rows[0][1])) for column in ("name", "probability")]
         lines: list[list[Any]] = [
-            ["file" if files else "index", "predicted", "name", "probability", *["label"] * known]
+            ["file" if files else "index", "predicted", "name", "probability", *["label"] * known, *more]
         ]
-        for index, predicted, probability in rows:
-            line = [files[index] if files else index, predicted, data.class_names[predicted], f"{probability:.6f}"]
-            lines.append(line + [labels[index]] * known)
+        for index, *best in rows:
+            cells = [cell for p, label in zip(*best, strict=True) for cell in (data.class_names[label], f"{p:.6f}")]
+            line = [files[index] if files else index, best[1][0], *cells[:2], *[labels[index]] * known]
+            lines.append(line + cells[2:])
         try:
             _write_table(path, lines)
         except OSError as error:

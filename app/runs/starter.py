@@ -54,7 +54,7 @@ def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str
         folder: Parent of the run's directory, `version_0`.
         nodes: Environment variables of each node.
     """
-    arguments = ["fit", *flags, *QUIET, "--run.root", str(folder.parent), "--run.name", folder.name]
+    arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
     if len(nodes) == 1:
         return [CommandLine(arguments, nodes[0])]
     arguments += ["--cluster.init_method", f"file://{(folder / 'rendezvous').resolve()}", "--cluster.node_rank"]
@@ -71,7 +71,7 @@ def run_fit(
     Args:
         flags: Arguments of `fit`, such as `["--config", "a.yaml", "--trainer.max_steps", "30"]`.
         limit: Seconds after which the run is stopped.
-        folder: Parent of the run's directory, `version_0`; a temporary folder by default.
+        folder: Parent of the run's directory, `version_0` or the next one; a temporary folder by default.
         nodes: Environment variables of each node; several nodes share this machine.
 
     Returns:
@@ -86,7 +86,7 @@ def run_fit(
         with tempfile.TemporaryDirectory() as temporary:
             return run_fit(flags, limit, Path(temporary, "run"), nodes)
     folder.mkdir(parents=True, exist_ok=True)
-    outputs = [folder / f"output_node{node}.txt" for node in range(len(nodes))]
+    outputs, earlier = [folder / f"output_node{node}.txt" for node in range(len(nodes))], _records(folder)
     began, busy, late = time.monotonic(), busy_seconds() - own_seconds(), False
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
@@ -108,7 +108,7 @@ def run_fit(
                 processes[codes.index(None)].wait(POLL)
             codes = [process.poll() for process in processes]
             late = time.monotonic() > began + limit
-    path = folder / "version_0" / "run.json"
+    path = next((path for path, _ in _records(folder) - earlier), folder / "run.json")
     try:
         record = Record.load(path)
     except ValueError as error:
@@ -132,6 +132,11 @@ def last_lines(folder: Path, count: int = 12) -> list[str]:
     nodes = [_lines(path) for path in sorted(folder.glob("output_node*.txt"))]
     nodes.sort(key=lambda lines: "error: " not in "\n".join(lines))
     return [line[:300] for line in nodes[0][-count:]] if nodes else []
+
+
+def _records(folder: Path) -> set[tuple[Path, int]]:
+    """Return the records of a folder's runs, with the time of their last change."""
+    return {(path, path.stat().st_mtime_ns) for path in folder.glob("version_*/run.json")}
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:

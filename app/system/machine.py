@@ -30,9 +30,16 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "nccl": nccl(),
         "app": app.__version__,
         "commit": _commit(),
     }
+
+
+def nccl() -> str | None:
+    """Return the version of NCCL, with which GPUs communicate; None without CUDA."""
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    return ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
 
 
 def _commit() -> str | None:

@@ -1,0 +1,137 @@
+"""A trained classifier in Python: `load("runs/NAME/version_0").predict("cat.jpg")`."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from PIL import Image
+from torch import Tensor, nn
+
+from app.data.image_files import FileSplit, files_in, pixels
+from app.data.transforms import Transform
+from app.errors import UserError
+from app.fit.arguments import read_yaml
+from app.fit.checkpoint_file import read
+from app.fit.parser import PlainParser, import_trusted_only, trusted_modules
+from app.modules import ImageClassifier
+from app.networks import checkpoint_of, load_weights
+
+
+class Prediction(NamedTuple):
+    """Most likely classes of an image.
+
+    Attributes:
+        names: Names of the classes, the most likely first.
+        probabilities: Their probabilities.
+        file: Path of the image; None for an array or a tensor.
+    """
+
+    names: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    file: str | None
+
+
+class Classifier(nn.Module):
+    """Trained classifier: a LightningModule with normalisation and softmax, in evaluation mode.
+
+    Args:
+        module: The LightningModule.
+        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of its training images.
+        folder: Folder of the run's config.yaml.
+    """
+
+    def __init__(self, module: LightningModule, images: dict[str, Any], folder: Path) -> None:
+        super().__init__()
+        self.module, self.folder = module, folder
+        self.class_names, self.image_shape = tuple(images["class_names"]), tuple(images["image_shape"])
+        self.transform = Transform(images["mean"], images["std"])
+        self.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return class probabilities (B, classes) of images in the training's shape, uint8 (B, C, H, W)."""
+        return self.module(self.transform(images)).float().softmax(1)
+
+    @torch.inference_mode()
+    def predict(self, images: Any, k: int = 1, batch_size: int = 64) -> Any:
+        """Return the most likely classes of images, which are decoded and resized as for training.
+
+        Args:
+            images: A file, a folder, an array (H, W, C) or a tensor (C, H, W), uint8; or a list or a batch of these.
+            k: Number of classes.
+            batch_size: Number of images per forward pass.
+
+        Returns:
+            A `Prediction` for a file, an array or a tensor; a list of them for a folder, a list or a batch.
+
+        Raises:
+            UserError: When an image cannot be read or is not uint8, or there are no k classes.
+        """
+        if not 1 <= k <= len(self.class_names):
+            raise UserError(f"k={k}: the model has {len(self.class_names)} classes")
+        is_path = isinstance(images, str | os.PathLike)
+        is_single = os.path.isfile(images) if is_path else getattr(images, "ndim", 4) == 3
+        items: list[Any] = []
+        for item in [images] if is_path or is_single else images:
+            items += files_in([os.fspath(item)]) if isinstance(item, str | os.PathLike) else [item]
+        found = []
+        for start in range(0, len(items), batch_size):
+            part = items[start : start + batch_size]
+            batch = torch.stack([self._pixels(item).to(self.module.device) for item in part])  # (B, C, H, W)
+            for item, *best in zip(part, *(each.tolist() for each in self(batch).topk(k)), strict=True):
+                names = tuple(self.class_names[label] for label in best[1])
+                found.append(Prediction(names, tuple(best[0]), item if isinstance(item, str) else None))
+        return found[0] if is_single else found
+
+    def _pixels(self, item: Any) -> Tensor:
+        """Return an image in the training's shape, uint8 (C, H, W)."""
+        if isinstance(item, str):
+            return FileSplit([(item, -1)], self.image_shape)[0]
+        if isinstance(item, Tensor):
+            if item.shape == self.image_shape and item.dtype == torch.uint8:
+                return item
+            item = item.movedim(0, -1).cpu()
+        array = np.asarray(item)
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3, 4):
+            form = "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
+            raise UserError(f"an image of {array.dtype} and shape {array.shape}: {form}")
+        return pixels(Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array), self.image_shape)
+
+
+def load(run: str | Path, device: torch.device | str | None = None) -> Classifier:
+    """Load a trained classifier, without its data set.
+
+    Args:
+        run: Folder of a run, such as `runs/NAME/version_0`, for its best checkpoint, else the last one; or a
+            checkpoint file.
+        device: Device to compute on; by default the accelerator, if there is one.
+
+    Raises:
+        UserError: When there is no checkpoint or no config.yaml beside it, or the checkpoint is not of an
+            `ImageClassifier` trained on an `ImageData`.
+    """
+    file = checkpoint_of(Path(run))
+    checkpoint, folder = read(file), file.parent
+    if not (folder / "config.yaml").is_file():
+        folder = Path(os.path.normpath(file / "../.."))
+    if not (images := checkpoint.get("images")):
+        raise UserError(f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData")
+    module = _model(folder / "config.yaml", len(images["class_names"]))
+    load_weights(module, checkpoint["state_dict"], str(file))
+    device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return Classifier(module.to(device), images, folder)
+
+
+def _model(config: Path, num_classes: int) -> ImageClassifier:
+    """Instantiate the model of a run's config, from trusted modules only."""
+    import_trusted_only()
+    parser, settings = PlainParser(), read_yaml(str(config)).get("model", {})
+    parser.add_subclass_arguments(ImageClassifier, "model", required=True)
+    arguments = {**settings.get("init_args", {}), "num_classes": num_classes}
+    module, *inner = str(arguments.get("network")).split(".")
+    if inner and "/" not in module and module not in trusted_modules():
+        trust = f"its code is not trusted: give --trust {module} to run it, or in Python APP_TRUST={module}"
+        raise UserError(f"--model.network {arguments['network']} in {config}: {trust}")
+    return parser.instantiate_classes(parser.parse_object({"model": {**settings, "init_args": arguments}})).model

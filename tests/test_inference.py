@@ -1,0 +1,173 @@
+"""`app.load`, `app.fit` and `export`: a trained classifier outside of a run."""
+
+import contextlib
+import csv
+import importlib
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import QUIET, App, draw_images, error_of, options, output_of, tiny
+from PIL import Image
+
+import app as package
+from app.errors import UserError
+from app.inference import Classifier, load
+
+NAMES = ("cat", "dog", "eel")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a network on image files of other sizes, and its predictions of the test split; then the images go."""
+    folder = tmp_path_factory.mktemp("trained")
+    images = draw_images(folder / "images", NAMES, train=12, test=4)
+    flags = ["--run.root", folder / "runs", "--run.name", "x", *options(max_epochs=1, accelerator="cpu"), *QUIET]
+    flags += ["--data", "ImageFolder", "--data.root", images, "--model", "my_networks.Wide", "--data.size", "24"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        Path("my_networks.py").write_text(WIDE)
+        from app.cli import main
+
+        assert main(["fit", *map(str, flags), "--data.batch_size", "9", "--run.test", "false"]) == 0
+        both = f"[{images}/test/eel, {images}/test/cat/00.jpg]"
+        more = ["--ckpt_path", "best", "--run.top_k", "9", "--data.predict_dir", both]
+        assert main(["predict", *map(str, flags), *more]) == 0
+        yield folder / "runs" / "x" / "version_0"
+        sys.modules.pop("my_networks", None)
+
+
+WIDE = """
+import torch
+from torch import nn
+from app.modules import ImageClassifier
+
+
+class Wide(ImageClassifier):
+    def __init__(self, width: int = 8, num_classes: int = 10):
+        layers = nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        super().__init__(nn.Sequential(*layers, nn.Linear(4 * width, num_classes)), num_classes)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(trained: Path) -> Classifier:
+    return load(trained, "cpu")
+
+
+def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) -> None:
+    """Several folders and files; all classes of each, the most likely first."""
+    rows = list(csv.DictReader((trained / "predict_1" / "predictions.csv").open()))
+    assert [Path(row["file"]).name for row in rows] == ["00.jpg", "01.png", "02.jpg", "03.png", "00.jpg"]
+    found = model.predict([row["file"] for row in rows], k=3, batch_size=2)
+    for row, prediction in zip(rows, found, strict=True):
+        assert row["file"] == prediction.file
+        assert (row["name"], row["name2"], row["name3"]) == prediction.names
+        written = [float(row[name]) for name in ("probability", "probability2", "probability3")]
+        assert written == pytest.approx(prediction.probabilities, abs=1e-5)
+        assert sum(written) == pytest.approx(1, abs=1e-5)
+    assert {row["name"] for row in rows} <= set(NAMES) == set(model.class_names)
+
+
+def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
+    """An image of another size has one prediction as file, array, tensor, or part of a list or batch."""
+    folder = trained.parents[2] / "images" / "test" / "eel"
+    file = folder / "01.png"
+    array = np.asarray(Image.open(file))
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    one = model.predict(file)
+    assert one == model.predict(str(file)) == model.predict(folder)[1] == model.predict([file, folder])[0]
+    for form in (array, tensor):
+        assert model.predict(form) == one._replace(file=None)
+        assert model.predict(form[None]) == model.predict([form]) == [one._replace(file=None)]
+    grey = array[:, :, :1]
+    assert model.predict(grey) == model.predict(np.repeat(grey, 3, axis=2))
+    right = torch.randint(256, (2, 3, 24, 24), dtype=torch.uint8)
+    assert len(model.predict(right)) == 2
+    assert model(right).sum(1).tolist() == pytest.approx([1, 1])
+
+
+def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_path: Path) -> None:
+    for images, problem in (
+        ("gone.jpg", "gone.jpg cannot be read"),
+        (torch.rand(3, 8, 8), "an image of float32 and shape (8, 8, 3): give pixels of uint8"),
+        (np.zeros((8, 8), np.uint8), "an image of uint8 and shape (8,)"),
+        (tmp_path, "holds no images"),
+    ):
+        with pytest.raises(UserError) as error:
+            model.predict(images)
+        assert problem in str(error.value)
+    with pytest.raises(UserError, match="k=4: the model has 3 classes"):
+        model.predict(np.zeros((8, 8, 3), np.uint8), k=4)
+    with pytest.raises(UserError, match=r"gone.* no such file"):
+        package.load(tmp_path / "gone")
+    checkpoint = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
+    torch.save(checkpoint, tmp_path / "x.ckpt")
+    with pytest.raises(UserError, match=r"config.yaml: there is no such file"):
+        load(tmp_path / "x.ckpt")
+    config = (trained / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(config)
+    assert load(tmp_path / "x.ckpt").class_names == NAMES, "a checkpoint beside its config"
+    (tmp_path / "config.yaml").write_text(config.replace("width: 8", "width: 9"))
+    with pytest.raises(UserError, match="is of another network"):
+        load(tmp_path / "x.ckpt")
+    for code in ("class_path: os.system", "class_path: app.modules.ImageClassifier\n  init_args: {network: os.system}"):
+        (tmp_path / "config.yaml").write_text(f"model:\n  {code}\n")
+        with pytest.raises(UserError, match=r"os.system.* is not trusted: give --trust os"):
+            load(tmp_path / "x.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    with pytest.raises(UserError, match="has no class names"):
+        load(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])
+def test_export(kind: str, file: str, trained: Path, model: Classifier, app: App) -> None:
+    """The lines that it prints load the file, and predict what the model predicts, for a batch of another size."""
+    best = ["--ckpt_path", "best", "--run.root", trained.parents[1], "--run.name", "x"]
+    out = output_of(*app("export", *best, "--format", kind))
+    assert "checked   on 64 random images: probabilities differ by at most" in out
+    code = out[out.index("import json") :].strip()
+    assert len(code.splitlines()) == 5
+    assert str(trained / file) in code
+    images = torch.randint(256, (3, 3, 24, 24), dtype=torch.uint8)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, {"images": images.numpy() if kind == "onnx" else images})
+    assert printed.getvalue().strip() == str([one.names[0] for one in model.predict(images)])
+
+
+def test_export_of_nothing(app: App, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "give --run.name, or a file's path" in error_of(*app("export", "--ckpt_path", "best"))
+    assert "did you mean --format" in error_of(*app("export", "--fromat", "onnx"))
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    said = error_of(*app("export", "--ckpt_path", trained / "checkpoints" / "best.ckpt"))
+    assert "--format onnx needs onnxruntime: pip install onnx onnxscript onnxruntime" in said
+
+
+def test_fit_is_a_function(tmp_path: Path) -> None:
+    """It takes the command's flags by their last name; the record is the new run's, also beside an earlier one."""
+    fit, flags = package.fit, {"data": "Synthetic", "size": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"}
+    assert fit is importlib.import_module("app.fit")
+    with pytest.raises(UserError, match=r"'run.balance': true"):
+        fit(**flags, balance=True)
+    with pytest.raises(UserError, match=r"did you mean --trainer.max_epochs"):
+        fit(**flags, max_epoch=1)
+    (tmp_path / "x" / "version_0").mkdir(parents=True)
+    (tmp_path / "x" / "version_0" / "run.json").write_text('{"status": "completed"}')
+    more = {"model.optimizer": "SGD", "model.optimizer.lr": 0.1, "accelerator": "cpu"}
+    record = fit(**flags, **more, model="CIFARCNN", max_epochs=1, schedule="cosine", threads=1)
+    assert (record.status, record.run_dir) == ("completed", str(tmp_path / "x" / "version_1"))
+    assert record.test is not None, "as by the command"
+    assert "lr: 0.1" in (tmp_path / "x" / "version_1" / "config.yaml").read_text()
+    assert load(record.run_dir).image_shape == (3, 32, 32)
+
+
+def test_tensorboard(app: App, tmp_path: Path) -> None:
+    """The flags of app/monitor/README.md."""
+    logger = ["--trainer.logger+=TensorBoardLogger", f"--trainer.logger.save_dir={tmp_path / 'board'}"]
+    output_of(*app("fit", *tiny(60, 20, max_epochs=1, test=False), *logger))
+    assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
+    assert list(tmp_path.rglob("metrics.csv")), "beside ours"
