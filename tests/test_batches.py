@@ -83,7 +83,7 @@ class Scramble(nn.Module):
 def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
     def epochs(rank: int, world_size: int) -> list[Tensor]:
         share: dict[str, Any] = {"batch_size": 8, "rank": rank, "world_size": world_size, "placement": "disk"}
-        loader = GlobalBatches(split(20), torch.arange(20), num_workers=num_workers, augment=Scramble(), **share)
+        loader = GlobalBatches(split(20), torch.arange(20), num_workers=num_workers, augment=[Scramble()], **share)
         made = []
         for epoch in range(2):
             loader.set_epoch(epoch)

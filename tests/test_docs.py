@@ -29,6 +29,7 @@ import app.modules
 from app.cli import main
 from app.compare.command import _parse as read_compare
 from app.errors import UserError
+from app.fit.arguments import subclasses
 from app.fit.configuration import Flags, resolve, split_flags
 from app.fit.parser import parameters
 from app.plan.command import _parse as read_plan
@@ -263,7 +264,7 @@ def test_flags_in_the_prose() -> None:
     known |= {flag for command in ("compare", "plan", "verify", "replay", "doctor") for flag in own_flags(command)}
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
-        known |= {f"--{section}.{name}" for cls in base.__subclasses__() for name in parameters(cls)}
+        known |= {f"--{section}.{name}" for cls in subclasses(base) for name in parameters(cls)}
     # settings of what a flag names are checked with the commands that have them
     deeper = ("--model.optimizer.", "--model.scheduler.", "--trainer.callbacks", "--trainer.strategy.")
     for document in DOCUMENTS:
