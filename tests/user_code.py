@@ -474,3 +474,10 @@ class FailsOnce(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise RuntimeError("only once")
+
+
+class Inverted(nn.Module):
+    """An augmentation of the user's own."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return 255 - image
