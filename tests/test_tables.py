@@ -28,8 +28,7 @@ def table(image_root: Path) -> pd.DataFrame:
 def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path) -> None:
     """With the same classes, splits, pixels and losses; a split may have another name, and a column, too."""
     output_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *FLAGS))
-    out = output_of(*app("fit", "--data", "ImageTable", "--data.csv", image_root / "all.csv", *FLAGS))
-    assert f"ImageTable ({image_root / 'all.csv'}): 33 to train, 3 to validate" in out
+    output_of(*app("fit", "--data", "ImageTable", "--data.csv", image_root / "all.csv", *FLAGS))
     folder, ours = (tmp_path / "runs" / f"LeNet-{name}" / "version_0" for name in ("ImageFolder", "ImageTable"))
     assert losses(ours).tolist() == losses(folder).tolist()
     assert record_of(ours)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
