@@ -61,9 +61,9 @@ def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App, 
     assert f"{csv} has no column fold, {columns}split_column" in said("--data.split_column", "fold")
     for row, column, value, problem in (
         (2, "file", "", "line 4 has no file"),
-        (3, "label", "", "line 5 has a label that no training image has, ''"),
-        (40, "label", "cow", "line 42 has a label that no training image has, 'cow'"),
-        (5, "split", "trian", "line 7 has no split, which is train, val, test, but 'trian'"),
+        (3, "label", "", "line 5 has label '', which no training image has"),
+        (40, "label", "cow", "line 42 has label 'cow', which no training image has"),
+        (5, "split", "trian", "line 7 has split 'trian', not train, val or test"),
         (1, "file", "train/cat/gone.jpg", f"{image_root / 'train/cat/gone.jpg'} cannot be read"),
     ):
         wrong = table.copy()

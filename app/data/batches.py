@@ -22,7 +22,6 @@ from app.system.patches import expects
 from app.system.random_streams import seed_of
 
 Placement = Literal["disk", "memory", "device"]
-Crop = Callable[[Tensor], Tensor]
 
 
 def stream(*key: int) -> torch.Generator:
@@ -210,7 +209,7 @@ class Reader:
         augment: Augmentations of an image, uint8 (C, H, W), with torch's global random state. They keep the shape.
     """
 
-    def __init__(self, split: Split, crop: Crop | None, augment: Sequence[nn.Module]) -> None:
+    def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
         self.split, self.crop, self.augment = split, crop, augment
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
@@ -300,7 +299,7 @@ class GlobalBatches(GlobalOrder):
         draws: int = 0,
         mixing: tuple[float, float] = (0, 0),
         weights: Tensor | None = None,
-        crop: Crop | None = None,
+        crop: Callable[[Tensor], Tensor] | None = None,
         augment: Sequence[nn.Module] = (),
         position: Callable[[], int] = lambda: 0,
     ) -> None:

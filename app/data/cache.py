@@ -96,12 +96,11 @@ class ImageCache:
             wrong: dict[int, UserError] = {}
             sizes: list[Sequence[int]] = []
             for block in images.blocks(num_workers, wrong if source.skips else None):
-                if isinstance(block, torch.Tensor):
-                    file.write(block.numpy().data)
-                    continue
-                for image in block:
-                    sizes.append(image.shape[1:])
-                    file.write(image.permute(1, 2, 0).contiguous().numpy().data)
+                for part in [block] if isinstance(block, torch.Tensor) else block:
+                    if ragged:
+                        sizes.append(part.shape[1:])
+                        part = part.permute(1, 2, 0).contiguous()
+                    file.write(part.numpy().data)
             pixels = file.tell() - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
             first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy

@@ -1,5 +1,6 @@
 """Sizes of images between file and network: resize, crop, and the size in which training images are kept."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,14 +44,12 @@ class Geometry:
             raise UserError(f"--data.resize {self.resize} is smaller than --data.size {max(self.size)}")
         if self.crop == "random" and self.resize == "squash":
             raise UserError("--data.crop random needs images larger than --data.size: give --data.resize a number")
-        given = {"scale": self.scale != SCALE, "ratio": self.ratio != RATIO, "cache_size": self.cache_size is not None}
-        for name in given:
-            if given[name] and self.crop != "random_resized":
+        for name, default in (("scale", SCALE), ("ratio", RATIO), ("cache_size", None)):
+            if getattr(self, name) != default and self.crop != "random_resized":
                 raise UserError(f"--data.{name} works with --data.crop random_resized only")
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise UserError(f"--data.scale {self.scale}: give two numbers above 0 up to 1, the smaller one first")
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise UserError(f"--data.ratio {self.ratio}: give two numbers above 0, the smaller one first")
+        for name, (low, high), most in (("scale", self.scale, 1), ("ratio", self.ratio, math.inf)):
+            if not 0 < low <= high <= most:
+                raise UserError(f"--data.{name} {(low, high)}: give two numbers above 0 up to {most}, in order")
 
     @property
     def _cover(self) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class HuggingFaceSource(EncodedSource):
         self.class_names = names or sorted_names(map(str, tables["train"][column]))
         known = {name: label for label, name in enumerate(self.class_names)}
         self._tables: dict[SplitName, tuple[Any, list[int]]] = {}
-        splits: list[SplitName] = []
+        self.splits = ()
         for name, split in SYNONYMS.items():
             table = tables.get(name, ())
             if not len(table):
@@ -86,8 +86,7 @@ class HuggingFaceSource(EncodedSource):
                 raise UserError(f"--data.path {path}: {split} has an image without a label that training images have")
             images = table.select_columns([self._image]).cast_column(self._image, datasets.Image())
             self._tables[split] = images, labels
-            splits.append("predict" if is_unlabelled else split)
-        self.splits = splits
+            self.splits = [*self.splits, "predict" if is_unlabelled else split]
 
     def _column(self, features: Any, kind: type, name: str, given: str | None) -> str:
         found = [given] if given else [column for column, each in features.items() if isinstance(each, kind)]

@@ -223,8 +223,8 @@ class TableSource(EncodedSource):
         self._rows: dict[SplitName, list[tuple[str, int]]] = {}
         for line, (name, label, split) in enumerate(rows.itertuples(index=False), 2):
             if not name or split not in SPLITS or label not in labels:
-                wrong = f"no split, which is {', '.join(SPLITS)}, but {split!r}"
-                wrong = f"a label that no training image has, {label!r}" if split in SPLITS else wrong
+                wrong = f"split {split!r}, not train, val or test"
+                wrong = wrong if split not in SPLITS else f"label {label!r}, which no training image has"
                 raise UserError(f"{csv}, line {line} has {wrong if name else 'no file'}: correct this line")
             self._rows.setdefault(split, []).append((str(Path(csv).parent / name), labels[label]))
         if not self._rows:
