@@ -30,9 +30,9 @@ Imports go one way, from the top of this map to its bottom; `tests/test_layout.p
                         tree (sums over shards)
     loop                straight_step (a fast training step), shards (of a batch, for virtual devices), buffers
     modules             LightningModules: loss, metrics, optimizer, predictions
-    data                sources (data sets), image_files (the user's own), synthetic (drawn), cache
-                        (decoded once, mapped), batches (a rank's share), global_order (for a user's DataLoader),
-                        transforms (pixels), module (--data)
+    data                sources (data sets), image_files (the user's own), hugging_face, synthetic (drawn), geometry
+                        (sizes and crops), cache (decoded once, mapped), batches (a rank's share), global_order (for a
+                        user's DataLoader), transforms (pixels), module (--data)
     recipe              loss, parameter groups, learning-rate schedule, frozen blocks
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from PIL import Image
 from torch import Tensor, nn
 
+from app.data.geometry import Geometry
 from app.data.image_files import FileSplit, files_in, pixels
 from app.data.transforms import Transform
 from app.errors import UserError
@@ -40,12 +41,13 @@ class Classifier(nn.Module):
     Args:
         module: The LightningModule.
         images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of its training images.
+        geometry: Sizes of its images.
         folder: Folder of the run's config.yaml.
     """
 
-    def __init__(self, module: LightningModule, images: dict[str, Any], folder: Path) -> None:
+    def __init__(self, module: LightningModule, images: dict[str, Any], geometry: Geometry, folder: Path) -> None:
         super().__init__()
-        self.module, self.folder = module, folder
+        self.module, self.geometry, self.folder = module, geometry, folder
         self.class_names, self.image_shape = tuple(images["class_names"]), tuple(images["image_shape"])
         self.transform = Transform(images["mean"], images["std"])
         self.eval()
@@ -88,7 +90,7 @@ class Classifier(nn.Module):
     def _pixels(self, item: Any) -> Tensor:
         """Return an image in the training's shape, uint8 (C, H, W)."""
         if isinstance(item, str):
-            return FileSplit([(item, -1)], self.image_shape)[0]
+            return FileSplit([item], [-1], self.image_shape, self.geometry)[0]
         if isinstance(item, Tensor):
             if item.shape == self.image_shape and item.dtype == torch.uint8:
                 return item
@@ -97,7 +99,8 @@ class Classifier(nn.Module):
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3, 4):
             form = "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
             raise UserError(f"an image of {array.dtype} and shape {array.shape}: {form}")
-        return pixels(Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array), self.image_shape)
+        picture = Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
+        return self.geometry.evaluated(pixels(picture, self.image_shape[0]))
 
 
 def load(run: str | Path, device: torch.device | str | None = None) -> Classifier:
@@ -118,20 +121,23 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
         folder = Path(os.path.normpath(file / "../.."))
     if not (images := checkpoint.get("images")):
         raise UserError(f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData")
-    module = _model(folder / "config.yaml", len(images["class_names"]))
+    config = read_yaml(str(folder / "config.yaml"))
+    module = _model(config.get("model", {}), len(images["class_names"]), folder)
+    data = config.get("data", {}).get("init_args", {})
+    sizes = {name: data[name] for name in ("resize", "interpolation") if name in data}
     load_weights(module, checkpoint["state_dict"], str(file))
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    return Classifier(module.to(device), images, folder)
+    return Classifier(module.to(device), images, Geometry(tuple(images["image_shape"][1:]), **sizes), folder)
 
 
-def _model(config: Path, num_classes: int) -> ImageClassifier:
+def _model(settings: dict[str, Any], num_classes: int, folder: Path) -> ImageClassifier:
     """Instantiate the model of a run's config, from trusted modules only."""
     import_trusted_only()
-    parser, settings = PlainParser(), read_yaml(str(config)).get("model", {})
+    parser = PlainParser()
     parser.add_subclass_arguments(ImageClassifier, "model", required=True)
     arguments = {**settings.get("init_args", {}), "num_classes": num_classes}
     module, *inner = str(arguments.get("network")).split(".")
     if inner and "/" not in module and module not in trusted_modules():
         trust = f"its code is not trusted: give --trust {module} to run it, or in Python APP_TRUST={module}"
-        raise UserError(f"--model.network {arguments['network']} in {config}: {trust}")
+        raise UserError(f"--model.network {arguments['network']} in {folder}/config.yaml: {trust}")
     return parser.instantiate_classes(parser.parse_object({"model": {**settings, "init_args": arguments}})).model

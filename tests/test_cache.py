@@ -21,6 +21,7 @@ from test_data import attach
 from app.data import CIFAR10, ImageFolder
 from app.data.cache import ImageCache
 from app.data.image_files import FileSplit, FolderSource
+from app.data.module import EncodedImages
 from app.errors import UserError
 from app.system.files import PART, whole
 
@@ -165,7 +166,7 @@ def test_what_is_broken_or_foreign_is_made_anew(image_root: Path, cache: Path, d
     expected = images_of(image_root, cache).clone()
     path = next(cache.glob("train-*"))
     whole = path.read_bytes()
-    foreign = b'{"key": "another", "shape": [36, 3, 32, 32], "names": 0}'.ljust(len(whole))
+    foreign = b'{"key": "another", "shape": [36, 3, 32, 32], "count": 36, "names": 0, "left_out": 0}'.ljust(len(whole))
     for broken in (whole[:-1], whole[:5000], whole[:100], b"", b"\xff" * len(whole), foreign, b"[]", b'{"shape": 1}'):
         path.write_bytes(broken)
         decoded()
@@ -222,7 +223,7 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path) -> None:
             return super().load(split)
 
     def write(_: int) -> torch.Tensor:
-        source = Meets(str(image_root), 32, 3, (0.5,) * 3, (0.5,) * 3, None)
+        source = EncodedImages(Meets(str(image_root))).source
         ImageCache(str(cache)).write(source, "train", 0)
         found = ImageCache(str(cache)).open(source, "train")
         assert found is not None
@@ -358,10 +359,10 @@ def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:
     """Those of a split, when they are named to be predicted."""
-    kept, shape = ImageCache(str(cache)), (32, 3, [0.5] * 3, [0.5] * 3)
-    unlabelled = FolderSource(str(image_root), *shape, str(image_root / "test"))
+    kept = ImageCache(str(cache))
+    unlabelled = ImageFolder(str(image_root), predict_dir=str(image_root / "test")).source
     kept.write(unlabelled, "predict", 0)
-    labelled = FolderSource(str(image_root), *shape, None)
+    labelled = ImageFolder(str(image_root)).source
     assert kept.open(labelled, "test") is None
     kept.write(labelled, "test", 0)
     found = [kept.open(source, split) for source, split in ((unlabelled, "predict"), (labelled, "test"))]

@@ -71,7 +71,7 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
 
 def test_cifar10(cifar_root: Path) -> None:
     data = attach(CIFAR10(str(cifar_root), val_size=10, batch_size=8))
-    images, labels, _ = next(iter(data.train_dataloader()))
+    images, labels, *_ = next(iter(data.train_dataloader()))
     assert images.shape == (8, 3, 32, 32)
     assert images.dtype == torch.uint8
     assert len(data.train_dataloader().rows) == 40

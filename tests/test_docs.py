@@ -30,6 +30,7 @@ from app.cli import main
 from app.compare.command import _parse as read_compare
 from app.errors import UserError
 from app.export import read as read_export
+from app.fit.arguments import subclasses
 from app.fit.configuration import Flags, resolve, split_flags
 from app.fit.parser import parameters
 from app.plan.command import _parse as read_plan
@@ -274,7 +275,7 @@ def test_flags_in_the_prose() -> None:
     }
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
-        known |= {f"--{section}.{name}" for cls in (base, *base.__subclasses__()) for name in parameters(cls)}
+        known |= {f"--{section}.{name}" for cls in (base, *subclasses(base)) for name in parameters(cls)}
     # settings of what a flag names are checked with the commands that have them
     deeper = ("--model.optimizer.", "--model.scheduler.", "--trainer.callbacks", "--trainer.strategy.")
     for document in DOCUMENTS:

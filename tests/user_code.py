@@ -486,3 +486,10 @@ class CountsLabels(CIFARCNN):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen += batch[1].sum()
         return super().training_step(batch, batch_idx)
+
+
+class Inverted(nn.Module):
+    """An augmentation of the user's own."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return 255 - image

@@ -201,34 +201,37 @@ class RawBatch(NamedTuple):
 
 
 class Reader:
-    """Image reader of a worker process, with augmentation seeded for each sample.
+    """Image reader of a worker process, with crop and augmentation seeded for each sample.
 
     Args:
         split: The images.
-        augment: Augmentation of an image, uint8 (C, H, W), with torch's global random state. Keeps the shape.
+        crop: Function from an image, uint8 (C, h, w), to (C, H, W), with torch's global random state, or None.
+        augment: Augmentations of an image, uint8 (C, H, W), with torch's global random state. They keep the shape.
     """
 
-    def __init__(self, split: Split, augment: nn.Module | None) -> None:
-        self.split, self.augment = split, augment
+    def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
+        self.split, self.crop, self.augment = split, crop, augment
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
         """Read an image, uint8 (C, H, W), by its row in the split and its seed."""
         row, seed = item
         image = self.split[row]
-        if self.augment is None:
+        if self.crop is None and not self.augment:
             return image
-        image = image.clone()  # an augmentation may work in place, and the split may be mapped read-only
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, too
-        augmented = self.augment(image)
+        if self.crop is not None:
+            image = self.crop(image)
+        if self.augment:  # an augmentation may work in place, and the split may be mapped read-only
+            image = image.clone(memory_format=torch.contiguous_format)
+        for augment in self.augment:
+            kept, image = f"{image.dtype} {tuple(image.shape)}", augment(image)
+            made = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+            if made != kept:
+                name = f"--data.augment {type(augment).__name__}"
+                raise UserError(f"{name} makes {made} of an image of {kept}: it must keep shape and type")
         torch.set_rng_state(before)
-        kept, made = f"{image.dtype} {tuple(image.shape)}", type(augmented).__name__
-        if isinstance(augmented, Tensor):
-            made = f"{augmented.dtype} {tuple(augmented.shape)}"
-        if made != kept:
-            name = type(self.augment).__name__
-            raise UserError(f"--data.augment {name} makes {made} of an image of {kept}: it must keep shape and type")
-        return augmented
+        return image
 
 
 def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
@@ -270,7 +273,8 @@ class GlobalBatches(GlobalOrder):
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
             with the first.
         weights: Probability of each sample, up to a factor, (n,): an epoch then draws with replacement.
-        augment: Augmentation by the workers, for `disk` only.
+        crop: Crop of images of different sizes by the workers, for `disk` only.
+        augment: Augmentations by the workers, for `disk` only.
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 
@@ -295,7 +299,8 @@ class GlobalBatches(GlobalOrder):
         draws: int = 0,
         mixing: tuple[float, float] = (0, 0),
         weights: Tensor | None = None,
-        augment: nn.Module | None = None,
+        crop: Callable[[Tensor], Tensor] | None = None,
+        augment: Sequence[nn.Module] = (),
         position: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
@@ -308,11 +313,11 @@ class GlobalBatches(GlobalOrder):
         self._pin = device.type == "cuda" and placement != "device"
         self._labels = split.labels[rows]
         self._workers: Workers | None = None
-        self._augmented = augment is not None
+        self._augmented = bool(crop or augment)
         if placement == "disk":
             self._items_of_steps: list[list[tuple[int, int]]] = []
             self._workers = Workers(
-                Reader(split, augment), self._items_of_steps, split.image_shape, num_workers, self._pin
+                Reader(split, crop, augment), self._items_of_steps, split.image_shape, num_workers, self._pin
             )
             return
         self._images, self._where = split.tensor(), rows

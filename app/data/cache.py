@@ -1,7 +1,8 @@
 """Cache of decoded images: one file per split, memory-mapped by every rank.
 
-A file holds a header (JSON, one page), pixels, labels and file names (JSON). The header's key describes the source; a
-file with another key is rebuilt.
+A file holds a header (JSON, one page), pixels, labels and file names (JSON). Images of different sizes are stored as
+(h, w, C), with their sizes before the labels. The header's key describes the source; a file with another key is
+rebuilt.
 """
 
 import errno
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.data.sources import Source, Split, SplitName, mapped
+from app.data.sources import RaggedSplit, Source, Split, SplitName, mapped
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
@@ -38,20 +39,29 @@ class ImageCache:
     def open(self, source: Source, split: SplitName) -> Split | None:
         """Map the decoded images of a split; return None if the file is missing or damaged."""
         files = source.encoded(split)
-        return self._map(*self._identify(source, split, files)) if files else None
+        made = self._map(*self._identify(source, split, files)) if files else None
+        if made is not None:
+            made.ragged, made.image_shape = source.ragged(split), source.image_shape
+        return made
 
     def _map(self, path: Path, key: str) -> Split | None:
         try:
             with open_file(path) as file:
                 header = json.loads(file.read(HEADER))
-                shape, names = header["shape"], header["names"]
-                pixels, labels = math.prod(shape), 8 * shape[0]
-                if header["key"] != key or os.fstat(file.fileno()).st_size != HEADER + pixels + labels + names:
+                shape, names, left_out = header["shape"], header["names"], header["left_out"]
+                pixels, count = math.prod(shape), header["count"]
+                columns = 1 if len(shape) == 4 else 3  # label, or height, width and label
+                size = HEADER + pixels + 8 * columns * count + names
+                if header["key"] != key or os.fstat(file.fileno()).st_size != size:
                     return None
                 images = mapped(file, HEADER, shape)
                 file.seek(HEADER + pixels)
-                values = torch.from_numpy(np.frombuffer(file.read(labels), np.int64).copy())
-                return Split(images, values, json.loads(file.read(names)), mapped=True, left_out=header["left_out"])
+                values = np.frombuffer(file.read(8 * columns * count), np.int64).reshape(columns, count)
+                *sizes, labels = torch.from_numpy(values.copy())
+                files = json.loads(file.read(names))
+                if sizes:
+                    return RaggedSplit(images, torch.stack(sizes, 1), labels, files, left_out)
+                return Split(images, labels, files, mapped=True, left_out=left_out)
         except (OSError, ValueError, LookupError, TypeError):  # not a file of this cache
             return None
 
@@ -76,14 +86,22 @@ class ImageCache:
         with whole(path) as file:
             remove_parts(self.folder)
             images = source.load(split)
-            shape = [len(images), *source.image_shape]
-            if math.prod(shape) > shutil.disk_usage(self.folder).free // 2:
-                raise OSError(errno.ENOSPC, f"{math.prod(shape) / 2**30:.1f} GiB are over half of the free space")
+            ragged = source.ragged(split)
+            sides = (ragged.kept[0], 1.5 * ragged.kept[1]) if ragged else source.image_shape[1:]  # 3:2 is an estimate
+            needed = len(images) * source.image_shape[0] * math.prod(sides)
+            if needed > shutil.disk_usage(self.folder).free // 2:
+                raise OSError(errno.ENOSPC, f"{needed / 2**30:.1f} GiB are over half of the free space")
             rank_zero_info(f"Decoding {len(images):,} image{'s' * (len(images) != 1)}, once, into {path}")
             file.write(b"".ljust(HEADER))
             wrong: dict[int, UserError] = {}
+            sizes: list[Sequence[int]] = []
             for block in images.blocks(num_workers, wrong if source.skips else None):
-                file.write(block.numpy().data)
+                for part in [block] if isinstance(block, torch.Tensor) else block:
+                    if ragged:
+                        sizes.append(part.shape[1:])
+                        part = part.permute(1, 2, 0).contiguous()
+                    file.write(part.numpy().data)
+            pixels = file.tell() - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
             first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy
             if not right:
@@ -91,17 +109,21 @@ class ImageCache:
             if wrong:
                 rank_zero_info(f"{len(wrong):,} of {len(images):,} images are skipped; the first one: {first}")
             names = json.dumps(images.names and [images.names[place] for place in right]).encode()
+            if sizes:
+                file.write(torch.tensor(sizes).T.contiguous().numpy().data)
             file.write(images.labels[right].numpy().data)
             file.write(names)
-            header = {"key": key, "shape": [len(right), *shape[1:]], "names": len(names), "left_out": len(wrong)}
+            shape = [pixels] if ragged else [len(right), *source.image_shape]
+            header = {"key": key, "shape": shape, "count": len(right), "names": len(names), "left_out": len(wrong)}
             file.seek(0)
             file.write(json.dumps(header).encode().ljust(HEADER))
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
         """Return a split's cache file, and the key of its current images."""
         place = os.path.commonpath([min(files), max(files)])
-        labelled = split != "predict" or getattr(source, "predict_dir", None) is None
-        made_from = [type(source).__name__, *source.image_shape, place, os.path.abspath(place), labelled, source.skips]
+        if split == "predict" and getattr(source, "predict_dir", None) is None:
+            split = "test"
+        made_from = [type(source).__name__, split, place, os.path.abspath(place), *source.settings(split)]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
         targets = [os.path.realpath(folder) for folder in sorted({*map(os.path.dirname, files)})]
         key = hashlib.sha256(json.dumps([list(source.class_names), targets]).encode())

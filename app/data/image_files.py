@@ -1,11 +1,12 @@
-"""Source of a user's images: files in class folders."""
+"""Sources of a user's image files: class folders, or a table."""
 
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,49 +18,74 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
 
-from app.data.sources import EMBEDDED, Source, Split, SplitName, Workers
-from app.errors import UserError
+from app.data.geometry import Geometry
+from app.data.sources import EMBEDDED, Images, Source, Split, SplitName, Workers
+from app.errors import UserError, one_line
+from app.system.files import open_file
 
 SPLITS: Sequence[SplitName] = ("train", "val", "test")
+SYNONYMS: dict[str, SplitName] = {name: name for name in SPLITS}
+SYNONYMS |= {"validation": "val", "valid": "val", "dev": "val"}
 
 
-def pixels(picture: Image.Image, image_shape: Sequence[int]) -> Tensor:
-    """Return a picture's pixels in a shape, uint8 (C, H, W); C is 1 (grey) or 3 (RGB)."""
-    channels, height, width = image_shape
+def pixels(picture: Image.Image, channels: int) -> Tensor:
+    """Return a picture's pixels, uint8 (C, h, w).
+
+    Args:
+        picture: The picture.
+        channels: 1 (grey) or 3 (RGB).
+    """
     if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
         raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
-    image = picture.convert("L" if channels == 1 else "RGB")
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    return pil_to_tensor(image)
+    return pil_to_tensor(picture.convert("L" if channels == 1 else "RGB"))
 
 
 class FileSplit(Split):
     """Labelled image files, decoded and resized when they are read.
 
     Args:
-        samples: Path and label of each image.
-        image_shape: (C, H, W) of an item; C is 1 (grey) or 3 (RGB).
+        names: Path of each image.
+        labels: Label of each image.
+        image_shape: Shape of an image, (C, H, W); C is 1 (grey) or 3 (RGB).
+        geometry: Sizes of the images.
+        ragged: Sizes of the training crop, for which images keep different sizes; None for images of one size.
     """
 
-    def __init__(self, samples: Sequence[tuple[str, int]], image_shape: tuple[int, int, int]) -> None:
-        self.names: Sequence[str] = [path for path, _ in samples]
-        self.labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
-        self.image_shape, self.mapped, self.left_out = image_shape, False, 0
-        self._images = None
+    def __init__(
+        self,
+        names: Sequence[str] | None,
+        labels: Sequence[int],
+        image_shape: Sequence[int],
+        geometry: Geometry,
+        ragged: Geometry | None = None,
+    ) -> None:
+        self.names, self.labels = names, torch.tensor(labels, dtype=torch.int64)
+        self.image_shape, self.geometry, self.ragged = image_shape, geometry, ragged
+        self.mapped, self.left_out, self._images = False, 0, None
+
+    def _open(self, index: int) -> Image.Image:
+        return Image.open(self._name(index))
+
+    def _name(self, index: int) -> str:
+        assert self.names is not None
+        return self.names[index]
 
     def __getitem__(self, index: int) -> Tensor:
+        channels = self.image_shape[0]
         try:
-            with Image.open(self.names[index]) as file:
-                return pixels(file, self.image_shape)
+            with self._open(index) as file:
+                if self.ragged is not None:  # decode a JPEG file at half its size or less
+                    file.draft("L" if channels == 1 else None, self.ragged.kept_size(*file.size[::-1])[::-1])
+                image = pixels(file, channels)
         except Exception as error:  # PIL's decoders raise any type on a damaged file
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
             reason = reason or type(error).__name__
             raise UserError(
-                f"{self.names[index]} cannot be read ({reason}): replace it, or --data.on_bad_image skip"
+                f"{self._name(index)} cannot be read ({reason}): replace it, or --data.on_bad_image skip"
             ) from error
+        return self.ragged.keep(image) if self.ragged else self.geometry.evaluated(image)
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
         if self._images is None:
@@ -75,9 +101,10 @@ class FileSplit(Split):
             self._images = images
         return self._images
 
-    def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Tensor]:  # noqa: D102
+    def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Images]:  # noqa: D102
         parts = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
-        workers = Workers(self.__getitem__, parts, self.image_shape, min(num_workers, len(parts)))
+        shape = None if self.ragged else self.image_shape
+        workers = Workers(self.__getitem__, parts, shape, min(num_workers, len(parts)))
         console = get_console()
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
         with Progress(console=console, transient=True, disable=silent) as progress:
@@ -93,32 +120,61 @@ class FileSplit(Split):
                 progress.advance(task)
 
 
-class FolderSource(Source):
+class EncodedSource(Source):
+    """Source of encoded images, such as JPEG files.
+
+    Attributes:
+        geometry: Sizes of the images.
+        predict_dir: Images and folders of images for `predict`; None for the test split.
+    """
+
+    geometry: Geometry  # set by EncodedImages, as image_shape, mean, std and skips are
+    predict_dir: str | Sequence[str] | None = None
+
+    def ragged(self, split: SplitName) -> Geometry | None:  # noqa: D102
+        return self.geometry if split == "train" and self.geometry.crop != "none" else None
+
+    def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
+        sizes = self.geometry
+        if self.ragged(split):
+            return [self.skips, self.image_shape[0], sizes.crop, sizes.interpolation, *sizes.kept]
+        return [*super().settings(split), sizes.interpolation, sizes.resize]
+
+    def prepare(self) -> None:
+        """Check that images to predict exist."""
+        if self.predict_dir is not None:
+            self._samples("predict")
+
+    def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
+        return [file for file, _ in self._samples(split)]
+
+    def load(self, split: SplitName) -> Split:  # noqa: D102
+        files, labels = zip(*self._samples(split), strict=True)
+        return FileSplit(files, labels, self.image_shape, self.geometry, self.ragged(split))
+
+    def _samples(self, split: SplitName) -> list[tuple[str, int]]:
+        """Return the path and label of each image; the label is -1 in `predict_dir`."""
+        if split != "predict" or self.predict_dir is None:
+            return self._files("test" if split == "predict" else split)
+        places = [self.predict_dir] if isinstance(self.predict_dir, str) else self.predict_dir
+        return [(file, -1) for file in files_in(places)]
+
+    @abstractmethod
+    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+        """Return the path and label of each file of a split."""
+
+
+class FolderSource(EncodedSource):
     """Source of a user's images: `root/train/<class>/*.jpg`, optional `val` and `test`; or `root/<class>/*.jpg`."""
 
-    def __init__(
-        self,
-        root: str,
-        size: int | tuple[int, int],
-        channels: Literal[1, 3],
-        mean: Sequence[float],
-        std: Sequence[float],
-        predict_dir: str | Sequence[str] | None,
-        skips: bool = False,
-    ) -> None:
+    def __init__(self, root: str) -> None:
         self.root = root
-        self.predict_dir = predict_dir
-        self.skips = skips
-        height, width = (size, size) if isinstance(size, int) else size
-        self.image_shape = (channels, height, width)
-        self.mean, self.std = mean, std
         place = Path(root)
         names = _folders(place) if place.exists() else []
         self._places: dict[SplitName, Path] = {name: place / name for name in SPLITS if name in names}
         if not self._places and place.name != "train":
             self._places["train"] = place
-        folders = [*self._places]
-        self.splits = [*folders, "predict"] if predict_dir is not None or "test" in folders else folders
+        self.splits = [*self._places]
         train = self._places.get("train", place / "train")
         self._classes = _folders(train) if train.exists() else []
         if not self._classes:
@@ -136,28 +192,73 @@ class FolderSource(Source):
             unknown = set(_folders(place)) - set(self._classes)
             if unknown:
                 raise UserError(f"{place} has classes that train/ lacks: {', '.join(sorted(unknown))}")
-            labels = {label for _, label in self._samples(split)}
+            labels = {label for _, label in self._files(split)}
             empty = [name for label, name in enumerate(self._classes) if label not in labels]
             if empty and (split == "train" or not labels):
                 where, kinds = place / empty[0], ", ".join(IMG_EXTENSIONS)
                 raise UserError(f"{where} holds no images ({kinds}): put some there, or hide it as .{where.name}")
-        if self.predict_dir is not None:
-            self._samples("predict")
+        super().prepare()
+
+    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+        classes = [(label, self._places[split] / name) for label, name in enumerate(self._classes)]
+        return [(file, label) for label, each in classes if each.is_dir() for file in _images(str(each), {})]
+
+
+class TableSource(EncodedSource):
+    """Source of the image files that a CSV file lists.
+
+    Args:
+        csv: Path of the CSV file.
+        file_column: Column of the paths, relative to the file's folder.
+        label_column: Column of the labels.
+        split_column: Column of the splits.
+    """
+
+    def __init__(self, csv: str, file_column: str, label_column: str, split_column: str) -> None:
+        import pandas as pd
+
+        self.root = csv
+        try:
+            with open_file(csv) as file:
+                table = pd.read_csv(file, dtype=str, keep_default_na=False)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or one_line(str(error))[:200]
+            raise UserError(f"--data.csv {csv} cannot be read ({reason})") from error
+        columns = {"file": file_column, "label": label_column, "split": split_column}
+        for name, column in columns.items():
+            if column not in table and column != "split":
+                there = ", ".join(table.columns)
+                raise UserError(f"{csv} has no column {column}, but {there}: give one to --data.{name}_column")
+        rows = pd.DataFrame({name: table.get(column, "train") for name, column in columns.items()})
+        rows["split"] = rows["split"].replace(SYNONYMS)
+        self.class_names = sorted_names(rows["label"][rows["split"] == "train"])
+        labels = {name: label for label, name in enumerate(self.class_names)}
+        self._rows: dict[SplitName, list[tuple[str, int]]] = {}
+        for line, (name, label, split) in enumerate(rows.itertuples(index=False), 2):
+            if not name or split not in SPLITS or label not in labels:
+                wrong = f"split {split!r}, not train, val or test"
+                wrong = wrong if split not in SPLITS else f"label {label!r}, which no training image has"
+                raise UserError(f"{csv}, line {line} has {wrong if name else 'no file'}: correct this line")
+            self._rows.setdefault(split, []).append((str(Path(csv).parent / name), labels[label]))
+        if not self._rows:
+            raise UserError(f"{csv} has no rows: give one for each image")
+        self.splits = [*self._rows]
+
+    def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
+        return [*super().settings(split), os.path.abspath(self.root)]
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
-        return [file for file, _ in self._samples(split)]
+        files = super().encoded(split)
+        return files if split == "predict" and self.predict_dir is not None else [self.root, *files]  # labels are there
 
-    def load(self, split: SplitName) -> Split:  # noqa: D102
-        return FileSplit(self._samples(split), self.image_shape)
+    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+        return self._rows[split]
 
-    def _samples(self, split: SplitName) -> list[tuple[str, int]]:
-        """Return the path and label of each image; the label is -1 in `predict_dir`."""
-        if split == "predict" and self.predict_dir is not None:
-            places = [self.predict_dir] if isinstance(self.predict_dir, str) else self.predict_dir
-            return [(file, -1) for file in files_in(places)]
-        place = self._places["test" if split == "predict" else split]
-        classes = [(label, place / name) for label, name in enumerate(self._classes)]
-        return [(file, label) for label, each in classes if each.is_dir() for file in _images(str(each), {})]
+
+def sorted_names(labels: Iterable[str]) -> list[str]:
+    """Return the names of classes in order, whole numbers by their value."""
+    names = {*labels} - {""}
+    return sorted(names, key=int if all(map(str.isdecimal, names)) else None)
 
 
 def files_in(places: Iterable[str]) -> list[str]:

@@ -13,10 +13,13 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torchvision.transforms import v2
 
 from app.data.batches import GlobalBatches, Placement, RawBatch, shards_beyond, stream
 from app.data.cache import ImageCache
-from app.data.image_files import FolderSource
+from app.data.geometry import RATIO, SCALE, Geometry
+from app.data.hugging_face import HuggingFaceSource
+from app.data.image_files import EncodedSource, FolderSource, TableSource
 from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import Transform
@@ -49,8 +52,8 @@ class ImageData(LightningDataModule):
         crop_padding: Augmentation: pixels of border for a random crop.
         flip: Augmentation: mirror half of the images.
         cutout: Augmentation: side in pixels of a square set to the mean.
-        augment: Augmentation by the worker processes, image by image, on the CPU: a transform of torchvision, such as
-            `torchvision.transforms.v2.ElasticTransform`. Needs placement `disk`.
+        augment: Augmentation by the worker processes, image by image, on the CPU: one or a list of torchvision's v2
+            transforms, such as `RandAugment`, or of your own modules by their import path. Needs placement `disk`.
         mixup: Augmentation: parameter of the beta distribution by which each image is mixed with another, such as 0.2.
         cutmix: Augmentation: the same for a box of another image, such as 1.0. With both, each has half of the batches.
         balance: Whether an epoch draws images with replacement, so that all classes are equally frequent.
@@ -76,7 +79,7 @@ class ImageData(LightningDataModule):
         crop_padding: NonNegativeInt = 0,
         flip: bool = False,
         cutout: NonNegativeInt = 0,
-        augment: nn.Module | None = None,
+        augment: v2.Transform | nn.Module | list[v2.Transform | nn.Module] | None = None,
         mixup: NonNegativeFloat = 0.0,
         cutmix: NonNegativeFloat = 0.0,
         balance: bool = False,
@@ -88,11 +91,12 @@ class ImageData(LightningDataModule):
             raise UserError(f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0")
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
             raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
-        if augment is not None and placement not in ("auto", "disk"):
-            raise UserError(f"--data.augment is done by worker processes: --data.placement disk, not {placement}")
+        self.source, self.augment = source, augment if isinstance(augment, list) else [augment] if augment else []
+        self._worked = "--data.augment" if self.augment else "--data.crop" if source.ragged("train") else ""
+        if self._worked and placement not in ("auto", "disk"):
+            raise UserError(f"{self._worked} is done by worker processes: --data.placement disk, not {placement}")
         if batch_size == 1 and (mixup or cutmix):
             raise UserError("--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size")
-        self.source, self.augment = source, augment
         self.mixing, self.balance = (mixup, cutmix), balance
         self.batch_size, self.micro_batch, self.val_size = batch_size, micro_batch, val_size
         self.requested_placement, self.requested_workers = placement, num_workers
@@ -242,7 +246,7 @@ class ImageData(LightningDataModule):
         """Return one placement for all ranks, although their free memory differs."""
         if self.requested_placement != "auto":
             return self.requested_placement
-        if self.augment is not None:
+        if self._worked:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
         assert self.trainer is not None
@@ -282,6 +286,7 @@ class ImageData(LightningDataModule):
         batch_size = self.global_batch_size
         if self.micro_batch is not None and not train:
             batch_size = min(batch_size, self.micro_batch * trainer.world_size)
+        sizes = split.ragged
         one_by_one = name == "val" and self.virtual_devices is not None and trainer.limit_val_batches == 1.0
         return GlobalBatches(
             split,
@@ -300,7 +305,8 @@ class ImageData(LightningDataModule):
             draws=self.transform.draws if train else 0,
             mixing=self.mixing if train else (0, 0),
             weights=(1 / self.class_counts)[split.labels[rows]] if train and self.balance else None,
-            augment=self.augment if train else None,
+            crop=None if sizes is None else sizes.random_crop() if train else sizes.evaluated,
+            augment=self.augment if train else [],
             position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),
         )
 
@@ -354,15 +360,24 @@ class FashionMNIST(ImageData):
         super().__init__(FashionMNISTSource(root), **kwargs)
 
 
-class ImageFolder(ImageData):
-    """Data module for your own images: `root/train/<class>/*.jpg` or `*.png`, optional `val/` and `test/` likewise.
+class EncodedImages(ImageData):
+    """Data module for encoded images of any size, such as JPEG files.
 
     Args:
-        root: Directory of `train`, or of the class folders.
-        size: Height and width of every image after resizing.
+        source: The source of the images.
+        size: Height and width of the network's images.
         channels: 3 for colour, 1 for grey.
         mean: Per channel, of pixels scaled to 0…1; by default 0.5.
         std: Per channel, of pixels scaled to 0…1; by default 0.5.
+        resize: Shorter side of an image before the centre crop to `size`, by default `size`; `squash` resizes to `size`
+            without a crop, and distorts.
+        interpolation: Interpolation of all resizing, with antialiasing.
+        crop: Training crop by the worker processes: `random` of `size` after `resize`; `random_resized` of a random
+            part, resized to `size`; `none`: as in evaluation.
+        scale: Range of the area of a `random_resized` crop, relative to the image's.
+        ratio: Range of width / height of a `random_resized` crop.
+        cache_size: Shorter side to which larger images are reduced before `random_resized` crops; by default 1.15 times
+            `resize`.
         predict_dir: Images and folders of images, labelled or not, for `predict`; by default the test split.
         on_bad_image: Reaction to an unreadable image: `error`, or `skip`: skip it on all ranks, and count it in the
             run's record.
@@ -371,26 +386,86 @@ class ImageFolder(ImageData):
 
     def __init__(
         self,
-        root: str = "data",
+        source: EncodedSource,
         size: int | tuple[int, int] = 32,
         channels: Literal[1, 3] = 3,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        resize: PositiveInt | Literal["squash"] | None = None,
+        interpolation: Literal["bilinear", "bicubic"] = "bilinear",
+        crop: Literal["none", "random", "random_resized"] = "none",
+        scale: tuple[float, float] = SCALE,
+        ratio: tuple[float, float] = RATIO,
+        cache_size: PositiveInt | None = None,
         predict_dir: str | list[str] | None = None,
         on_bad_image: Literal["error", "skip"] = "error",
         **kwargs: Any,
     ) -> None:
-        sides = [size] if isinstance(size, int) else size
-        if min(sides) < 1:
-            raise UserError(f"--data.size {size}: give at least 1 pixel")
+        sides = (size, size) if isinstance(size, int) else size
+        source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
+        source.image_shape = (channels, *sides)
         for flag, values in (("mean", mean), ("std", std)):
             if values is not None and len(values) != channels:
                 raise UserError(f"--data.{flag} {values}: give one value for each of {channels} channels")
         half = [0.5] * channels
-        skips = on_bad_image == "skip"
-        super().__init__(FolderSource(root, size, channels, mean or half, std or half, predict_dir, skips), **kwargs)
-        if skips and self.cache is None:
+        source.mean, source.std = mean or half, std or half
+        source.predict_dir, source.skips = predict_dir, on_bad_image == "skip"
+        if predict_dir is not None or "test" in source.splits:
+            source.splits = [*dict.fromkeys([*source.splits, "predict"])]
+        super().__init__(source, **kwargs)
+        if source.skips and self.cache is None:
             raise UserError("--data.on_bad_image skip needs the cache of decoded images: remove --data.cache off")
+
+
+class ImageFolder(EncodedImages):
+    """Data module for your own images: `root/train/<class>/*.jpg` or `*.png`, optional `val/` and `test/` likewise.
+
+    Args:
+        root: Directory of `train`, or of the class folders.
+        **kwargs: As for `EncodedImages`.
+    """
+
+    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        super().__init__(FolderSource(root), **kwargs)
+
+
+class ImageTable(EncodedImages):
+    """Data module for images that a CSV file lists, one in each row.
+
+    Args:
+        csv: Path of the CSV file.
+        file_column: Column of the images' paths, relative to the CSV file's folder.
+        label_column: Column of the labels.
+        split_column: Column of the splits: `train`, `val` or `test`. Without this column, all images are for training.
+        **kwargs: As for `EncodedImages`.
+    """
+
+    def __init__(
+        self,
+        csv: str = "train.csv",
+        file_column: str = "file",
+        label_column: str = "label",
+        split_column: str = "split",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(TableSource(csv, file_column, label_column, split_column), **kwargs)
+
+
+class HuggingFace(EncodedImages):
+    """Data module for a data set of Hugging Face, read by `datasets`.
+
+    Args:
+        path: Folder of a saved data set, or of Parquet or Arrow files; a Parquet file; a saved data set's or a Parquet
+            file's URL, such as `s3://…`; or a name on the Hub.
+        image_column: Column of the images; by default the one of type Image.
+        label_column: Column of the labels; by default the one of type ClassLabel.
+        **kwargs: As for `EncodedImages`.
+    """
+
+    def __init__(
+        self, path: str = "data", image_column: str | None = None, label_column: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(HuggingFaceSource(path, image_column, label_column), **kwargs)
 
 
 class Synthetic(ImageData):

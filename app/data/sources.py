@@ -22,11 +22,13 @@ import torchvision
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from app.data.geometry import Geometry
 from app.errors import UserError
 from app.system.files import downloading
 from app.system.tracebacks import MADE_BY, blamed
 
 SplitName = Literal["train", "val", "test", "predict"]
+Images = Tensor | list[Tensor]  # (n, C, H, W), or n images of different sizes
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
@@ -40,7 +42,7 @@ def work_apart(worker: int) -> None:
 class _Items(Dataset[Any]):
     """Data set that returns a UserError as an item, because DataLoader would turn its message into a traceback."""
 
-    def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int]) -> None:
+    def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int] | None) -> None:
         self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY  # for spawned workers
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
@@ -54,10 +56,12 @@ class _Items(Dataset[Any]):
             wrong.add_note(traceback.format_exc())  # for --verbose
             return wrong
 
-    def stack(self, images: list[Tensor | UserError]) -> tuple[Tensor, dict[int, UserError]]:
-        """Return the readable images, (n, C, H, W), and the errors of the others by index; n may be 0."""
+    def stack(self, images: list[Tensor | UserError]) -> tuple[Images, dict[int, UserError]]:
+        """Return the readable images, (n, C, H, W) or a list, and the errors of the others by index; n may be 0."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
+        if self.image_shape is None:
+            return right, wrong
         return torch.stack(right) if right else torch.empty((0, *self.image_shape), dtype=torch.uint8), wrong
 
 
@@ -67,7 +71,7 @@ class Workers(DataLoader[Tensor]):
     Args:
         read: Function that reads an item's image, uint8 (C, H, W).
         batches: Items of each batch.
-        image_shape: Shape of an image, (C, H, W).
+        image_shape: Shape of an image, (C, H, W); None: batches are lists of images of different sizes.
         num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
@@ -76,7 +80,7 @@ class Workers(DataLoader[Tensor]):
         self,
         read: Callable[[Any], Tensor],
         batches: Iterable[Any],
-        image_shape: Sequence[int],
+        image_shape: Sequence[int] | None,
         num_workers: int,
         pin_memory: bool = False,
     ) -> None:
@@ -92,13 +96,13 @@ class Workers(DataLoader[Tensor]):
             generator=torch.Generator(),  # keeps the loader from drawing from the global random state
         )
 
-    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for images, wrong in self.with_errors():
             for error in wrong.values():
                 raise error
             yield images
 
-    def with_errors(self) -> Iterator[tuple[Tensor, dict[int, UserError]]]:
+    def with_errors(self) -> Iterator[tuple[Images, dict[int, UserError]]]:
         """Iterate over pairs: a batch's readable images, and the errors of the others by index."""
         return super().__iter__()
 
@@ -112,7 +116,12 @@ class Split(Dataset[Tensor]):
         names: File names, if any.
         mapped: Whether a node's ranks map the images from one file.
         left_out: Number of images that could not be read.
+
+    Attributes:
+        ragged: Sizes of the training crop, for items of different sizes (C, h, w); else None.
     """
+
+    ragged: Geometry | None = None
 
     def __init__(
         self,
@@ -142,8 +151,8 @@ class Split(Dataset[Tensor]):
         assert self._images is not None
         return self._images
 
-    def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Tensor]:
-        """Yield all images in order, in blocks (n, C, H, W) of about 1 MiB.
+    def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Images]:
+        """Yield all images in order, in blocks of about 1 MiB: (n, C, H, W), or lists for a ragged split.
 
         Args:
             num_workers: Number of processes that decode.
@@ -157,6 +166,30 @@ class Split(Dataset[Tensor]):
     @property
     def _block(self) -> int:
         return max(2**20 // math.prod(self.image_shape), 1)
+
+
+class RaggedSplit(Split):
+    """Labelled images of different sizes, mapped from one file. Item i is image i, uint8 (C, h, w).
+
+    Args:
+        pixels: Pixels of all images, one after the other as (h, w, C), uint8 (bytes,).
+        sizes: Height and width of each image, int64 (N, 2).
+        labels: int64 (N,).
+        names: File names, if any.
+        left_out: Number of images that could not be read.
+    """
+
+    def __init__(
+        self, pixels: Tensor, sizes: Tensor, labels: Tensor, names: Sequence[str] | None, left_out: int
+    ) -> None:
+        super().__init__(pixels, labels, names, mapped=True, left_out=left_out)
+        self._sizes, self._ends = sizes, sizes.prod(1).cumsum(0)
+        self._channels = len(pixels) // max(int(sizes.prod(1).sum()), 1)
+
+    def __getitem__(self, index: int) -> Tensor:
+        (height, width), end = self._sizes[index].tolist(), int(self._ends[index])
+        pixels = self.tensor()[(end - height * width) * self._channels : end * self._channels]
+        return pixels.view(height, width, self._channels).permute(2, 0, 1)
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
@@ -195,6 +228,14 @@ class Source(ABC):
         Raises:
             UserError: When files are missing and cannot be downloaded, or are corrupted.
         """
+
+    def ragged(self, split: SplitName) -> Geometry | None:
+        """Return the sizes of the training crop for a split whose images keep different sizes; else None."""
+        return None
+
+    def settings(self, split: SplitName) -> Sequence[Any]:
+        """Return the settings on which a split's decoded images depend."""
+        return [self.skips, *self.image_shape]
 
     @abstractmethod
     def load(self, split: SplitName) -> Split:

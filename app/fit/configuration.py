@@ -214,7 +214,7 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
 def shared_settings(config: Namespace) -> dict[str, str]:
     """Return the flags that must be equal on all nodes: without addresses, paths and settings of a node."""
     own = ("config", "ckpt_path", "cluster.", "run.root", "trainer.default_root_dir", "trainer.devices")
-    nodes = (".root", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
+    nodes = (".root", ".csv", ".path", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
     flags = {name.replace(".init_args.", "."): str(value) for name, value in vars(config.as_flat()).items()}
     return {
         name: re.sub(" at 0x[0-9a-f]+", "", value)  # remove a function's address

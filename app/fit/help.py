@@ -15,8 +15,8 @@ SAYS = {  # replaces Lightning's descriptions
     "print_config": "Print all settings as a config file, and exit",
     "seed_everything": "Of everything that is random (default: 42)",
     "model": "The LightningModule: CIFARCNN, FashionMLP, or a class of your own by its import path (default: CIFARCNN)",
-    "data": "The LightningDataModule: CIFAR10, FashionMNIST, ImageFolder, Synthetic, or a class of your own by its "
-    "import path (default: CIFAR10)",
+    "data": "The LightningDataModule: CIFAR10, FashionMNIST, HuggingFace, ImageFolder, ImageTable, Synthetic, or a "
+    "class of your own by its import path (default: CIFAR10)",
     "ckpt_path": "The checkpoint to begin with: a file; `last` or `best` of the run whose config.yaml is given to "
     "--config, else of the newest run of --run.name; `auto`: the newest of --run.name that can be read, if any",
     "trainer.strategy": "`auto`, `ddp`, `ddp_spawn`, `ddp_fork`, `dp`, `ddp_fp16`, `ddp_bf16`, `ddp_powersgd`, "
@@ -42,7 +42,7 @@ MORE = {  # sections with a help page of their own, and its title
 CLASSES = {  # settings whose value is a class, with an example
     "model.optimizer": "AdamW",
     "model.scheduler": "StepLR",
-    "data.augment": "torchvision.transforms.v2.ElasticTransform",
+    "data.augment": "RandAugment",
     "trainer.strategy": "app.parallel.PowerSGD",
 }
 ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence

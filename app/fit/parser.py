@@ -16,6 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
+from torchvision.transforms import v2
 
 from app.errors import ExitStatus, UserError
 from app.fit.arguments import load_yaml, subclasses
@@ -95,7 +96,8 @@ class Parser(LightningArgumentParser):
         flags += [f"--trainer.strategy.{name}" for cls in (DDP, *subclasses(DDP)) for name in parameters(cls)]
         files = {path.stem: path.read_text(errors="ignore") for path in Path().glob("*.py") if path.is_file()}
         here = [f"{name}.{cls}" for name, text in files.items() for cls in re.findall(r"(?m)^class (\w+)", text)]
-        bases = {"optimizer": torch.optim.Optimizer, "scheduler": torch.optim.lr_scheduler.LRScheduler}
+        bases: dict[str, type] = {"optimizer": torch.optim.Optimizer, "augment": v2.Transform}
+        bases["scheduler"] = torch.optim.lr_scheduler.LRScheduler
         classes |= {name: subclasses(base) for name, base in {**bases, "callbacks": Callback}.items()}
         names = {flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()}
         names["model"] += names_of_torchvision()

@@ -90,7 +90,7 @@ TRAINING = (  # flags that define a training
     *("run.virtual_devices", "run.global_order"),
 )
 EXECUTION = (  # exceptions: flags of paths and of execution
-    *(".root", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
+    *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )
 

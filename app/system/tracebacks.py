@@ -9,7 +9,7 @@ from pathlib import Path
 from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
-LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]")
+LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
 # loops and autograd run inside calls of an optimizer, strategy or precision plugin; errors below them are not theirs
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"

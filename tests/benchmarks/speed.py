@@ -419,6 +419,90 @@ def feed_ours() -> dict[str, float]:
     return _fed(lambda: transform(images, torch.randint(DRAW_RANGE, (512, transform.draws), dtype=torch.int32)))
 
 
+PHOTOS, WORKERS, CROPPED = int(os.environ.get("PHOTOS", 2000)), 2, 64
+
+
+def _photos(folder: str) -> None:
+    """JPEG files of 500 × 375, as large as photographs are: 55 kB each."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for number in range(PHOTOS):
+        place = Path(folder, "train", f"class{number % 10}")
+        place.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(rng.integers(256, size=(24, 32, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
+        pixels = (smooth + rng.integers(-8, 9, size=smooth.shape)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.jpg", quality=90)
+
+
+def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 4) -> dict[str, float]:
+    """Rates of the first epoch, with the decoding before it, and of the others; growth of memory after the second."""
+    import psutil
+
+    def memory() -> float:
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        return sum(each.private_dirty for process in processes for each in process.memory_maps()) / 2**20
+
+    walls, used, began = [], [], time.perf_counter()
+    batches = begin()
+    for _ in range(epochs):
+        seen = sum(len(images) for images, *_ in batches())
+        walls.append(time.perf_counter() - began)
+        used.append(memory())
+        assert seen == PHOTOS
+        began = time.perf_counter()
+    rates = {"first_epoch_images_per_s": PHOTOS / walls[0], "images_per_s": PHOTOS / statistics.median(walls[1:])}
+    return {**rates, "mib_more": used[-1] - used[1]}
+
+
+def crops_torchvision() -> dict[str, float]:
+    """ImageFolder, v2 transforms and a DataLoader of torchvision's reference training, two workers."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    with tempfile.TemporaryDirectory() as folder:
+        _photos(folder)
+        transform = v2.Compose(
+            [
+                v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), v2.PILToTensor(),
+                v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3),
+            ]
+        )  # fmt: skip
+        given: dict[str, Any] = {"num_workers": WORKERS, "shuffle": True, "persistent_workers": True}
+
+        def begin() -> Callable[[], Iterator[Any]]:
+            images = ImageFolder(f"{folder}/train", transform)
+            loader = torch.utils.data.DataLoader(images, CROPPED, **given)
+            return lambda: iter(loader)
+
+        return _read(begin)
+
+
+def crops_ours() -> dict[str, float]:
+    """`--data ImageFolder --data.crop random_resized --data.flip true`: files decoded once, crops of mapped pixels."""
+    from app.data import ImageFolder
+
+    with tempfile.TemporaryDirectory() as folder:
+        _photos(folder)
+        stdout, sys.stdout = sys.stdout, sys.stderr
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False)
+
+        def begin() -> Callable[[], Iterator[Any]]:
+            flags: dict[str, Any] = {"size": 224, "resize": 256, "crop": "random_resized", "flip": True, "val_size": 0}
+            data = ImageFolder(folder, batch_size=CROPPED, num_workers=WORKERS, cache=f"{folder}/cache", **flags)
+            data.trainer = trainer
+            data.prepare_data("fit")
+            data.setup("fit")
+            loader = data.train_dataloader()
+            return lambda: (data.on_after_batch_transfer(batch, 0) for batch in loader)
+
+        found = _read(begin)
+        sys.stdout = stdout
+        return found
+
+
 # -- items: contenders, the first of which the others are compared with --------------------------------------------
 
 ITEMS: dict[str, tuple[int, tuple[Callable[[], dict[str, float]], ...]]] = {
@@ -431,6 +515,7 @@ ITEMS: dict[str, tuple[int, tuple[Callable[[], dict[str, float]], ...]]] = {
     "one": (CORES, (one_plain, one_ours)),
     "mlp": (CORES, (mlp24_raw, mlp24_ours, mlp64_ours)),
     "feed": (CORES, (feed_torchvision, feed_ours)),
+    "crops": (1, (crops_torchvision, crops_ours)),
 }
 
 

@@ -1,0 +1,95 @@
+"""Sizes of images between file and network: resize, crop, and the size in which training images are kept."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from app.errors import UserError
+
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # torchvision's defaults
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of images between file and network.
+
+    Args:
+        size: Height and width of the network's images.
+        resize: Shorter side before the centre crop; None: the smallest that covers `size`; `squash`: no crop.
+        interpolation: Interpolation of all resizing.
+        crop: Training crop.
+        scale: Range of the area of `random_resized`, relative to the image's.
+        ratio: Range of width / height of `random_resized`.
+        cache_size: Shorter side of larger images when they are kept for `random_resized`.
+
+    Raises:
+        UserError: When settings contradict each other.
+    """
+
+    size: tuple[int, int]
+    resize: int | Literal["squash"] | None = None
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    crop: Literal["none", "random", "random_resized"] = "none"
+    scale: tuple[float, float] = SCALE
+    ratio: tuple[float, float] = RATIO
+    cache_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.size) < 1:
+            raise UserError(f"--data.size {self.size}: give at least 1 pixel")
+        if isinstance(self.resize, int) and self.resize < max(self.size):
+            raise UserError(f"--data.resize {self.resize} is smaller than --data.size {max(self.size)}")
+        if self.crop == "random" and self.resize == "squash":
+            raise UserError("--data.crop random needs images larger than --data.size: give --data.resize a number")
+        for name, default in (("scale", SCALE), ("ratio", RATIO), ("cache_size", None)):
+            if getattr(self, name) != default and self.crop != "random_resized":
+                raise UserError(f"--data.{name} works with --data.crop random_resized only")
+        for name, (low, high), most in (("scale", self.scale, 1), ("ratio", self.ratio, math.inf)):
+            if not 0 < low <= high <= most:
+                raise UserError(f"--data.{name} {(low, high)}: give two numbers above 0 up to {most}, in order")
+
+    @property
+    def _cover(self) -> tuple[int, int]:
+        return (self.resize, self.resize) if isinstance(self.resize, int) else self.size
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Height and width that an image of the training crop covers when it is kept."""
+        side = self.cache_size or round(1.15 * max(self._cover))
+        return (side, side) if self.crop == "random_resized" else self._cover
+
+    def kept_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width in which an image is kept for training; `random_resized` enlarges no image."""
+        size = _covering(height, width, self.kept)
+        return (height, width) if self.crop == "random_resized" and size[0] * size[1] > height * width else size
+
+    def keep(self, image: Tensor) -> Tensor:
+        """Resize an image, uint8 (C, h, w), to the size in which it is kept for training."""
+        return self._resize(image, self.kept_size(*image.shape[1:]))
+
+    def evaluated(self, image: Tensor) -> Tensor:
+        """Resize and crop an image, uint8 (C, h, w), for evaluation: uint8 (C, H, W)."""
+        if self.resize == "squash":
+            return self._resize(image, self.size)
+        _, height, width = image.shape
+        whole = self._resize(image, _covering(height, width, self._cover))
+        return v2.functional.center_crop(whole, list(self.size))
+
+    def random_crop(self) -> nn.Module:
+        """Return the random crop of a kept image, uint8 (C, h, w), for training: uint8 (C, H, W)."""
+        if self.crop == "random":
+            return v2.RandomCrop(self.size)
+        return v2.RandomResizedCrop(self.size, self.scale, self.ratio, v2.InterpolationMode(self.interpolation))
+
+    def _resize(self, image: Tensor, size: tuple[int, int]) -> Tensor:
+        return v2.functional.resize(image, list(size), v2.InterpolationMode(self.interpolation))
+
+
+def _covering(height: int, width: int, cover: tuple[int, int]) -> tuple[int, int]:
+    """Return the smallest height and width of the same ratio that cover a rectangle."""
+    if cover[0] * width >= cover[1] * height:
+        return cover[0], width * cover[0] // height
+    return height * cover[1] // width, cover[1]

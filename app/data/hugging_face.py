@@ -1,0 +1,109 @@
+"""Source of a data set that Hugging Face's library `datasets` reads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from app.data.geometry import Geometry
+from app.data.image_files import SYNONYMS, EncodedSource, FileSplit, sorted_names
+from app.data.sources import Split, SplitName
+from app.errors import UserError, one_line
+
+
+class RowSplit(FileSplit):
+    """Labelled images of a table's rows, decoded and resized when they are read.
+
+    Args:
+        rows: The table, with one column of images.
+        labels: Label of each image.
+        place: Name of the table, for messages.
+        source: Source of the images.
+        ragged: As for `FileSplit`.
+    """
+
+    def __init__(
+        self, rows: Any, labels: Sequence[int], place: str, source: EncodedSource, ragged: Geometry | None
+    ) -> None:
+        super().__init__(None, labels, source.image_shape, source.geometry, ragged)
+        self._rows, self._place = rows, place
+
+    def _open(self, index: int) -> Image.Image:
+        (image,) = self._rows[index].values()
+        return image
+
+    def _name(self, index: int) -> str:
+        return f"row {index} of {self._place}"
+
+
+class HuggingFaceSource(EncodedSource):
+    """Source of a data set on disk, behind a URL, or of the Hub: memory-mapped, so that it may be larger than memory.
+
+    Args:
+        path: Folder, file, URL or name of the data set.
+        image_column: Column of the images, or None for the one of type Image.
+        label_column: Column of the labels, or None for the one of type ClassLabel.
+
+    Raises:
+        UserError: When the data set cannot be read, or columns or labels are missing.
+    """
+
+    def __init__(self, path: str, image_column: str | None, label_column: str | None) -> None:
+        try:
+            import datasets
+        except ImportError:
+            raise UserError("--data HuggingFace: datasets is not installed: pip install datasets") from None
+        self.root = path
+        is_parquet = path.endswith(".parquet")
+        is_saved = any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
+        try:
+            if is_parquet:
+                made = datasets.load_dataset("parquet", data_files=path)
+            else:
+                made = (datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset)(path)
+        except Exception as error:  # of the library, its file systems and its builders
+            raise UserError(f"--data.path {path} cannot be read ({one_line(str(error))[:200]})") from error
+        tables = made if isinstance(made, dict) else {"train": made}
+        if "train" not in tables:
+            raise UserError(f"--data.path {path} has no split train, but {', '.join(tables)}")
+        features = tables["train"].features
+        self._image = self._column(features, datasets.Image, "image", image_column)
+        column = self._column(features, datasets.ClassLabel, "label", label_column)
+        names = getattr(features[column], "names", None)
+        self.class_names = names or sorted_names(map(str, tables["train"][column]))
+        known = {name: label for label, name in enumerate(self.class_names)}
+        self._tables: dict[SplitName, tuple[Any, list[int]]] = {}
+        self.splits = ()
+        for name, split in SYNONYMS.items():
+            table = tables.get(name, ())
+            if not len(table):
+                continue
+            values = table[column] if column in table.column_names else [None] * len(table)
+            labels = [-1 if value is None else value if names else known.get(str(value), -1) for value in values]
+            is_unlabelled = min(labels, default=-1) < 0
+            if is_unlabelled and split != "test":
+                raise UserError(f"--data.path {path}: {split} has an image without a label that training images have")
+            images = table.select_columns([self._image]).cast_column(self._image, datasets.Image())
+            self._tables[split] = images, labels
+            self.splits = [*self.splits, "predict" if is_unlabelled else split]
+
+    def _column(self, features: Any, kind: type, name: str, given: str | None) -> str:
+        found = [given] if given else [column for column, each in features.items() if isinstance(each, kind)]
+        if len(found) != 1 or found[0] not in features:
+            there = ", ".join(f"{column} ({type(each).__name__})" for column, each in features.items())
+            raise UserError(f"--data.path {self.root} has the columns {there}: give one to --data.{name}_column")
+        return found[0]
+
+    def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
+        return [*super().settings(split), self._image]
+
+    def load(self, split: SplitName) -> Split:  # noqa: D102
+        if split == "predict" and self.predict_dir is not None:
+            return super().load(split)
+        rows, labels = self._tables["test" if split == "predict" else split]
+        return RowSplit(rows, labels, f"{split} in {self.root}", self, self.ragged(split))
+
+    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+        """Return the Arrow files that hold a split's images."""
+        return [(file["filename"], -1) for file in self._tables[split][0].cache_files]
