@@ -297,7 +297,7 @@ class TakesIterator(Plain):
 LEFT = [
     ("a profiler", {"profiler": "simple"}),
     ("manual optimization", {"model": Manual}),
-    ("training_step takes the iterator of the data", {"model": TakesIterator}),
+    ("a training_step that takes the data iterator", {"model": TakesIterator}),
 ]
 
 
