@@ -1,6 +1,6 @@
 """Train image classifiers with data parallelism, from one device to many nodes, by changing flags.
 
-Imports go one way, from the top of this map to its bottom; `tests/test_layout.py` holds it to that.
+A module imports only from modules below it in this map; `tests/test_layout.py` checks this.
 
     __main__            calls cli.main
     cli                 routes a command line; maps an exception to an exit status and one line

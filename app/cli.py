@@ -33,8 +33,8 @@ commands:
   test       measure a checkpoint on the test split
   predict    write predictions.csv for the test split, or for images and folders
   export     write a trained model as one file, for ONNX Runtime or torch
-  compare    measure which way of running is fastest on this machine, with a report and advice
-  verify     prove that all ways of running are the same training, on your model and data
+  compare    measure which strategy and settings train fastest on this machine, with a report and advice
+  verify     prove that all strategies give the same training, on your model and data
   replay     repeat one step of a run, and print its samples by loss
   plan       predict the speed-up from more devices or nodes
   doctor     print this machine's hardware, and test which features work on it
@@ -44,8 +44,8 @@ commands:
   python -m app fit --print_config                       all settings and their defaults
 
 --verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another
-module, and runs its code. No flag is needed for the application, torch, torchvision, lightning, torchmetrics and the
-current folder."""
+module, and runs its code. This application, torch, torchvision, lightning, torchmetrics and the current folder are
+trusted already."""
 
 SYNONYMS = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
 OWN = {  # modules of the commands that Lightning lacks
@@ -103,7 +103,7 @@ def _say(error: BaseException) -> int:
     status = ExitStatus.of(error)
     if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
-    if status.status == "failed" and AGENT not in os.environ:  # torchrun's agent reports its ranks' errors
+    if status.status == "failed" and AGENT not in os.environ:  # our agent reports its ranks' errors
         rank = os.environ.get("SLURM_PROCID" if is_task_of_srun() else "RANK", "0")
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
     return status.code

@@ -56,7 +56,7 @@ class Check:
     Attributes:
         name: Name of the check.
         level: `green`, `yellow` or `red`.
-        found: Result.
+        found: Result, such as `8.0 GiB free in /dev/shm`.
         remedy: Remedy, or an empty string.
     """
 
@@ -221,7 +221,7 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
     several = "2" if gpus != 1 else "1"
     runs = {"auto": "1", **dict.fromkeys(("dp", "ddp", "ddp_spawn"), several)}
     if not gpus:
-        runs["ddp_fork"] = several  # a fork must not follow the use of CUDA
+        runs["ddp_fork"] = several  # CUDA does not work in a forked process
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for strategy, devices in runs.items():

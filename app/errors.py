@@ -86,7 +86,7 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-PARTS = "--data.micro_batch"  # start of the note with a smaller size on an out-of-memory error
+PARTS = "--data.micro_batch"  # start of an error's note that proposes a smaller size
 # torch's messages for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",

@@ -23,8 +23,8 @@ class Execution:
     """Execution settings of a model.
 
     Args:
-        channels_last: Whether to store images and convolution weights as (N, H, W, C). `auto`: for a network with
-            convolutions on the CPU, or on a GPU in 16 bits.
+        channels_last: Store images and convolution weights as (N, H, W, C). `auto`: only for a network with
+            convolutions, on the CPU or on a GPU in 16 bits.
         compile: Mode of `torch.compile`, or `off`.
         matmul_precision: Precision of float32 matrix products and convolutions on a GPU: `highest` is float32, `high`
             is TF32, `medium` is lower.

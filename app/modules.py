@@ -91,18 +91,18 @@ class ImageClassifier(LightningModule):
     samples of all ranks. `train_loss_step` is logged once per logging window, the other metrics once per epoch.
 
     Args:
-        network: Network from images to logits. Its optional `image_shape` is the shape of its images. As text:
-            `lenet`, `resnet18_cifar`, a network of `torchvision.models`, `timm/NAME`, or the import path of a function
-            or class that takes the number of classes.
+        network: Network that maps images to logits. Its optional `image_shape`, such as (3, None, None), restricts the
+            images. As text: `lenet`, `resnet18_cifar`, a network of `torchvision.models`, `timm/NAME`,
+            or the import path of a function or class that takes the number of classes.
         num_classes: Number of classes; on the command line, it comes from the data.
         weights: Weights to begin with: a file (torch or safetensors), a run's folder, or `DEFAULT` for the published
-            ones of torchvision or timm. A head of another size stays new.
-        channels_last: Whether to store images and convolution weights as (N, H, W, C). `auto`: for a network with
-            convolutions on the CPU, or on a GPU in 16 bits.
+            weights of torchvision or timm. A last layer of another size keeps its random weights.
+        channels_last: Store images and convolution weights as (N, H, W, C). `auto`: only for a network with
+            convolutions, on the CPU or on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
-        cuda_graph: Whether to run a training step, with its update, as one CUDA graph; on one GPU.
-        matmul_precision: Precision of float32 products on a GPU: `highest`, TF32 (`high`), or `medium`.
-        **recipe: As for `Recipe`.
+        cuda_graph: Run a training step, with its update, as one CUDA graph; only on a single GPU.
+        matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
+        **recipe: Arguments of `Recipe`.
 
     Attributes:
         recipe: The recipe.
@@ -154,7 +154,7 @@ class ImageClassifier(LightningModule):
         self.test_metrics = self.val_metrics.clone(prefix="test_")
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
         self.class_weights: Tensor | None = None  # not a buffer, which the moving average would average
-        self.train()  # because Lightning keeps each module's mode
+        self.train()  # sets frozen blocks to evaluation mode; Lightning keeps each module's mode
         if type(self) is ImageClassifier:
             self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
@@ -239,7 +239,7 @@ class ImageClassifier(LightningModule):
         return self.recipe.criterion(logits, targets, self.class_weights), logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the scaled loss: averaged over ranks and accumulated over batches, it is the mean over samples."""
+        """Return the loss, scaled so that the mean over ranks and accumulated batches is the mean over samples."""
         images, labels = batch
         trainer = self.trainer
         loader = trainer.train_dataloader
@@ -397,7 +397,7 @@ class CIFARCNN(ImageClassifier):
 
 
 class FashionMLP(ImageClassifier):
-    """Multilayer perceptron for FashionMNIST; repeating the image scales its first layer.
+    """Multilayer perceptron for FashionMNIST; repeating each image widens its first layer.
 
     Args:
         repeats: Number of copies of each image; the input layer is 28·28·repeats wide.

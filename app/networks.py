@@ -183,7 +183,7 @@ def read_weights(source: str, name: str) -> dict[str, Tensor]:
     """Read pretrained weights.
 
     Args:
-        source: File of torch or safetensors; folder of a run, whose best checkpoint counts; or `DEFAULT` for the
+        source: File of torch or safetensors; folder of a run, for its best checkpoint; or `DEFAULT` for the
             published weights of torchvision or timm, downloaded into their cache.
         name: Name of the network, for `DEFAULT`.
 
@@ -243,11 +243,11 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
 
 
 def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
-    """Load weights into a network, except a head of another size, and return a line about them.
+    """Load weights into a network, except a head of another size, and return a message about them.
 
     Args:
         network: The network.
-        state: Weights by name, perhaps with the prefix of a wrapper.
+        state: Weights by name, perhaps with the prefix of a wrapper, such as `module.`.
         source: Origin of the weights, for messages.
 
     Raises:

@@ -25,7 +25,7 @@ Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
 
 
 def name_defaults(cls: type) -> type:
-    """Make default lambdas picklable for `ddp_spawn`; jsonargparse reads settings only from lambdas."""
+    """Make a class's default lambdas picklable for `ddp_spawn`; jsonargparse reads settings only from lambdas."""
     for name, parameter in inspect.signature(cls).parameters.items():
         if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
             setattr(cls, f"default_{name}", staticmethod(parameter.default))
@@ -44,13 +44,13 @@ class Recipe:
         optimizer: Optimizer class with its arguments.
         no_decay: Parameters without weight decay: `norm`, `bias`, or both as `norm,bias`.
         head_lr: Factor of the learning rate for the network's last layer.
-        freeze: Blocks from the input that do not train, BatchNorm's statistics included: a count, or `backbone` for
-            all but the last layer.
-        schedule: Learning rate over the whole run, step by step: `constant`, `cosine` and `linear` end at 0, `step`
-            divides by 10 after each third, `onecycle` rises from 1/25 and falls to 0.
+        freeze: Blocks to freeze, with their BatchNorm statistics: a count from the input, or `backbone` for all but the
+            last layer.
+        schedule: Learning rate over the whole run, step by step: `constant`; `cosine` or `linear`, which fall to 0;
+            `step`, divided by 10 after each third; `onecycle`, which rises from 1/25 and falls to 0.
         warmup: Steps of linear warm-up, or epochs as `5ep`. `onecycle` rises for 30 % of the run by default.
         scheduler: Learning-rate scheduler class with its arguments, instead of `schedule`.
-        scheduler_interval: Whether the scheduler advances after each epoch or each step.
+        scheduler_interval: Advance `scheduler` after each `epoch` or each `step`.
         ema: Decay of an exponential moving average of the weights, such as 0.999. The average is evaluated and saved.
 
     Raises:
@@ -117,7 +117,7 @@ class Recipe:
         """Create the optimizer, with a parameter group for each combination of weight decay and learning rate.
 
         Args:
-            network: The network, which tells norm layers, biases and the head apart.
+            network: The network, to find norm layers, biases and the head.
             parameters: The parameters to train.
         """
         head = {id(p) for p in head_of(network)[1].parameters()} if self.head_lr != 1 else set()
@@ -188,7 +188,7 @@ _AVERAGING = "lightning.pytorch.callbacks.weight_averaging:WeightAveraging"
 
 @expects(f"{_AVERAGING}._average_model", f"{_AVERAGING}._latest_update_step", "torch:_foreach_lerp_")
 class MovingAverage(EMAWeightAveraging):
-    """Exponential moving average of the weights, as Lightning's, but without its device reads and calls per tensor.
+    """Lightning's exponential moving average of the weights, without a device read or a call per tensor.
 
     Args:
         decay: Decay at each optimizer step.
@@ -229,7 +229,7 @@ def _falling(done: float) -> float:
 def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Module]:
     """Exclude blocks from training, and return the modules to keep in evaluation mode.
 
-    A block is a child of the network that has parameters; each such layer of a child `nn.Sequential` is one, too.
+    A block is a child of the network with parameters. Each layer with parameters in an `nn.Sequential` is a block, too.
 
     Args:
         network: The network.

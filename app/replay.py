@@ -1,8 +1,8 @@
 """Command `python -m app replay`: repeats a training step, and prints its samples, the largest loss first.
 
-Seed, checkpoint and number determine a step. `replay` resumes the run from the nearest earlier checkpoint on one
-device, and scores the step's samples with the weights before the step. Each sample is a batch of its own, without
-dropout and with BatchNorm's running statistics, so that a bad sample does not affect the others.
+The run's seed, a checkpoint and the step's number determine a step. `replay` resumes the run from the nearest earlier
+checkpoint on one device, and scores the step's samples with the weights before the step. Each sample is scored as a
+batch of one, without dropout and with BatchNorm's running statistics, so that a bad sample does not affect the others.
 """
 
 import itertools

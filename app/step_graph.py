@@ -39,12 +39,12 @@ class StepGraph:
     """Training step that scores a batch and updates the weights in one CUDA graph.
 
     The first batches and batches of another size, such as an epoch's last one, run without the graph: Lightning calls
-    backward and update. Other batches replay the graph, so that hooks see no gradients. A change of the optimizer's
-    settings records a new graph.
+    backward and update. Other batches replay the graph, and hooks such as `on_after_backward` see no gradients. A
+    change of the optimizer's settings records a new graph.
 
     Args:
         score: Function from images and labels to losses and logits.
-        optimizer: Optimizer of the weights. Its `step` does nothing after a replay.
+        optimizer: Optimizer of the weights. Its `step` skips the update after a replay.
     """
 
     def __init__(self, score: Callable[[Tensor, Tensor], Scores], optimizer: Optimizer) -> None:

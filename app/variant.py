@@ -18,7 +18,7 @@ from app.fit.resolved import Resolved
 from app.runs.starter import CommandLine
 from app.system.machine import usable_cores
 
-# flags that the starting command sets itself
+# flags that `compare` and `verify` set themselves
 RESERVED = (
     *("run.root", "run.name", "run.warmup_epochs", "run.test", "run.wandb", "run.group", "run.on_nonfinite"),
     *("cluster.init_method", "cluster.node_rank"),

@@ -90,7 +90,7 @@ def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
 )
 def test_a_command_that_there_is_not(typed: str, meant: str | None, app: App) -> None:
     hint = f": did you mean {meant}?" if meant else ""
-    commands = "(fit, validate, test, predict, compare, verify, replay, plan, doctor)"
+    commands = "(fit, validate, test, predict, export, compare, verify, replay, plan, doctor)"
     assert error_of(*app(typed)) == f"error: {typed}: there is no such command{hint} {commands}"
 
 
@@ -141,10 +141,10 @@ WRONG = [
     (f"--model '{NESTED}'", "--model.optimizer.lr 1e-3x: expected a number"),
     ("--model.optimizer '{class_path: SGD, init_args: {lr: x}}'", "--model.optimizer.lr x: expected a number"),
     ("--model Small", "--model Small: there is no such class: did you mean mine.Small?"),
-    ("--model Net", "--model Net: there is no such class: give its import path, package.module.Class"),
+    ("--model Zzzzz", "--model Zzzzz: there is no such class: give its import path, package.module.Class"),
     ("--gpus 2", "--gpus: there is no such flag: did you mean --trainer.devices?"),
     ("--resume x", "--resume: there is no such flag: did you mean --ckpt_path?"),
-    ("--model.label_smoothing 0", "--model.label_smoothing: the chosen class has no such setting"),
+    ("--model.sharpness 0", "--model.sharpness: the chosen class has no such setting"),
     ("c.yaml", "c.yaml: a value without a flag: did you mean --config c.yaml?"),
     ("--data ImageFolder --data.size 9,9", "--data.size 9,9: expected list: give [9,9]"),
     ("--run.tags a,b", "--run.tags a,b: expected list: give [a,b]"),

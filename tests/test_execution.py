@@ -174,12 +174,12 @@ GRAPHED = "--model.cuda_graph true"
             f"{GRAPHED} --trainer.strategy ddp --trainer.devices 2",
             "--model.cuda_graph true is for one GPU, not for --trainer.strategy ddp: leave it out",
         ),
-        ("--model.cuda_graph true --trainer.gradient_clip_val 1", "with --trainer.gradient_clip_val: the gradients"),
-        ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: each"),
+        ("--model.cuda_graph true --trainer.gradient_clip_val 1", "with --trainer.gradient_clip_val: the graph"),
+        ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: the"),
         ("--model.cuda_graph true --trainer.precision 16-mixed", "with --trainer.precision 16-mixed: the scale of the"),
         (
             f"{GRAPHED} --model.scheduler ExponentialLR --model.scheduler.gamma 0.9 --model.scheduler_interval step",
-            "with --model.scheduler_interval step: the captured step has its learning rate: leave one of them out",
+            "with --model.scheduler_interval step: the graph holds a fixed learning rate: leave one of them out",
         ),
     ],
 )

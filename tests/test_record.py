@@ -65,7 +65,7 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     (row,) = found["ranks"]
     assert row["compute"] > row["data"] > row["wait"] == 0
     assert "slow" not in out
-    assert set(found["versions"]) == {"python", "torch", "lightning", "cuda", "app", "commit"}
+    assert set(found["versions"]) == {"python", "torch", "lightning", "cuda", "nccl", "app", "commit"}
     assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
 
 

@@ -195,16 +195,16 @@ def test_shares_without_virtual_devices(tmp_path: Path) -> None:
 REFUSED = {
     "--trainer.strategy dp --trainer.devices 2": "use --trainer.strategy ddp",
     "--trainer.strategy ddp --trainer.devices 6": "each process needs a shard: give 6 or more",
-    "--run.virtual_devices null --run.balance true": "--run.balance true deals shards: add --run.virtual_devices 8",
+    "--run.virtual_devices null --run.balance true": "--run.balance true distributes shards: add --run.virtual",
     "--data.batch_size 4": "a global batch of 4 has fewer samples than shards: give 4 or less",
     "--data.batch_size 0.03": "a global batch of 3 has fewer samples than shards: give 3 or less",
     "--model user_code.Unrepeatable --trainer.deterministic true": "put_ does not have a deterministic implementation",
-    "--data.micro_batch 2": "a shard is one already",
+    "--data.micro_batch 2": "a shard is a micro-batch already",
     "--run.loop lightning": "only the straight loop has shards",
     "--trainer.profiler simple": "does not work with a profiler",
     "--model user_code.TwoOptimizers --data user_code.TheirData": "does not work with manual optimization",
     "--model user_code.TheirModel --data user_code.TheirData": "add --run.global_order true",
-    "--run.global_order true": "which has one: leave it out",
+    "--run.global_order true": "which has a global order already: leave it out",
     "--model plain_code.PlainModel --data plain_code.PlainData --run.global_order true --data.batch_size 3": "3 or",
 }
 OWN_LOADERS = {
@@ -227,5 +227,5 @@ def test_what_cannot_be_sharded(flags: str, app: App) -> None:
 
 def test_an_integer_that_differs_between_shards(app: App) -> None:
     flags = [*tiny(40, 8, model="user_code.CountsLabels"), *options(max_epochs=1, test=False, virtual_devices=2)]
-    message = "training_step changes the buffer seen, of torch.int64, to another value on each shard"
+    message = "training_step sets the buffer seen, of torch.int64, to different values on the shards"
     assert message in error_of(*app("fit", *flags))

@@ -26,7 +26,7 @@ class Token(NamedTuple):
     Attributes:
         flag: Flag with its dashes; empty for words before the first flag.
         value: Value of the flag, or None.
-        words: Words of the command line.
+        words: Words of the command line that make up the token.
     """
 
     flag: str
@@ -205,7 +205,7 @@ def load_yaml(text: str) -> Any:
 
     Raises:
         UserError: For a repeated key.
-        YAMLError: For other text than YAML.
+        YAMLError: For text that is not YAML.
     """
     try:
         yaml.load(text, Loader=_Loader)
@@ -215,7 +215,7 @@ def load_yaml(text: str) -> Any:
 
 
 def shipped(path: str) -> str:
-    """Return the path, or the application's own file for a missing `configs/…` path."""
+    """Return the path; for a missing `configs/…`, the path of that file in the installed application."""
     ours = Path(app.__file__).parent / path
     is_shipped = path.startswith("configs/") and not os.path.exists(path) and ours.is_file()
     return str(ours) if is_shipped else path

@@ -1,6 +1,6 @@
 """Checkpoint files: written atomically, and verified by their checksums.
 
-The file is `torch.save`'s zip archive, whose checksums torch ignores.
+A checkpoint is `torch.save`'s zip archive. Torch does not verify the archive's checksums.
 """
 
 import io
@@ -37,10 +37,10 @@ class CheckpointFiles(TorchCheckpointIO):
         try:
             try:
                 _write(buffer, file)
-            except FileNotFoundError:  # the folder vanished in this moment: make it again
+            except FileNotFoundError:  # another process has deleted the folder: create it again
                 _write(buffer, file)
         except OSError as error:
-            kept = "the one before it is kept" if file.exists() else "there is none before it"
+            kept = "the one before it is kept" if file.exists() else "no earlier one exists"
             raise UserError(
                 f"{file}: the checkpoint cannot be written ({error.strerror}), and {kept}: make room there, or give "
                 "another --run.root"
@@ -106,7 +106,7 @@ def _load(path: Path) -> Any:
 
 
 def _damage(file: Any) -> str | None:
-    """Return a description of the damage in a file by its checksums, or None."""
+    """Verify a file's checksums, and return a description of the damage, or None."""
     if file.read(2) != b"PK":
         return None  # torch's old format
     try:

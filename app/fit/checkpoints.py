@@ -133,7 +133,7 @@ def _of_run(name: str, record: Path) -> Path:
     for path in _newest_first([folder]):
         if path.name in names:
             return path
-    raise UserError(f"--ckpt_path {name}: the run in {record.parent} has kept none: give a file's path")
+    raise UserError(f"--ckpt_path {name}: the run in {record.parent} has no such checkpoint: give a file's path")
 
 
 def _of_name(name: str, folder: Path) -> Path:
@@ -163,7 +163,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
     Args:
         root: Directory of all runs.
         run: Name of the run.
-        of: Command and launcher ids; only runs with this command and one of these launchers count.
+        of: Command and launcher ids, to search only runs with this command and one of these launchers; None for all.
 
     Raises:
         UserError: When checkpoints exist but none is readable.
@@ -184,7 +184,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         rank_zero_info(reason)
         damaged += [path] * (not reason.endswith(WEIGHTS_ALONE))
     if paths:
-        problem = f"from none of the {len(paths)} checkpoints under {Path(root, run)} can training resume"
+        problem = f"training can resume from none of the {len(paths)} checkpoints under {Path(root, run)}"
         raise UserError(f"{problem}: give another --run.name to begin anew, or --ckpt_path with one elsewhere")
     return None
 
@@ -213,6 +213,13 @@ def check_checkpoint(
     may_be_finished: bool = False,
 ) -> None:
     """Check that a checkpoint fits model and data and, to resume, the optimizer and the limits of training.
+
+    Args:
+        path: Path of the checkpoint.
+        model: The model.
+        data: The data module.
+        resumed_by: Trainer that resumes the checkpoint's training, or None.
+        may_be_finished: Accept a training that has reached its limits already.
 
     Raises:
         UserError: When the file is missing or damaged; when model, classes or optimizer settings differ, with the first
@@ -248,7 +255,7 @@ def _check_resumable(
         epochs, state = loop["epoch_progress"]["current"]["processed"], loop.get("epoch_loop.state_dict", {})
         groups = [dict(group) for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"]]
     except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"--ckpt_path {path}: its state is not of Lightning's training: give another one") from error
+        raise UserError(f"--ckpt_path {path}: Lightning's Trainer did not save it: give another one") from error
     limits = ((epochs, trainer.max_epochs, "epochs"), (checkpoint["global_step"], trainer.max_steps, "steps"))
     for done, limit, unit in () if may_be_finished else limits:
         if limit is not None and 0 <= limit <= done:
@@ -259,7 +266,7 @@ def _check_resumable(
     sharded = trainer.fit_loop.epoch_loop
     for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
         if state.get(name, value) != value:  # because other shards or threads change the bits
-            problem = f"--run.{name} {value}: {path} was trained with {state[name]}, on which its bits depend"
+            problem = f"--run.{name} {value}: {path} was trained with {state[name]}, which affects rounding"
             raise UserError(f"{problem}: give --run.{name} {state[name]}, or leave --run.virtual_devices out")
     if isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier):
         _check_optimizer(path, groups[0] if groups else {}, model)

@@ -120,7 +120,7 @@ class CLI(Flags):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.virtual_devices and config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ:
-            # independent of the number of ranks
+            # not by the number of ranks, because the number of threads affects rounding
             config.run.threads = max(usable_cores() // config.run.virtual_devices, 1)
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
@@ -274,7 +274,7 @@ class CLI(Flags):
         return record_of(self.trainer, self.record)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog, and close the run; an agent's ranks have done both."""
+        """Run the Trainer's method under the watchdog, and close the run; in an agent, its ranks have done both."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher

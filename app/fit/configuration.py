@@ -47,8 +47,8 @@ SKIPPED = {  # arguments of the Trainer's methods without a flag
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    A section has its default class only if the user chooses no class. Otherwise `--model FashionMLP` would train with
-    CIFARCNN's loss and optimizer, because jsonargparse keeps all settings that the new class accepts.
+    A section gets its default class only if the user chooses no class. A replaced default would leave its settings
+    behind: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -140,7 +140,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether both model and data are this application's; then the data sets the number of classes."""
+    """Return whether the data sets the model's number of classes: if both classes are this application's."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
@@ -159,7 +159,7 @@ def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[T
 
 
 def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
-    """Give the data the normalisation, size and interpolation of the pretrained weights, unless they are set."""
+    """Set the data's normalisation, size and interpolation to the pretrained weights', unless flags set them."""
     source = arguments.chosen("model.weights")
     known = parameters(find_class("data", classes["data"])) if source else {}
     for name, value in image_settings(source, arguments.chosen("model.network")).items() if source else ():
@@ -212,7 +212,7 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
 
 
 def shared_settings(config: Namespace) -> dict[str, str]:
-    """Return the flags that must be equal on all nodes: without addresses, paths and settings of a node."""
+    """Return the flags that must be equal on all nodes: all but addresses, paths and other settings of one node."""
     own = ("config", "ckpt_path", "cluster.", "run.root", "trainer.default_root_dir", "trainer.devices")
     nodes = (".root", ".csv", ".path", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
     flags = {name.replace(".init_args.", "."): str(value) for name, value in vars(config.as_flat()).items()}
@@ -224,7 +224,14 @@ def shared_settings(config: Namespace) -> dict[str, str]:
 
 
 def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:
-    """Split a command line into remaining words, and flags of `fit` and of `others`.
+    """Split a command line into the command's own words, and flags of `fit`.
+
+    Args:
+        argv: The arguments after the command, such as `--step 5 --data.batch_size 8` of `replay`.
+        others: Further flags to treat as flags of `fit`.
+
+    Returns:
+        The command's own words, and each flag of `fit` with its value.
 
     Raises:
         UserError: When a flag has no value.

@@ -49,8 +49,8 @@ MADE = {
     "lr_monitor": LearningRateMonitor,
 }
 
-COMPILES = (SingleDeviceStrategy, DDPStrategy)
-SHARDED = (SingleDeviceStrategy, DDP)
+COMPILES = (SingleDeviceStrategy, DDPStrategy)  # strategies that work with torch.compile
+SHARDED = (SingleDeviceStrategy, DDP)  # strategies that work with virtual devices
 
 
 def flag_problems(s: Resolved) -> Iterator[str]:
@@ -134,14 +134,14 @@ def _cuda_graph(s: Resolved) -> Iterator[str]:
     by_step = "scheduler_interval step" if s.given("scheduler") and s.given("scheduler_interval") == "step" else ""
     by_step = "schedule" if s.given("schedule") else by_step
     for flag, is_set, why in (
-        ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the gradients are not seen before the update"),
-        ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "each batch is an update"),
-        ("data.micro_batch", s.micro_batch, "a graph is of one pass"),
+        ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the graph updates before gradients can be clipped"),
+        ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "the graph updates on each batch"),
+        ("data.micro_batch", s.micro_batch, "the graph holds a single pass"),
         ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
-        (f"model.{by_step}", by_step, "the captured step has its learning rate"),
-        ("model.compile reduce-overhead", s.reduces_overhead, "that has graphs of its own"),
-        ("run.on_nonfinite skip", s.config.run.on_nonfinite == "skip", "the update is part of it"),
-        ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient"),
+        (f"model.{by_step}", by_step, "the graph holds a fixed learning rate"),
+        ("model.compile reduce-overhead", s.reduces_overhead, "the compiler makes CUDA graphs, too"),
+        ("run.on_nonfinite skip", s.config.run.on_nonfinite == "skip", "the graph cannot skip its update"),
+        ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient on the host"),
     ):
         if is_set:
             yield f"--model.cuda_graph true with --{flag}: {why}: leave one of them out"
@@ -152,7 +152,7 @@ def _execution(s: Resolved) -> Iterator[str]:
     module, *inner = str(s.given("network") or "").split(".")
     if inner and "/" not in module and module not in trusted_modules():
         yield f"--model.network {s.given('network')}: its code is not trusted: give --trust {module} to run it"
-    remedy = f"does not work with --trainer.strategy {s.name}, which takes the network apart: use ddp, or leave it out"
+    remedy = f"does not work with --trainer.strategy {s.name}, which copies or splits models: use ddp, or leave it out"
     if s.micro_batch is not None and s.model is None:
         yield "--data.micro_batch is for the models of this application: use --trainer.accumulate_grad_batches"
     if s.micro_batch is not None and not issubclass(s.strategy, (*COMPILES, SplitForward)):
@@ -175,8 +175,8 @@ def _order(s: Resolved) -> Iterator[str]:
         for flag, is_set, remedy in (
             (f"trainer.strategy {s.name}", s.strategy not in SHARDED or s.hook, "use --trainer.strategy ddp"),
             ("trainer.sync_batchnorm", s.sync_batchnorm, "each shard is normalised by itself: leave it out"),
-            ("data.micro_batch", s.micro_batch, "a shard is one already: leave it out"),
-            ("model.cuda_graph", s.given("cuda_graph"), "a graph holds one batch: leave it out"),
+            ("data.micro_batch", s.micro_batch, "a shard is a micro-batch already: leave it out"),
+            ("model.cuda_graph", s.given("cuda_graph"), "the graph holds a whole batch: leave it out"),
             ("model.compile reduce-overhead", s.reduces_overhead, "use default"),
             ("run.loop lightning", run.loop == "lightning", "only the straight loop has shards: leave it out"),
         ):
@@ -187,8 +187,11 @@ def _order(s: Resolved) -> Iterator[str]:
         if count < s.world_size:
             yield f"--run.virtual_devices {count}: each process needs a shard: give {s.world_size} or more"
     elif run.balance:
-        yield "--run.balance true deals shards: add --run.virtual_devices 8"
+        yield "--run.balance true distributes shards: add --run.virtual_devices 8"
     if run.global_order and issubclass(class_of(s.config.get("data")) or object, ImageData):
-        yield f"--run.global_order true has no effect on {s.config.data.class_path}, which has one: leave it out"
+        yield (
+            f"--run.global_order true has no effect on {s.config.data.class_path}, which has a global order already: "
+            "leave it out"
+        )
     if run.global_order and run.loop == "lightning":
         yield "--run.global_order true does not work with --run.loop lightning: leave one of them out"

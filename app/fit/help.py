@@ -11,17 +11,18 @@ from app.errors import UserError
 from app.system.patches import expects
 
 SAYS = {  # replaces Lightning's descriptions
-    "config": "A config file; later ones and flags win",
+    "config": "Config file; later files and flags override it",
     "print_config": "Print all settings as a config file, and exit",
-    "seed_everything": "Of everything that is random (default: 42)",
-    "model": "The LightningModule: CIFARCNN, FashionMLP, or a class of your own by its import path (default: CIFARCNN)",
-    "data": "The LightningDataModule: CIFAR10, FashionMNIST, HuggingFace, ImageFolder, ImageTable, Synthetic, or a "
-    "class of your own by its import path (default: CIFAR10)",
-    "ckpt_path": "The checkpoint to begin with: a file; `last` or `best` of the run whose config.yaml is given to "
-    "--config, else of the newest run of --run.name; `auto`: the newest of --run.name that can be read, if any",
+    "seed_everything": "Seed of all random numbers (default: 42)",
+    "model": "The LightningModule: CIFARCNN, FashionMLP, a network of torchvision such as resnet50, or the import path of your "
+    "own class (default: CIFARCNN)",
+    "data": "The LightningDataModule: CIFAR10, FashionMNIST, HuggingFace, ImageFolder, ImageTable, Synthetic, or "
+    "the import path of your own class (default: CIFAR10)",
+    "ckpt_path": "Checkpoint to start from: a file; `last` or `best` of the run whose config.yaml --config names, else "
+    "of the newest run of --run.name; `auto`: the newest readable checkpoint of --run.name, if any",
     "trainer.strategy": "`auto`, `ddp`, `ddp_spawn`, `ddp_fork`, `dp`, `ddp_fp16`, `ddp_bf16`, `ddp_powersgd`, "
     "`ddp_localsgd`, `ddp_ring`, `ddp_dp`, `fsdp`, or a class (default: auto)",
-    "trainer.devices": "How many devices of each node, or which: `2`, `0,1`, `auto` (default: auto, which is one for "
+    "trainer.devices": "Number or list of devices on each node: `2`, `0,1`, `auto` (default: auto, which is one for "
     "--trainer.strategy auto)",
     "trainer.num_nodes": "Number of nodes (default: 1)",
     "trainer.precision": "`32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true` or `64-true` (default: 32-true)",
@@ -33,11 +34,11 @@ TRAINER = (
     *("strategy", "devices", "num_nodes", "precision", "accelerator", "max_epochs", "max_steps", "max_time"),
     *("accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps", "callbacks"),
 )
-MORE = {  # sections with a help page of their own, and its title
+MORE = {  # sections with a separate help page, and its title
     "trainer": "all settings of the Trainer",
-    "best_checkpoint": "which checkpoint is the best one",
-    "last_checkpoint": "when the last one is written",
-    "lr_monitor": "how the learning rate is logged",
+    "best_checkpoint": "choice of the best checkpoint",
+    "last_checkpoint": "times to save the last checkpoint",
+    "lr_monitor": "logging of the learning rate",
 }
 CLASSES = {  # settings whose value is a class, with an example
     "model.optimizer": "AdamW",

@@ -74,7 +74,7 @@ class Resolved:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The strategy's options in the configuration, or those of its registered name."""
+        """The strategy's options: from the configuration, or of its registered name, such as `ddp_spawn`."""
         flag = self.trainer.strategy
         if isinstance(flag, str):
             return StrategyRegistry[flag]["init_params"] if flag in StrategyRegistry else {}
@@ -135,7 +135,7 @@ class Resolved:
     def trainer(self) -> Namespace:
         """Section `trainer`, with missing numbers of devices and nodes filled in from the launcher.
 
-        A strategy with several devices per process keeps its `devices`, because a launcher counts processes.
+        A strategy with several devices per process, such as `ddp_dp`, keeps its `devices`: a launcher counts processes.
         """
         trainer = self.config.trainer.clone()
         if self.launcher is not None:

@@ -86,7 +86,7 @@ def machine_problems(s: Resolved) -> Iterator[str]:
 
 
 def launcher_problems(launcher: Launched | None, nodes: int, processes: int, world_size: int) -> Iterator[str]:
-    """Yield the differences between the launcher's processes and the run's.
+    """Yield messages about differences between the launcher's processes and the run's.
 
     Args:
         launcher: Launcher of this process, or None.

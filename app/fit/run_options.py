@@ -27,10 +27,10 @@ class Run:
     Args:
         name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
         root: Directory of all runs; a run is saved in `root/name/version_N`.
-        test: Whether fit ends with a test of the best checkpoint.
+        test: Test the best checkpoint at the end of fit.
         wandb: Mode of Weights & Biases: `online`, `offline` (sends nothing) or `off`; by default WANDB_MODE, else
             `offline`. If flag and variable differ, the more private mode is used.
-        track_images: Whether to upload the most confidently wrong test images.
+        track_images: Upload the most confidently wrong test images.
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
@@ -39,9 +39,9 @@ class Run:
         on_nonfinite: Reaction to an infinite or NaN loss: `stop` before it reaches a checkpoint, `warn` and continue,
             or `skip` updates with non-finite gradients, at the cost of a device read per step.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal share of the cores.
-        virtual_devices: Train as if on this many devices, with the same bits on any smaller number of processes. Each
-            global batch is cut into this many shards, whose gradients are added in a fixed order.
-        balance: Give slow processes fewer shards, from one epoch to the next.
+        virtual_devices: Train as if on this many devices, with bitwise equal results on any smaller number of
+            processes. Each global batch is cut into this many shards, whose gradients are added in a fixed order.
+        balance: Give slow processes fewer shards, adjusted after each epoch.
         global_order: Distribute the samples of your own DataLoader in one seeded order, the same on any number of
             processes. Its batch_size is then the global batch.
         loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is Lightning's own.
@@ -84,12 +84,12 @@ def is_recorded(trainer: Namespace) -> bool:
 
 
 _HELD: list[int] = []  # descriptors of locked folders
-TRAINING = (  # flags that define a training
+TRAINING = (  # prefixes of flags that define a training
     *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
     *("run.virtual_devices", "run.global_order"),
 )
-EXECUTION = (  # exceptions: flags of paths and of execution
+EXECUTION = (  # exceptions: flags of paths and of execution, such as --data.num_workers
     *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )
@@ -147,7 +147,8 @@ def _folder(
 ) -> tuple[Path, Record | None]:
     """Return the run's folder, and the record of the training that it continues, or None.
 
-    A training that resumes from its newest checkpoint continues in its folder. Other commands create a folder below.
+    `fit` continues in a run's folder if it resumes from the run's newest checkpoint with the same settings. Otherwise,
+    it creates a new folder. Other commands create a folder inside the checkpoint's run.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
     is_chosen = run.name is not None or run.root != Run.root

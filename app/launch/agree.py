@@ -32,8 +32,8 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 def host_group(timeout: timedelta) -> Any:
     """Create a gloo group of all ranks, separate from the user's collective calls. Collective.
 
-    If only one rank makes a collective call by mistake, the call should time out. In a shared group, it could match one
-    of our calls with another size, and gloo would end the process.
+    A collective call that only one rank makes, by a user's mistake, should time out. In a shared group, it could meet
+    one of our calls of another size, and gloo would abort the process.
 
     Args:
         timeout: Time to wait for another rank.
@@ -133,7 +133,8 @@ def connect(trainer: Trainer, timeout: float) -> None:
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     """Host a store on rank zero for the process group, and publish its port in the agents' store.
 
-    The agents' store outlives the ranks: its keys of an earlier round would make new ranks wait for ended processes.
+    The agents' store outlives the ranks. Keys of an earlier attempt would make restarted ranks wait for processes that
+    have ended.
     Source: https://github.com/pytorch/pytorch/issues/135712.
 
     Returns:

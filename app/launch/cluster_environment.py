@@ -24,7 +24,7 @@ OWN_AGENT = "the application"  # name of our agent as a launcher
 
 
 class Launched(NamedTuple):
-    """Launcher's name, and sizes of the run that it started."""
+    """Name of a launcher, and number of the nodes and processes that it started."""
 
     by: str
     nodes: int
@@ -77,7 +77,7 @@ def launch_id() -> str | None:
 
 
 def may_resume() -> bool:
-    """Return whether this may be a restart. Always true under torchrun, which hides restarts after lost nodes."""
+    """Return whether this may be a restart. Always true under torchrun, which does not count all restarts."""
     launcher = launched()
     if launcher is None:
         return False

@@ -26,7 +26,7 @@ from app.launch.process import AGENT, heard
 from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.machine import usable_cores
 
-TAIL = 30  # number of last lines to print of a failed rank's output
+TAIL = 30  # number of lines to print from the end of a failed rank's output
 # files that a rank writes beside torch's error file: its run's directory, and its exit code after a signal
 RUN_DIR, STOPPED = "run_dir", "stopped"
 
@@ -117,7 +117,7 @@ def launch(
             error = RankLostError(f"lost the connection to another node: {str(lost_node).splitlines()[0]}")
         except ChildFailedError as failed:
             rank, failure = root_cause(failed.failures)
-            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # negative: killed early
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # negative: killed by a signal
             if code in EXIT_CODES.values():
                 return code
             error = explain(rank, failure)
@@ -153,7 +153,7 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
 
 
 def note(name: str, text: str) -> None:
-    """Write a file for the agent, if one started this rank.
+    """Write a file for our agent, if it started this rank.
 
     Args:
         name: `RUN_DIR` or `STOPPED`.

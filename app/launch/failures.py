@@ -1,4 +1,4 @@
-"""Root cause of a failed run: the rank that failed first, and translation of the errors it causes elsewhere."""
+"""Root cause of a failed run: finds the rank that failed first, and translates the errors that it causes elsewhere."""
 
 import re
 import signal
@@ -20,11 +20,13 @@ GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
 _has_left = False  # whether `leave_nccl` has aborted the process group
-_nodes: dict[str, int] = {}  # other node by its address
+_nodes: dict[str, int] = {}  # numbers of other nodes by address
 
 
 def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
-    """Store each address that belongs to exactly one other node.
+    """Store the other nodes' addresses, so that error messages can name a node.
+
+    Addresses that several nodes share, such as 127.0.0.1, are skipped.
 
     Args:
         nodes: Number and addresses of each rank's node.
@@ -54,7 +56,7 @@ def lost(text: str) -> RankError | None:
 
 
 def who_hangs() -> str:
-    """Return a description of hung ranks from the watchdogs' stacks, if their folder is visible here."""
+    """Describe the hung ranks by the watchdogs' stacks, if this node can read their folder."""
     unknown = "it hangs, or the link to it is cut"
     if watchdog.heartbeat is None or not (places := watchdog.where(watchdog.heartbeat.folder)):
         return unknown
@@ -62,9 +64,9 @@ def who_hangs() -> str:
 
 
 def leave_nccl() -> None:
-    """Abort an NCCL process group after an error, because its pending calls would block.
+    """Abort an NCCL process group after an error.
 
-    They would also block the exit of the process, and moving the model to the host.
+    Its pending calls would block the exit of the process, and the move of the model to the host.
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
     global _has_left
@@ -111,8 +113,8 @@ def explaining_errors() -> Iterator[None]:
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure.
 
-    Torch selects the earliest failure, with a resolution of one second. That may be a consequence: a rank that lost a
-    connection, that a signal ended, or that timed out waiting for a hung rank, which is killed later.
+    Torch selects the earliest failure, to the second. It may be a consequence: the rank lost a connection, a signal
+    ended it, or it timed out because another rank hung, which is killed later.
     """
 
     def is_consequence(rank: int) -> tuple[bool, bool, bool, bool]:
@@ -130,7 +132,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
-    """Return the exception that the starting command raises for a failed rank."""
+    """Return the exception to raise for a failed rank in the command that started it."""
     message = message_of(failure.error_file_data)
     name, _, text = message.partition(": ")
     if name == UserError.__name__:

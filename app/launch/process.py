@@ -79,8 +79,9 @@ def is_worker() -> bool:
 def begin() -> None:
     """Make this process exit with its agent or starting command, and cleanly on SIGTERM.
 
-    Torch elastic lets NCCL's watchdog end the process on an error (mode 1), even while Python reports it. Mode 2 only
-    aborts communicators. Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+    On an error, NCCL's watchdog then only aborts communicators (mode 2). In torch elastic's mode 1, it would also end
+    the process, even while Python reports the error.
+    Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
     """
     if os.environ.get(ON_NCCL_ERROR, "1") == "1":
         os.environ[ON_NCCL_ERROR] = "2"

@@ -55,18 +55,18 @@ class Cluster:
 
 
 class Deadline:
-    """Timeout of a wait, with messages about its reason from time to time."""
+    """Timeout of a wait; prints from time to time which nodes or processes are missing."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
 
     def check(self, missing: str, remark: str = "", quiet: bool = False) -> None:
-        """Raise after the deadline; before it, print the reason of the wait from time to time.
+        """Raise after the deadline; before it, print from time to time what is missing.
 
         Args:
-            missing: Missing nodes or processes.
+            missing: Missing nodes or processes, such as `node 1 of 2 at 10.0.0.1:29500`.
             remark: Possible cause.
-            quiet: Whether to suppress the message, because another process of this node prints it.
+            quiet: Print nothing, because another process of this node does.
 
         Raises:
             UserError: After the deadline.
@@ -98,7 +98,7 @@ class Deadline:
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
     """Host a store that listens on one address if this machine has it, else on all addresses.
 
-    A machine lacks the address behind NAT. On Debian, its name may resolve to 127.0.1.1.
+    Behind NAT, this machine does not have the address that others use. On Debian, its name may resolve to 127.0.1.1.
 
     Args:
         address: Name or address of this machine for the other processes.
@@ -131,7 +131,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
 
 
 def reach_store(address: str, port: int) -> TCPStore:
-    """Connect to another process's store; fail at once without a listener, where torch would wait and log."""
+    """Connect to another process's store; fail at once if nothing listens, because torch would retry and log."""
     socket.create_connection((address, port), timeout=5).close()
     return TCPStore(address, port, timeout=timedelta(seconds=5))
 
@@ -189,7 +189,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Unblock signals, because the agent calls this after it starts its ranks; return 0: nodes never join later."""
+        """Return 0, because nodes never join later; unblock signals, because the agent has started its ranks."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return 0
 

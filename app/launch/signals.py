@@ -37,7 +37,7 @@ IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # SLURM's warning before the jo
 class Signals(_SignalConnector):
     """Signal connector that records SIGINT and SIGTERM during training; otherwise they end the process at once.
 
-    Replaces Lightning's connector, whose handler makes a collective call, although other ranks are elsewhere.
+    Replaces Lightning's connector, whose handler makes a collective call that other ranks do not join.
 
     Attributes:
         noted: Number of the signal that this process received, or 0.
@@ -63,7 +63,7 @@ class Signals(_SignalConnector):
             return
         has_launcher = is_worker() or multiprocessing.parent_process() is not None  # a launcher forwards signals
         if self.noted:
-            # an agent forwards two Ctrl-C as SIGINT, then SIGTERM
+            # an agent forwards a first Ctrl-C as SIGINT, a second one as SIGTERM
             if number != self.noted if has_launcher else number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
@@ -77,8 +77,8 @@ class StopTogether(Callback):
     """Callback that stops all ranks at the same step after any rank received a signal.
 
     A single process stops after the current step. Several ranks start an all-reduce after each step and read its result
-    after the next step, so that no rank waits; they stop one step later. The all-reduce runs on the host, so that no
-    device is read.
+    after the next step, so that no rank waits; they stop one step later. The all-reduce runs on the host, so that the
+    device is not synchronized.
 
     Args:
         timeout: Seconds to wait for another rank's answer.
@@ -90,7 +90,7 @@ class StopTogether(Callback):
         self._asked: tuple[np.ndarray, Any] | None = None  # buffer and handle of the pending all-reduce
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Disable Lightning's broadcast of SIGTERM on every step, which raises instead of saving."""
+        """Prepare the all-reduce, and disable Lightning's broadcast of SIGTERM, which would raise instead of saving."""
         leave_out_sigterm_broadcast(trainer)
         self._asked = None
         if trainer.world_size > 1:
@@ -112,7 +112,7 @@ class StopTogether(Callback):
         leave_nccl()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree on a signal during the last step or validation, so that no test follows."""
+        """Agree on signals that arrived during the last step or validation, so that no rank starts the test."""
         self._agree(trainer, at_once=True)
 
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
@@ -161,6 +161,6 @@ def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
 
 
 def cause(trainer: Trainer) -> str | None:
-    """Return the signal that stopped a training, or None."""
+    """Return the name of the signal that stopped training, such as `Ctrl-C`, or None."""
     number = getattr(signal_connector(trainer), "stopped_by", 0)
     return IN_SLURM[number] if number else None

@@ -32,12 +32,12 @@ _LAUNCHER = f"{_MultiProcessingLauncher.__module__}:_MultiProcessingLauncher"
 
 @expects(*(f"{_LAUNCHER}.{name}" for name in ("_wrapping_function", "_strategy", "_start_method", "launch", "kill")))
 class SpawnLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher with forwarding of SIGINT and SIGTERM to its processes.
+    """Lightning's multiprocessing launcher, which also forwards SIGINT and SIGTERM to its processes.
 
     The first signal ends the processes cleanly, a second Ctrl-C at once.
 
     Attributes:
-        timeout: Timeout of ranks that wait for each other in seconds, or None for a single rank.
+        timeout: Seconds that ranks wait for each other; None for a single rank.
         stacks: Folder for the stacks of hung ranks, or None.
         stopped_by: Number of the signal that this process received, or 0.
     """

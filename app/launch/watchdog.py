@@ -1,6 +1,7 @@
-"""Watchdog process beside each rank: writes a hung rank's stacks, and kills it after the other ranks left.
+"""Watchdog process of each rank: writes the stacks of a hung rank, and kills it after the other ranks have left.
 
-The other ranks time out after `--cluster.timeout`. A hung rank would run forever, and occupy its GPU and its port.
+The other ranks time out after `--cluster.timeout`. Without a watchdog, a hung rank would run forever, and occupy its
+GPU and its port.
 Shortly before the timeout, each watchdog makes its rank write the Python stacks of its threads, so that the other
 ranks' error can name the hung rank.
 
@@ -26,7 +27,7 @@ BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, 
 # activities of a rank; no rank waits for a rank in `elsewhere`
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
-WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # a process without a handler would die
+WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # kills a process without a handler
 SIZE, PEERS = 2**15, 64  # size of the shared memory in bytes; offset of the list of up to 1,000 connections
 
 
@@ -227,7 +228,7 @@ class Place(NamedTuple):
         return cls(int(step), phase, line, users is not None or not stacks, communicates)
 
     def __str__(self) -> str:
-        """Return the place, with `at` if the rank may only wait for others there."""
+        """Format the place: `in …` in the user's code, `at …` in a library, where the rank may only wait for others."""
         evaluates = self.phase == PHASES[EVALUATION]
         step = "" if self.phase in PHASES[:2] else "the evaluation, " if evaluates else f"step {self.step:,}, "
         return f"{'in' if self.is_users else 'at'} {step}{self.line}"
@@ -265,7 +266,7 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
     hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
     if users := {rank for rank in hanging or places if places[rank].is_users}:
         hanging = users
-    elif len(hanging) == len(places) > 1:  # all wait in a library, as if a link were cut
+    elif len(hanging) == len(places) > 1:  # all wait in a library, as after a cut link
         hanging = set()
     waiting = sorted(places.keys() - hanging)
     clauses = [f"rank {rank} is {places[rank]}" for rank in sorted(hanging)]

@@ -1,4 +1,4 @@
-"""Buffers that a shard's forward pass changes, and their values before the step."""
+"""Saving and restoring of a module's buffers, so that each shard's forward pass starts from the same values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from app.system.patches import expects
 
 @expects("torch:_foreach_copy_")
 class Buffers:
-    """Buffers that a shard's forward pass changes, such as BatchNorm's running statistics.
+    """Buffers of a module that a forward pass may change, such as BatchNorm's running statistics.
 
     Args:
         module: The module. The states of its metrics are excluded, because they accumulate over shards.
@@ -39,7 +39,8 @@ class Buffers:
     def changed(self) -> list[int]:
         """Return the indices of the buffers that a shard has changed or replaced.
 
-        The first call compares values, because torch's batch_norm changes running statistics without a new version.
+        The first call compares values, because torch's batch_norm does not increment the version counter of the running
+        statistics.
         """
         values = self.values(list(range(len(self._owners))))
         if self._seen is None:
@@ -52,7 +53,7 @@ class Buffers:
         ]
 
     def name(self, place: int) -> str:
-        """Return the name of a buffer."""
+        """Return a buffer's name, such as `network.bn1.running_mean`."""
         return self._owners[place][0]
 
     def values(self, places: list[int]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Training step over virtual devices, with the same bits on any number of ranks.
+"""Training step over virtual devices: the results are bitwise equal on any number of ranks.
 
 A rank trains on its shards of the global batch one after the other. Each shard has its own random stream, and starts
 from the same buffers. Gradients, loss, logged values and changed buffers are summed in the order of
@@ -45,15 +45,17 @@ def _plus(first: Gradients, second: Gradients) -> Gradients:
 
 @expects("torch:_foreach_add_", "torch:_foreach_copy_")
 class ShardSums:
-    """Sums over shards: of gradients, by DDP's hook during the last backward pass, and of vectors.
+    """Sums over all shards: of gradients, and of vectors with a shard's loss, buffers and logged values.
+
+    Under DDP, a communication hook sums the gradients during the backward pass of the rank's last shard.
 
     Args:
         module: The module.
-        strategy: Its strategy, with the model set up.
+        strategy: The strategy, after it has set up the model.
         count: Number of shards.
 
     Attributes:
-        in_buckets: Whether DDP's buckets hold the sum; then its communication hook adds the last shard.
+        in_buckets: Whether the model is wrapped in DDP. Then DDP's buckets hold the summed gradients.
     """
 
     def __init__(self, module: LightningModule, strategy: Any, count: int) -> None:
@@ -65,7 +67,7 @@ class ShardSums:
         self.place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self.nodes: dict[Node, Gradients] = {}
         self.device = strategy.root_device
-        # communication overlaps with the backward pass: in a thread, or on a CUDA stream
+        # a thread (CPU) or a CUDA stream overlaps communication with the backward pass
         self.thread = ThreadPoolExecutor(1) if ddp and self.device.type == "cpu" else None
         self.side = torch.cuda.Stream(self.device) if ddp and self.device.type == "cuda" else None
         if ddp:
@@ -83,14 +85,14 @@ class ShardSums:
         return gradients
 
     def give(self) -> None:
-        """Set the parameters' gradients to the sum over all shards; under DDP, its buckets hold the sum already."""
+        """Set the parameters' gradients to the sum over all shards; under DDP, the hook has done so already."""
         if not self.in_buckets:
             for parameter, gradient in zip(self.parameters, self.nodes[self.tree.root], strict=True):
                 parameter.grad = gradient
         self.nodes = {}
 
     def sum(self, nodes: dict[Node, Tensor]) -> Future[Tensor]:
-        """Start the sum of vectors, (n,), over the shards of all ranks. Collective."""
+        """Start to sum vectors, (n,), over the shards of all ranks. Collective."""
         future: Future[Tensor] = Future(devices=[self.device] if self.side else [])
 
         def work() -> None:
@@ -110,7 +112,7 @@ class ShardSums:
         return future
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
-        """Sum a bucket of gradients over all shards, as DDP's communication hook; it holds the rank's last shard."""
+        """Sum a bucket with the last shard's gradients over all shards; DDP calls this as its communication hook."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
         starts = list(accumulate((each.numel() for each in parameters), initial=0))
@@ -137,7 +139,7 @@ class ShardSums:
 
 
 class Logged:
-    """Values that `training_step` logs for each shard; the step logs their sums and means once, equal on all ranks.
+    """Values that `training_step` logs for each shard; the step then logs their means and sums over all shards once.
 
     Args:
         module: The module.
@@ -150,7 +152,7 @@ class Logged:
         self.sums: dict[str, Any] = {}
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Replace `LightningModule.log` during a shard: store a mean or sum, and log a metric at once."""
+        """Replace `LightningModule.log` during a shard: store a mean or a sum; log a torchmetrics metric at once."""
         how = options.get("reduce_fx", "mean")
         if isinstance(value, Metric):
             LightningModule.log(self._module, name, value, *args, **options)
@@ -171,7 +173,7 @@ class Logged:
 
 
 def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
-    """Return the seed of a shard's random streams; purpose 4 is transforms, 5 the forward pass."""
+    """Return the seed of a shard's random streams; purpose 4 seeds the transforms, 5 the forward pass."""
     return seed_of(int(os.environ.get("PL_GLOBAL_SEED", 0)), purpose, trainer.current_epoch, step, shard)
 
 
@@ -233,7 +235,7 @@ class ShardedStep(Step):
             if not found:
                 raise
             raise UserError(
-                f"--run.virtual_devices: {reason}{found}, so that the bits would change from run to run: replace this "
+                f"--run.virtual_devices: {reason}{found}, so results would differ between runs: replace this "
                 "operation, or leave the flag out"
             ) from error
         finally:
@@ -253,8 +255,8 @@ class ShardedStep(Step):
         """Run the forward and backward pass of each shard.
 
         Returns:
-            Indices of the changed buffers; other outputs of the last shard; gradients of earlier batches of the window;
-            future of the summed vectors of `_vector`.
+            Indices of the changed buffers; other outputs of the last shard; gradients accumulated over the window's
+            earlier batches; future of the sum of all shards' `_vector`.
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:
@@ -292,7 +294,7 @@ class ShardedStep(Step):
         return changed, outputs, earlier, sums
 
     def _begin(self, accumulated: int) -> Gradients:
-        """Zero the gradients at the start of a window of accumulated batches; return a copy of earlier batches' sum."""
+        """Zero the gradients at the start of an accumulation window; return a copy of those accumulated so far."""
         if self.index % accumulated == 0:
             self._zero()
         earlier = self._sums.taken()  # may be views of DDP's buckets, so they are cloned below
@@ -306,10 +308,13 @@ class ShardedStep(Step):
             names: Names of the logged values.
         """
         what = f"changes the buffer {self._buffers.name(min(buffers))}" if buffers else f"logs {min(names)!r}"
-        raise UserError(f"training_step {what} on some shards alone: do it on all, or leave --run.virtual_devices out")
+        raise UserError(f"training_step {what} on some shards only: do it on all, or leave --run.virtual_devices out")
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
-        """Return a shard's loss, changed buffers and logged values as a vector; means are multiplied by its samples."""
+        """Return a shard's loss, changed buffers and logged values as one vector.
+
+        Values to average are multiplied by the shard's number of samples; logged sums are not.
+        """
         numbers = [
             torch.as_tensor(value, device=self._device).detach()
             for values in (logged.means, logged.sums)
@@ -319,13 +324,13 @@ class ShardedStep(Step):
         sizes = [part.numel() for part in parts]
         exact = torch.float32 if self._device.type == "mps" else torch.float64
         vector = torch.zeros(sum(sizes), dtype=exact, device=self._device)
-        if count:  # exclude a stand-in from the means
+        if count:  # a shard without samples trains on a stand-in, which the means exclude
             torch._foreach_copy_(vector.split(sizes), [part.reshape(-1) for part in parts])
             vector[: len(vector) - len(logged.sums)].mul_(count)
         return vector
 
     def _finish(self, vector: Tensor, samples: int, changed: list[int], logged: Logged) -> Tensor:
-        """Write the buffers' means, log the values, and return the mean loss."""
+        """Set the buffers to their means over all shards, log the values, and return the mean loss."""
         vector[: len(vector) - len(logged.sums)].div_(samples)
         buffers = self._buffers.values(changed)
         sizes = [1, *(buffer.numel() for buffer in buffers), *[1] * len(logged.options)]
@@ -335,8 +340,8 @@ class ShardedStep(Step):
             for place, buffer, mean in zip(changed, buffers, means, strict=True):
                 if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
                     raise UserError(
-                        f"training_step changes the buffer {self._buffers.name(place)}, of {buffer.dtype}, to another "
-                        "value on each shard: make it a float, whose mean is kept, or leave --run.virtual_devices out"
+                        f"training_step sets the buffer {self._buffers.name(place)}, of {buffer.dtype}, to different "
+                        "values on the shards: make it a float, which is averaged, or leave --run.virtual_devices out"
                     )
         self._buffers.write(changed, means)
         self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
@@ -385,11 +390,11 @@ class ShardedLoop(StraightLoop):
         super().teardown()
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Return the loop's state, with the settings that decide the bits."""
+        """Return the loop's state, with the settings that a bitwise equal resume must keep."""
         return {**super().on_save_checkpoint(), **self.kept}
 
     @property
     def kept(self) -> dict[str, int]:
-        """Numbers of shards and of CPU threads; threads decide how CPU kernels split a sum."""
+        """Number of shards, and of CPU threads, because CPU kernels split their sums over threads."""
         threads = torch.get_num_threads() if self.trainer.strategy.root_device.type == "cpu" else 0
         return {"virtual_devices": self.virtual_devices, "threads": threads}

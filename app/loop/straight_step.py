@@ -118,9 +118,9 @@ class StraightLoop(_TrainingEpochLoop):
         if self.automatic_optimization._skip_backward:  # StochasticWeightAveraging in its last epoch
             return "a callback that trains without a backward pass"
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
-            return "training_step takes the iterator of the data"
+            return "a training_step that takes the data iterator"
         if strategy.handles_gradient_accumulation or written(strategy, Strategy, "post_training_step"):
-            return f"{type(strategy).__name__} has a step of its own"
+            return f"the training step of {type(strategy).__name__}"
         return None
 
     def advance(self, data_fetcher: Any) -> None:
@@ -155,16 +155,16 @@ class StraightLoop(_TrainingEpochLoop):
             self._batches_that_stepped += 1
 
     def on_batch_start(self, batch: Any) -> None:
-        """Set the batch for `self.log`, and whether it is the epoch's first."""
+        """Set the batch, and the flag of the epoch's first batch, for `self.log`."""
         connector, results = self.trainer._logger_connector, self._results
         connector._first_loop_iter = connector._first_loop_iter is None
         connector._current_fx = None  # set by the first call of `self.log`
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def on_batch_end(self, accumulating: bool) -> None:
-        """Store the metrics of this step, and pass them to the loggers at the end of a window.
+        """Store the metrics of this step, and pass them to the loggers at the end of a logging window.
 
-        Lightning itself reads metrics for the progress bar on every step.
+        Unlike Lightning, do not read metrics for the progress bar on every step.
         """
         trainer: Any = self.trainer
         connector, every = trainer._logger_connector, trainer.log_every_n_steps
@@ -178,7 +178,7 @@ class StraightLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """Whether the epoch ends."""
+        """Whether the epoch has ended."""
         step, progress = self._step, self.batch_progress
         if (
             step is None
@@ -201,7 +201,7 @@ class StraightLoop(_TrainingEpochLoop):
     "lightning.pytorch.strategies.ddp:DDPStrategy._model_averager",
 )
 class Step:
-    """Training step with the overridden hooks of callbacks, module, data module, strategy and precision plugin.
+    """Training step that calls the overridden hooks of callbacks, module, data module, strategy and precision plugin.
 
     Args:
         loop: The loop.
@@ -247,7 +247,7 @@ class Step:
     # -- lookup ---------------------------------------------------------------------------------------------------
 
     def _part(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a part of the step for `self.log` and the profiler."""
+        """Wrap a call so that `self.log` and the profiler find its name."""
         call = in_hook(self.module, name, call)
         if type(self.profiler) is PassThroughProfiler:
             return call
@@ -339,7 +339,7 @@ class Step:
     def _leave(self, *names: str) -> bool:
         """Return whether neither strategy nor precision plugin overrides these methods."""
         strategy, precision = self.strategy, self.strategy.precision_plugin
-        # the versions of DDPStrategy and of MixedPrecision without a scaler do nothing in automatic optimization
+        # the overrides of DDPStrategy, and of MixedPrecision without a scaler, do nothing in automatic optimization
         ddp = isinstance(strategy, DDPStrategy)
         unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
         return not written(strategy, DDPStrategy if ddp else Strategy, *names) and not written(
@@ -440,14 +440,14 @@ class Step:
         return loss
 
     def _unpack(self, output: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return loss and outputs of a training step that returns no tensor.
+        """Return the loss and the outputs for a `training_step` result that is not a tensor.
 
         Raises:
             MisconfigurationException: When the step returned neither a dictionary with a loss nor None.
         """
         if output is None:
             if self.trainer.world_size > 1:
-                raise UserError("training_step returned None, to skip a step: several processes cannot skip one")
+                raise UserError("training_step returned None to skip a step, which works only in a single process")
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
         outputs = self.loop.automatic_optimization.output_result_cls
         result = outputs.from_training_step_output(output, micro_batches)

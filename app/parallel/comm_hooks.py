@@ -55,7 +55,7 @@ class PowerSGD(FixedHook):
 
     Args:
         matrix_approximation_rank: Number of columns of the thin matrices; more columns approximate better.
-        start_powersgd_iter: Number of first steps without compression; torch suggests 10 % of all steps.
+        start_powersgd_iter: Number of steps before compression starts; torch suggests 10 % of all steps.
         kwargs: Arguments of `DDP`.
     """
 
@@ -70,7 +70,7 @@ class PowerSGD(FixedHook):
         self.options = matrix_approximation_rank, start_powersgd_iter
 
     def comm_state(self) -> PowerSGDState:
-        """Return a new state, without an error of earlier steps."""
+        """Return a new state, without errors of earlier steps."""
         self.state = PowerSGDState(None, *self.options)
         return self.state
 
@@ -94,7 +94,7 @@ class LocalSGD(FixedHook):
     defaults.
 
     Args:
-        start_localsgd_iter: Number of first steps that average gradients over all nodes.
+        start_localsgd_iter: Number of steps that average gradients over all nodes, before nodes train independently.
         period: Number of steps between two averages of the weights.
         kwargs: Arguments of `DDP`.
     """
@@ -110,7 +110,7 @@ class LocalSGD(FixedHook):
         self.average_weights_every(period)
 
     def comm_state(self) -> PostLocalSGDState:
-        """Return a state with one group per node; by default, torch groups as many ranks as CUDA devices."""
+        """Return a state with one process group per node; torch's default groups have one rank per CUDA device."""
         node, _ = dist.new_subgroups(group_size=self.num_processes)
         return PostLocalSGDState(process_group=None, subgroup=node, start_localSGD_iter=self.start_localsgd_iter)
 

@@ -27,11 +27,11 @@ from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tre
 class Replica(nn.Module):
     """Replica of the model on one device, with the calling thread's autocast state.
 
-    Of an `ImageClassifier`, only the network is copied, because its forward is the network's. Any other LightningModule
-    is copied whole.
+    For an `ImageClassifier`, only the network is copied, because its forward pass is the network's. Any other
+    LightningModule is copied whole.
 
-    The autocast state is set explicitly, because threads start with the default one and `parallel_apply` passes on only
-    whether it is enabled: bf16 would silently become fp16.
+    The replica sets the autocast state itself, because `parallel_apply` passes on whether autocast is enabled, but not
+    its dtype: bf16 would silently become fp16.
 
     Attributes:
         index: Number of this replica.
@@ -55,7 +55,7 @@ class Replica(nn.Module):
         """Run the model's forward pass on this replica."""
         inference = torch.inference_mode() if self.inference else nullcontext()
         with inference, self.autocast():
-            if isinstance(self.module, LightningModule):  # call the class's forward, because the instance's leads here
+            if isinstance(self.module, LightningModule):  # the instance's forward would recurse
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.module(*args, **kwargs)
 
@@ -65,15 +65,15 @@ class SplitForward(Traits, Strategy):
 
     Attributes:
         parallel_devices: Devices; the first one holds the model and computes the loss.
-        replica: Module that each device runs a copy of.
+        replica: Module to copy to each device.
     """
 
     replicas_communicate = False  # SyncBatchNorm communicates between processes only
     parallel_devices: Any  # list[torch.device]; Lightning sets it
     replica: Replica | None = None
     _forwards = 0
-    # One thread per replica, not a pool, because autograd orders its work by the threads' counters: with any other
-    # assignment of replicas to threads, the order of summation would vary.
+    # Each replica has its own thread, because autograd orders its work by a counter per thread. In a pool, a replica's
+    # thread, and with it the order of summation, would vary.
     _threads: Sequence[ThreadPoolExecutor] = ()
 
     def setup(self, trainer: Any) -> None:
@@ -117,8 +117,8 @@ class SplitForward(Traits, Strategy):
             del module.__dict__["forward"]
         if self._forwards == before:
             raise UserError(
-                f"dp spreads {type(module).__name__}.forward over the devices, but its step never calls self(batch), "
-                "so that only one device would work: call self(...) in the step, or use --trainer.strategy ddp"
+                f"dp splits {type(module).__name__}.forward over the devices, but its step never calls self(batch), "
+                "so only one device would work: call self(...) in the step, or use --trainer.strategy ddp"
             )
         return result
 

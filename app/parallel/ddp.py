@@ -21,7 +21,7 @@ class DDP(Traits, DDPWithHooks):
         ddp_comm_state: First argument of the hook.
         ddp_comm_wrapper: Wrapper of the hook, such as `default_hooks.fp16_compress_wrapper`.
         find_unused_parameters: Search on each step for parameters that the loss does not use. Costs time.
-        static_graph: Promise that every step uses the same parameters. Not with gradient accumulation.
+        static_graph: Promise that every step uses the same parameters. Does not work with gradient accumulation.
         gradient_as_bucket_view: Make gradients views of the communicated buckets, not copies.
         bucket_cap_mb: Size of the buckets in MiB; torch's default is 25.
         start_method: Start method of the processes: `popen` runs the command line again.
@@ -56,7 +56,7 @@ class DDP(Traits, DDPWithHooks):
             self.strategy_name = f"ddp_{start_method}"
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, and warn of state that the checkpoint lacks."""
+        """Restore the optimizers, and warn about state that the checkpoint lacks."""
         super().load_optimizer_state_dict(checkpoint)
         if self.not_in_checkpoint:
             rank_zero_warn(f"{self.strategy_name}: the checkpoint does not hold {self.not_in_checkpoint}")

@@ -11,7 +11,7 @@ class Traits:
         processes_per_node: Number of processes per node, or None for one per device.
         replicas_communicate: Whether replicas can exchange values in the forward pass, as SyncBatchNorm does.
         sends_between_devices: Whether the strategy uses point-to-point operations, which gloo has only on CPU.
-        needs_several_nodes: Reason for which the strategy needs several nodes, or None.
+        needs_several_nodes: Reason why the strategy needs several nodes, or None.
         on_one_node: Name of the strategy to use on one node instead, or None.
         fixed_hook: Communication hook of the strategy, or None.
         not_in_checkpoint: Description of state that a checkpoint lacks, or None.

@@ -1,7 +1,8 @@
 """Sums over the shards of a global batch in one fixed binary tree, for any number of ranks.
 
-Node (level, i) sums shards i · 2^level to (i + 1) · 2^level - 1. Floating-point addition is commutative but not
-associative, so the tree alone decides the bits of a sum; the order of arrival does not matter.
+Node (level, i) sums shards i · 2^level to (i + 1) · 2^level - 1. Floating-point addition is not associative, so the
+order of additions changes a sum's last bits; the tree fixes this order. Addition is commutative, so it does not matter
+which of two siblings arrives first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +60,7 @@ class Tree:
         nodes[level, index] = value
 
     def partial_sums(self, shards: Iterable[int]) -> list[Node]:
-        """Return the nodes of the partial sums of some shards."""
+        """Return the nodes that hold the sum of some shards, such as (0, 4) and (2, 0) for shards 0 to 4 of 8."""
         nodes: dict[Node, None] = {}
         for shard in shards:
             self.add(nodes, (0, shard), None, lambda *_: None)
@@ -68,9 +69,9 @@ class Tree:
     def sum(self, nodes: dict[Node, Tensor]) -> Tensor:
         """Return the sum over the shards of all ranks, (n,). Collective.
 
-        Each rank sums its 1/N of the vector over all nodes, and sends the result to the other ranks. As in a ring, a
-        rank sends 2 (N - 1) / N of the bytes if the ranks divide the shards evenly. Uses only point-to-point
-        operations.
+        Each rank receives one of N chunks of every partial sum, adds them, and sends the result to the other ranks. As
+        in a ring all-reduce, a rank with a single partial sum sends 2 (N - 1) / N of its bytes. Uses only
+        point-to-point operations.
 
         Args:
             nodes: Partial sums of this rank, each (n,).

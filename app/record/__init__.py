@@ -129,7 +129,7 @@ class Checkpoints:
 
 @dataclass
 class Model:
-    """Classes of module and network, and the number of parameters."""
+    """Class names of module and network, and the number of parameters."""
 
     name: str
     parameters: Int
@@ -155,7 +155,7 @@ class Hardware:
 
 @dataclass
 class Part:
-    """Part of a training; in `Record.parts`, `train_s` is the part's own seconds."""
+    """Part of a training, which a resume continues; in `Record.parts`, `train_s` is the seconds of this part alone."""
 
     # outcome
     status: str = "running"

@@ -67,7 +67,7 @@ def bottleneck(milliseconds: Mapping[str, float], cuda: bool, placement: str | N
     Args:
         milliseconds: Milliseconds of each phase, and of `launch`.
         cuda: Whether a GPU computes.
-        placement: Placement of the images.
+        placement: Placement of the images, such as `disk` or `memory`.
     """
     phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name])
     part, step = milliseconds[phase], sum(milliseconds[name] for name in PHASES)

@@ -50,7 +50,7 @@ def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str
     """Return the command lines of a run, one for each node; all nodes are on this machine.
 
     Args:
-        flags: Arguments of `fit`; later ones win.
+        flags: Arguments of `fit`; later ones override earlier ones.
         folder: Parent of the run's directory, `version_0`.
         nodes: Environment variables of each node.
     """

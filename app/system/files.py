@@ -35,8 +35,8 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
     """Set a timeout for a download, because torchvision has none.
 
     Args:
-        problem: Text of the error, before the reason.
-        remedy: Text after the reason.
+        problem: Error message before the reason, such as `no weights of resnet18`.
+        remedy: Error message after the reason.
 
     Raises:
         UserError: When the download fails.
@@ -57,8 +57,8 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
 def whole(path: Path) -> Iterator[BinaryIO]:
     """Open a file for atomic writing: it is renamed to its path when it is complete and flushed to disk.
 
-    The unfinished file is in the same folder, and locked. `remove_parts` deletes files without a lock, which killed
-    processes left.
+    The unfinished file is in the same folder, and locked. `remove_parts` deletes unfinished files without a lock,
+    because the processes that wrote them were killed.
 
     Args:
         path: Path of the file; its folder is created.

@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-NOBODY = ("192.0.2.1", 9)  # a reserved address of no machine: https://www.rfc-editor.org/rfc/rfc5737
+NOBODY = ("192.0.2.1", 9)  # an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
 
 
@@ -71,7 +71,7 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
 
 
 def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
-    """Measure all-reduces of two processes of this machine: NCCL with two GPUs, else gloo.
+    """Measure all-reduces between two processes of this machine: by NCCL on two GPUs, else by gloo.
 
     Args:
         timeout: Seconds after which the processes are killed.
@@ -144,7 +144,7 @@ def outward_address() -> str:
 
 
 def _own_address_towards(target: Any, family: int = socket.AF_INET) -> str:
-    """Return this machine's source address towards another, without sending a packet."""
+    """Return the source address that this machine uses to reach another, without sending a packet."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]

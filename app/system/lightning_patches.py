@@ -1,4 +1,4 @@
-"""Private names of Lightning, one function or class for each use.
+"""Patches that use Lightning's private names, one function or class per use.
 
 At an upgrade, `tests/test_patches.py` lists missing names; docstrings list further checks.
 """
@@ -75,7 +75,7 @@ def signal_connector(trainer: Trainer) -> Any:
 
 @expects(f"{_TRAINER}._signal_connector")
 def replace_signal_connector(trainer: Trainer, connector: Any) -> None:
-    """Replace Lightning's signal handler, which makes a collective call although other ranks are elsewhere.
+    """Replace Lightning's signal handler, which makes a collective call that other ranks do not join.
 
     Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: does `Trainer.__init__` still create it? Does
     Lightning call only its `register_signal_handlers` and `teardown`?
@@ -90,7 +90,7 @@ def _no() -> bool:
 
 @expects(f"{_FIT_LOOP}._iteration_based_training")
 def count_epochs(trainer: Trainer) -> None:
-    """Prevent a side effect of max_steps: Lightning treats a complete resumed epoch as interrupted.
+    """Prevent a side effect of max_steps: Lightning would resume a completed epoch as an interrupted one.
 
     Source: https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: run test_resume without this.
     """
@@ -197,7 +197,7 @@ class DDPWithHooks(DDPStrategy):
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
-        # a separate group, because gloo ends the process if DDP's call meets a user's call in one group
+        # a separate group, because gloo aborts the process if DDP's call meets a user's call in a shared group
         if distributed.is_initialized() and distributed.get_backend() == "gloo":
             level = distributed.get_debug_level()
             # not under DETAIL, because torch's DDP logger then crashes on the group's wrapper
@@ -241,5 +241,5 @@ def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
     "lightning.pytorch.loggers.csv_logs:CSVLogger._experiment",
 )
 def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
-    """Return the logger's open experiment, or None; the public `experiment` opens it."""
+    """Return the logger's experiment if it is open, else None; the public `experiment` would open it."""
     return logger._experiment

@@ -85,7 +85,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], words: Conta
     Args:
         headers: Headers of the columns.
         rows: Cells of each row.
-        words: Indices of columns with words; other columns have numbers, aligned on the right.
+        words: Indices of columns with text; the other columns hold numbers, and are aligned on the right.
     """
     rule = [":--" if column in words else "--:" for column in range(len(headers))]
     lines = [map(plain, headers), rule, *(map(plain, row) for row in rows)]
@@ -100,10 +100,10 @@ def code(text: str) -> str:
 def draw_plot(*paints: Callable[[Axes], None], height: float = 3.2) -> Figure:
     """Draw a plot with a fixed layout: numbers on the left, names of lines on the right.
 
-    A computed layout would double the time of a figure.
+    A computed layout would double the drawing time.
 
     Args:
-        paints: Function that draws on the axes, and one for a second, flat plot below with the same x axis.
+        paints: Function that draws on the axes; a second one draws a flat plot below, with the same x axis.
         height: Height in inches.
     """
     width = 4.6

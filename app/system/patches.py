@@ -1,4 +1,4 @@
-"""Declarations of libraries' private names, so that a test lists names that an upgrade removed.
+"""Declarations of the private library names in use; a test lists those that an upgrade has removed.
 
 Most uses of private names are in `lightning_patches`, `torch_patches`, `wandb_patches`, `deferred_imports` and
 `app.loop.straight_step`. Each function or class that uses one declares it with `expects`. `tests/test_patches.py` looks

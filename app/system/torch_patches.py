@@ -1,4 +1,7 @@
-"""Private names of torch, one function for each use. At an upgrade, `tests/test_patches.py` lists missing names."""
+"""Patches that use torch's private names, one function per use.
+
+At an upgrade, `tests/test_patches.py` lists missing names.
+"""
 
 from collections.abc import Sequence
 from typing import TypeVar

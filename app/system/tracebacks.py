@@ -10,14 +10,14 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
-# loops and autograd run inside calls of an optimizer, strategy or precision plugin; errors below them are not theirs
+# loops and autograd run inside calls of an optimizer, strategy or precision plugin, which do not cause their errors
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 # beginning of a traceback, with the sentence that links it to the previous one in a chain
 BEGIN = re.compile(rf"(?:\n[TD].* exception.*:\n\n)?^(?:Original )?{re.escape(HEAD)}", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.+?)", line \d+.*\n(?:    .*\n)*', re.MULTILINE)
 
-MADE_BY: dict[type, str] = {}  # flag by the class that it names
+MADE_BY: dict[type, str] = {}  # flag that chose each class, such as `--data.augment` for RandomCrop
 
 
 def _is_users(file: str) -> bool:

@@ -1,4 +1,7 @@
-"""Private names of wandb, one function for each use. At an upgrade, `tests/test_patches.py` lists missing names."""
+"""Patches that use wandb's private names, one function per use.
+
+At an upgrade, `tests/test_patches.py` lists missing names.
+"""
 
 import sys
 
