@@ -14,8 +14,8 @@ SAYS = {  # replaces Lightning's descriptions
     "config": "Config file; later files and flags override it",
     "print_config": "Print all settings as a config file, and exit",
     "seed_everything": "Seed of all random numbers (default: 42)",
-    "model": "The LightningModule: CIFARCNN, FashionMLP, a network of torchvision such as resnet50, or the import path of your "
-    "own class (default: CIFARCNN)",
+    "model": "The LightningModule: CIFARCNN, FashionMLP, a network of torchvision such as resnet50, or the import path "
+    "of your own class (default: CIFARCNN)",
     "data": "The LightningDataModule: CIFAR10, FashionMNIST, HuggingFace, ImageFolder, ImageTable, Synthetic, or "
     "the import path of your own class (default: CIFAR10)",
     "ckpt_path": "Checkpoint to start from: a file; `last` or `best` of the run whose config.yaml --config names, else "
