@@ -49,7 +49,7 @@ PAGES = [
     (["--lr_monitor.help"], "--lr_monitor.logging_interval"),
     (["--model.optimizer.help", "AdamW"], "weight_decay"),
     (["--model.scheduler.help", "StepLR"], "step_size"),
-    (["--data.augment.help", "ElasticTransform"], ".alpha"),
+    (["--data.augment.help", "RandAugment"], ".magnitude"),
     (["--trainer.strategy.help", "app.parallel.PowerSGD"], "matrix_approximation_rank"),
 ]
 
