@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--trainer.check_val_every_n_epoch", "0"], "--trainer.check_val_every_n_epoch 0: give 1 or more"),
         (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
         (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
-        (["--data.size", "1000000000000"], "GiB of images, and"),
+        (["--data.size", "1000000000000"], "GiB, but only"),
         (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
         (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
         (["--trainer.precision", "transformer-engine"], "Requirement 'transformer_engine>=0.11.0' not met"),

@@ -197,7 +197,7 @@ def test_a_fixed_batch_has_an_end(app: App, run_dir: Path, tmp_path: Path) -> No
     assert list(table["shared_equally"]) == [True, True, True, False, False, False, False]
     assert "hypothetical" in out
     out = output_of(*app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, "--data.batch_size", "8"))
-    assert "More than 8 devices have no images of a batch of 8" in " ".join(out.split())
+    assert "A batch of 8 has no images for more than 8 devices" in " ".join(out.split())
 
 
 def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> None:
@@ -256,7 +256,7 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     assert planned((0.5, 1.6))[0].endswith("take ddp on 4 devices of 2 nodes: at least 2.50 × one device, predicted")
     said, why = planned((0.5, 2.1))
     assert said == "lenet, batch 64: take one device"
-    assert why.startswith("No other variant surely uses half of each device. Try a larger `--data.batch_size`, or")
+    assert why.startswith("No other variant certainly reaches half of the ideal. Try a larger `--data.batch_size`, or")
 
 
 MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--data", "Synthetic"]

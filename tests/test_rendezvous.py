@@ -100,7 +100,7 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
         if "train longer" in out:
             suggested = out.split("use it          python -m app ")[1].split("\n")[0].split()
             assert "train longer    the same command, with --ckpt_path" in out
-            assert "other ways" not in out
+            assert "python -m app compare" not in out
     output_of(*app(*suggested, "--run.root", tmp_path / "suggested"))
     output_of(*app("fit", *SMALL, *STEPS))
     ours, single = (tmp_path / folder / "LeNet-Synthetic" / "version_0" for folder in ("nodes", "runs"))

@@ -49,7 +49,10 @@ def test_training_images_are_kept_larger(image_root: Path, cache: Path, decoded:
         split, _ = data._splits["train"]
         assert split.mapped
         assert data.placement == "disk"
-        plain = FileSplit(split.names, split.labels.tolist(), data.source, data.source.ragged("train"))  # type: ignore[arg-type]
+        source = data.source
+        plain = FileSplit(
+            split.names, split.labels.tolist(), source.image_shape, source.geometry, source.ragged("train")
+        )  # type: ignore[attr-defined]
         for index in range(len(split)):
             assert torch.equal(split[index], plain[index])
             assert min(split[index].shape[1:]) in (sides if crop == "random" else (*sides, 20, 21, 22))

@@ -9,9 +9,9 @@ from app.record import PHASES
 from app.record.words import bottleneck
 from app.system.page import plain
 
-NEARLY_FULL = 80.0  # share of a device's memory in percent from which memory is the limit
+NEARLY_FULL = 80.0  # percentage of a device's memory from which memory is the bottleneck
 BUSY = 0.1  # share of the cores that other programs may take without disturbing a run
-NAMED = 3  # most variants to name in a sentence
+NAMED = 3  # largest number of variants to name in a sentence
 
 
 class Verdict(NamedTuple):
@@ -29,7 +29,10 @@ class Verdict(NamedTuple):
 
 
 def ranked(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of measured variants, indexed by name, the fastest first; without those that train worse."""
+    """Return the rows of measured variants, indexed by name, the fastest first.
+
+    Variants with a non-finite loss or a lower accuracy are excluded.
+    """
     measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
     measured = measured[measured["not_finite_since"].isna() & ~measured["less_accurate"].eq(1)]
     return measured.sort_values("samples_per_s", ascending=False)
@@ -40,7 +43,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
 
     Two variants differ if the ranges of their runs do not overlap and their medians differ by more than either range.
     A single run has no range, so it decides nothing. Among equally fast variants, recommend the one with the fewest
-    devices. Exclude a variant whose loss is not finite.
+    devices.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -48,7 +51,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     """
     rows = ranked(table)
     if rows.empty:
-        return Verdict("Nothing was measured", None, "Nothing was measured: see below why.")
+        return Verdict("Nothing was measured", None, "Nothing was measured: the reasons are below.")
     best = rows.iloc[0]
     name, rate = str(best.name), f"{best['samples_per_s']:,.0f} samples/s"
     take = f"**Take {plain(name)}**"
@@ -77,7 +80,7 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
     """Return a warning if other programs left less than `1 - BUSY` of the usable cores, else None.
 
     Args:
-        table: As `app.compare.results.tabulate` makes it.
+        table: Table of `app.compare.results.tabulate`.
         cores: Number of cores of this machine.
         usable: Number of cores that a process may use.
     """
@@ -87,14 +90,14 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 
 
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
-    """Return whether the load of other programs may explain a variant's deficit to the fastest.
+    """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    Each second that a core spends on another program delays a step by at most one second. So a run that lacked a share
-    of a core would be at most 1 / (1 - share) times as fast on a quiet machine. There is no bound for a run that lacked
-    a whole core.
+    A second that a core spends on another program delays the run by at most one second. So a run that lacked a share s
+    of a core would be at most 1 / (1 - s) times as fast on a quiet machine. If a whole core was lacking, this bound is
+    infinite.
 
     Args:
-        table: As `app.compare.results.tabulate` makes it.
+        table: Table of `app.compare.results.tabulate`.
         cores: Number of cores of this machine.
         usable: Number of cores that a process may use.
     """
@@ -160,14 +163,14 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
     alone = rows["threads"].get(baseline)
     if baseline not in several.index and alone is not None and alone >= cores > 1:
         sentences.append(
-            f"{plain(baseline)} uses all {cores} cores already, by its {alone} threads: more devices add none, and "
-            "there is no ideal; `OMP_NUM_THREADS=1` would compare one core with several."
+            f"{plain(baseline)} uses all {cores} cores already, by its {alone} threads: more devices add none, so "
+            "that no ideal is shown. `OMP_NUM_THREADS=1` compares one core with several."
         )
     return sentences
 
 
 def _apart(one: pd.Series, other: pd.Series) -> bool:
-    """Return whether `one` is faster than `other` by more than the spread of their runs."""
+    """Return whether `one` is faster than `other` by more than either's spread over its runs."""
     spread = max(row["samples_per_s_max"] - row["samples_per_s_min"] for row in (one, other))
     faster = one["samples_per_s_min"] > other["samples_per_s_max"]
     return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)

@@ -53,12 +53,12 @@ class Experiment:
     Args:
         name: Name of the experiment; by default its file's name.
         description: Question of the experiment, in a sentence or two, for the top of the report.
-        configs: Config files of `fit` under every variant.
-        flags: Flags of `fit` under every variant: `trainer.precision: bf16-mixed`. A null drops a flag.
+        configs: Config files of `fit` that every variant starts from.
+        flags: Flags of `fit` for every variant, such as `trainer.precision: bf16-mixed`. A null removes a flag.
         variants: Flags of `fit` for each variant, by its name.
         grid: Values of each flag; every combination is a variant, in addition to `variants`.
         exclude: Combinations to drop from the grid, each given by some of its flags.
-        baseline: Reference of speed-up and efficiency; by default the first variant.
+        baseline: Variant that the others' speed-up and efficiency refer to; by default the first.
         repeats: Runs of each variant, in turn: A B C, A B C.
         warmup_epochs: Number of first epochs to exclude from throughput.
         max_epochs: Epochs of each run; by default the config's.
@@ -67,8 +67,8 @@ class Experiment:
             measured. A run that must be killed is `hanging`, or `starting` before its first step.
         scale_batch: Multiply the global batch and the learning rate by the number of replicas, after an epoch of
             warm-up.
-        quick: Use the experiment's small form, for any machine with two cores.
-        quick_form: Settings of the small form, which override the others; its `flags` are merged.
+        quick: Use the experiment's small form, which needs only two cores.
+        quick_form: Settings of the small form. They override the settings above; only `flags` are merged.
         published: Figures published elsewhere, shown beside those measured here.
     """
 
@@ -169,7 +169,10 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
 
 
 def _scaled(variant: Variant) -> dict[str, Any]:
-    """Scale batch and learning rate by the linear rule, and warm up for an epoch. Source: Goyal et al., https://arxiv.org/abs/1706.02677."""
+    """Scale batch and learning rate by the linear rule, and warm up for an epoch.
+
+    Source: Goyal et al., https://arxiv.org/abs/1706.02677.
+    """
     count, settings = variant.replicas, variant.settings
     batch = settings.get("data.init_args.batch_size")
     rate = settings.get("model.init_args.optimizer.init_args.lr")

@@ -18,15 +18,15 @@ from app.monitor.report import stacked_bars
 from app.record import PHASES
 from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines
 
-ALIKE = 0.005  # share of the losses' range, less than the width of a line
-NAMED = 5  # most lines with a colour and a name each; with more lines, only some have one
+ALIKE = 0.005  # curves coincide if they differ by at most this share of the losses' range, less than a line's width
+NAMED = 5  # with more curves, only the baseline's and the recommended variant's have a colour and a name
 
 
 class Picture(NamedTuple):
     """Plot of a report.
 
     Attributes:
-        title: Observation, or else a description; also for screen readers.
+        title: Observation, such as `All 4 loss curves coincide`, or a description; also read by screen readers.
         paint: Function that draws on the axes.
         width: Width in inches.
         height: Height in inches.
@@ -44,7 +44,7 @@ def pictures(
     """Return the plots that have data, by file name.
 
     Args:
-        table: As `app.compare.results.tabulate` makes it.
+        table: Table of `app.compare.results.tabulate`.
         outcomes: The variants and their runs.
         baseline: Reference of the ideal speed-up.
         recommended: The recommended variant.

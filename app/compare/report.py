@@ -50,7 +50,7 @@ def write_report(
     drawn = pictures(shown, outcomes, baseline, result.recommended)
     if not places and "throughput" in drawn:
         drawn["throughput"] = drawn["throughput"]._replace(title=result.conclusion)
-    summary = {"said": result.conclusion, "taken": result.recommended}  # names of results.json
+    summary = {"said": result.conclusion, "taken": result.recommended}  # keys of results.json
     _write_results(results, outcomes, commands, {**head, "baseline": baseline, "verdict": summary}, folder)
     files = {picture.title: folder / f"{name}.png" for name, picture in drawn.items()}
     for picture, file in zip(drawn.values(), files.values(), strict=True):
@@ -59,7 +59,7 @@ def write_report(
     lead = _lead(experiment, outcomes, [*cautions, *excluded(results, baseline)])
     ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
     recommended = Section("Recommendation", "\n\n".join(advised))
-    failures = Section("Last lines of the others", _tails(outcomes), folded=True)
+    failures = Section("Last lines of failed runs", _tails(outcomes), folded=True)
     sections = [
         ranking,
         recommended._replace(text="\n\n".join([*advised, *([code(following)] if following else [])])),

@@ -86,8 +86,8 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     - Times, losses, accuracies: medians over the runs.
     - Peak memory: maximum over the runs.
     - speed_up: samples/s divided by the baseline's.
-    - efficiency: speed-up divided by the ratio of device counts. Except for the baseline, NaN if the counts are equal
-      or the baseline uses all cores.
+    - efficiency: speed-up divided by the ratio of device counts. Except in the baseline's row, it is NaN if the counts
+      are equal or the baseline uses all cores.
     - less_accurate: 1 where val_acc is below the baseline's by more than chance explains.
     - Phases of a step: proportions of the timed steps, scaled to the step time of samples_per_s.
     """
@@ -97,7 +97,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     base = table[table["variant"] == baseline].iloc[0]
     table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
-    # two standard errors of the difference of two shares of as many images
+    # two standard errors of the difference between two accuracies, each measured on `val_images` images
     error = 2 * (2 * base["val_acc"] * (1 - base["val_acc"]) / base["val_images"]) ** 0.5
     table["less_accurate"] = (base["val_acc"] - table["val_acc"] > error).astype(float)
     grown = table["replicas"] / base["replicas"]

@@ -53,7 +53,7 @@ class Runner:
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
-        flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # a NaN loss is measured, too
+        flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # measure with a NaN loss, too
         self.more = [part for name, value in flags.items() for part in (f"--run.{name}", str(value))] + more
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
@@ -127,8 +127,8 @@ class Runner:
                 outcome.status = "measured"
             if record.throughput.median is None:
                 outcome.reason = (
-                    f"{record.steps} steps end before a window of --trainer.log_every_n_steps after the warm-up of "
-                    f"{self.experiment.warmup_epochs} epoch(s): no throughput"
+                    f"no throughput: its {record.steps} steps end before the first logging window (see "
+                    f"--trainer.log_every_n_steps) after a warm-up of {self.experiment.warmup_epochs} epoch(s)"
                 )
         elif record.status == "interrupted":
             self._keep_slow(outcome, repeat, record)
@@ -140,7 +140,7 @@ class Runner:
                 outcome.reason += ": see --time_limit"
 
     def _keep_slow(self, outcome: Outcome, repeat: int, record: Record) -> None:
-        """Keep the record of a run that the time limit stopped; use its warm-up if it has no later window."""
+        """Keep the record of a run that the time limit stopped. Without later windows, measure its warm-up."""
         outcome.records[repeat], outcome.status = record, "slow"
         after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]

@@ -1,8 +1,8 @@
 """Loader of a rank's share: one global permutation per epoch, cut into global batches.
 
 Every strategy draws from the same seeded permutation, so that step k trains on the same samples for any world size; a
-rank takes its part of each global batch. The loader uses no global random state, and the trainer holds the position in
-an epoch, so that a resumed run continues with the next sample.
+rank takes its part of each global batch. The loader uses no global random state. The trainer holds the position in an
+epoch, so that a resumed run continues with the next sample.
 """
 
 import math
@@ -35,8 +35,8 @@ class Shards(list[Any]):
     Args:
         shards: The shards.
         first: Global index of the first shard.
-        counts: Samples of each shard. A shard with 0 samples may hold a placeholder.
-        samples: Samples of the global batch.
+        counts: Number of samples of each shard. A shard with 0 samples may hold a stand-in.
+        samples: Number of samples of the global batch.
     """
 
     def __init__(self, shards: Iterable[Any], first: int, counts: Sequence[int], samples: int) -> None:
@@ -72,7 +72,7 @@ class GlobalOrder:
     """Global order of samples, and a rank's share of each global batch: one of `world_size` parts, or several shards.
 
     Args:
-        samples: Samples of an epoch.
+        samples: Number of samples of an epoch.
         batch_size: Size of the global batch.
         drop_last: Whether to drop the last, smaller batch.
         rank: Rank of this process.
@@ -94,7 +94,7 @@ class GlobalOrder:
         position: Callable[[], int],
     ) -> None:
         self.seed, self.position = seed, position
-        self._samples = samples  # not a property, because each step reads it
+        self._samples = samples  # stored, because each step reads it
         self.batch_size, self.drop_last = batch_size, drop_last
         self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
         self._parts = virtual_devices or world_size
@@ -160,7 +160,7 @@ class GlobalOrder:
         return Shards(parts, self._ends.start, counts, self.global_count(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings that define the order; the trainer saves the position in it."""
+        """Return the settings that define the order. The trainer itself saves the position in the epoch."""
         return {"seed": self.seed, "batch_size": self.batch_size, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class RawBatch(NamedTuple):
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
         draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
-        mix: Mixing of each sample with the next one, or None. With it, the batch has one sample more.
+        mix: Mixing of each sample with the next one, or None. A mixed batch has one more sample at its end.
     """
 
     images: Tensor
@@ -206,7 +206,7 @@ class Reader:
     Args:
         split: The images.
         crop: Function from an image, uint8 (C, h, w), to (C, H, W), with torch's global random state, or None.
-        augment: Augmentations of an image, uint8 (C, H, W), with torch's global random state. They keep the shape.
+        augment: Augmentations of an image, uint8 (C, H, W), with torch's global random state. They must keep the shape.
     """
 
     def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
@@ -262,7 +262,7 @@ class GlobalBatches(GlobalOrder):
         placement: `disk` reads items through worker processes, `memory` indexes one tensor on the host,
             `device` the same tensor on `device`: all rows when shuffled, else only this rank's share.
         device: Device of the batches.
-        num_workers: Worker processes for `disk`.
+        num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
         shuffle: Whether each epoch has its own permutation.
         drop_last: Whether to drop the last, smaller batch.
@@ -272,7 +272,7 @@ class GlobalBatches(GlobalOrder):
         draws: Number of random numbers per sample.
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
             with the first.
-        weights: Probability of each sample, up to a factor, (n,): an epoch then draws with replacement.
+        weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
         crop: Crop of images of different sizes by the workers, for `disk` only.
         augment: Augmentations by the workers, for `disk` only.
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
@@ -377,7 +377,7 @@ class GlobalBatches(GlobalOrder):
 
     def _cut(self, batch: RawBatch, step: int) -> Shards:
         bounds = self.bounds(step)
-        more = batch.mix is not None  # the first sample of the next shard
+        more = batch.mix is not None  # a mixed shard includes the first sample of the next one
         places = [slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)]
         images, labels, draws, mix = batch
         return self.shards(

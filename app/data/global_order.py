@@ -31,7 +31,7 @@ SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRando
 
 
 class SeededItems(Dataset[Any]):
-    """Data set whose items have their own random streams.
+    """Data set that seeds each item's random numbers, so that an item does not depend on rank or worker.
 
     Args:
         dataset: The data set.
@@ -49,7 +49,7 @@ class SeededItems(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getitems__(self, parts: Shards) -> Shards:
-        """Read the items of each part, in place; an item is a pair of index and seed."""
+        """Replace each pair of an index and a seed by the data set's item, in place."""
         with own_streams() as seed:
             for place, part in enumerate(parts):
                 parts[place] = []
@@ -60,7 +60,7 @@ class SeededItems(Dataset[Any]):
 
 
 class Collate:
-    """Collate function that makes one batch of each part: of each shard, or of the rank's share.
+    """Collate function that makes a batch of each shard, or one batch of the rank's share.
 
     Args:
         collate: The loader's collate function.
@@ -82,7 +82,8 @@ class GlobalSampler(GlobalOrder):
 
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.
-        train: Whether an empty part gets a stand-in, the global batch's first sample. Otherwise the batch is skipped.
+        train: Whether an empty part gets a stand-in: the global batch's first sample. Otherwise the rank skips the
+            batch.
         **order: As for `GlobalOrder`.
     """
 
@@ -196,6 +197,6 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
         batch_sampler=sampler,
         collate_fn=Collate(loader.collate_fn, virtual_devices is not None),
         multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),  # keeps the loader from drawing from the global random state
+        generator=torch.Generator(),  # else the loader would draw from the global random state
         **{name: getattr(loader, name) for name in kept},
     )

@@ -40,8 +40,8 @@ class ImageData(LightningDataModule):
 
     Args:
         source: The source of the images.
-        batch_size: The global batch, over all ranks: a count, or a fraction of the training set.
-        micro_batch: Images per forward pass of a rank in training: the same step in less memory.
+        batch_size: Size of the global batch, over all ranks: a count, or a fraction of the training set.
+        micro_batch: Images per forward pass of a rank in training. A smaller number gives the same step in less memory.
         val_size: Training images held out for validation, a count or a fraction, if the source has no validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
             same tensor on the accelerator. `auto`: `device` if the images take less than a tenth of a GPU's free
@@ -49,13 +49,15 @@ class ImageData(LightningDataModule):
         cache: Folder for decoded images, shared by a node's ranks. `auto`: in the user's cache directory. `off`: each
             rank decodes at every start.
         num_workers: Worker processes of each rank for reading and decoding; `auto`: the rank's number of cores.
-        crop_padding: Augmentation: pixels of border for a random crop.
+        crop_padding: Augmentation: width in pixels of a border added before a random crop.
         flip: Augmentation: mirror half of the images.
-        cutout: Augmentation: side in pixels of a square set to the mean.
+        cutout: Augmentation: side in pixels of a random square that is set to the mean.
         augment: Augmentation by the worker processes, image by image, on the CPU: one or a list of torchvision's v2
             transforms, such as `RandAugment`, or of your own modules by their import path. Needs placement `disk`.
-        mixup: Augmentation: parameter of the beta distribution by which each image is mixed with another, such as 0.2.
-        cutmix: Augmentation: the same for a box of another image, such as 1.0. With both, each has half of the batches.
+        mixup: Augmentation: mix each image with another, by weights of a beta distribution with this parameter, such as
+            0.2.
+        cutmix: Augmentation: paste a box of another image, of a size drawn likewise, such as 1.0. With both, each is
+            applied to half of the batches.
         balance: Whether an epoch draws images with replacement, so that all classes are equally frequent.
         drop_last: Whether to drop the last, smaller batch of a training epoch.
         seed: Seed of the split, the order and the augmentation; by default `--seed_everything`.
@@ -165,7 +167,7 @@ class ImageData(LightningDataModule):
             size, world = self.global_batch_size, self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
-            if size % world and self.virtual_devices is None:  # a fraction is known as a count only here
+            if size % world and self.virtual_devices is None:  # a fraction becomes a count only here
                 raise UserError(
                     f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
                     f"{self.nearest_shares(size, world)}, or another --trainer.devices"
@@ -257,7 +259,7 @@ class ImageData(LightningDataModule):
             return "disk"
         if strategy.root_device.type != "cuda":
             return "memory"
-        # all ranks agree, because each rank sees another amount of free GPU memory
+        # a common decision, because ranks see different amounts of free GPU memory
         fits = size < torch.cuda.mem_get_info(strategy.root_device)[0] / 10
         return "device" if strategy.reduce_boolean_decision(fits, all=True) else "memory"
 
@@ -378,8 +380,8 @@ class EncodedImages(ImageData):
         ratio: Range of width / height of a `random_resized` crop.
         cache_size: Shorter side to which larger images are reduced before `random_resized` crops; by default 1.15 times
             `resize`.
-        predict_dir: Images and folders of images, labelled or not, for `predict`; by default the test split.
-        on_bad_image: Reaction to an unreadable image: `error`, or `skip`: skip it on all ranks, and count it in the
+        predict_dir: Images and folders of images for `predict`, with or without labels; by default the test split.
+        on_bad_image: Reaction to an unreadable image. `error`: stop. `skip`: skip it on all ranks, and count it in the
             run's record.
         **kwargs: As for `ImageData`.
     """

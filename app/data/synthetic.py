@@ -68,7 +68,7 @@ def star(x: Floats, y: Floats, kind: Floats) -> Floats:
     """Return the distance from a five-pointed star; `kind` sets its depth."""
     fifth, inner = 2 * math.pi / 5, 0.4 + 0.1 * kind
     angle = abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)
-    # the edge from a tip at (1, 0) to the corner at `inner` between two tips
+    # the edge from a tip at (1, 0) to the next inner corner, at radius `inner`
     ey, ex = inner * math.sin(fifth / 2), inner * math.cos(fifth / 2) - 1
     norm = np.sqrt(ex * ex + ey * ey)
     radius = _length(x, y)
@@ -93,7 +93,7 @@ def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return the distance from a checkerboard, whose squares are where x and y are in different bands."""
+    """Return the distance from a checkerboard. A point is in a square if x and y are in different bands."""
     across, down = _bands(x, 0.567), _bands(y, 0.567)
     edge = np.minimum(abs(across), abs(down))
     return np.maximum(_box(x, y, 0.85, 0.85), np.copysign(edge, -across * down))
@@ -154,8 +154,8 @@ class SyntheticSource(Source):
         needed, free = self.size * (math.prod(self.image_shape) + 8), psutil.virtual_memory().available
         if needed > free:
             raise UserError(
-                f"--data.size {self.size}: {needed / 2**30:.1f} GiB of images, and {free / 2**30:.1f} GiB of memory "
-                "are free: give less"
+                f"--data.size {self.size}: the images take {needed / 2**30:.1f} GiB, but only "
+                f"{free / 2**30:.1f} GiB of memory are free: give less"
             )
 
     def load(self, split: SplitName) -> Split:  # noqa: D102

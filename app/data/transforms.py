@@ -20,8 +20,8 @@ class Choices(NamedTuple):
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: Flat index of the start of each row of a crop in the padded image, (crops, H).
-        columns: Offset of each column in its row, for mirrored and for plain images, (2, crops, W).
+        rows: Flat index in the padded image at which each row of a crop starts, (crops, H).
+        columns: Offset of each column within a row, for mirrored and for plain images, (2, crops, W).
         hole_rows: Mask of the rows that cutout covers, by centre, bool (H, H).
         hole_columns: Mask of the columns that cutout covers, by centre, bool (W, W).
     """
@@ -65,12 +65,13 @@ class Mix(NamedTuple):
             mixed = images[:-1].clone()
             mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
             weight = 1 - (bottom - top) * (right - left) / (height * width)
-        targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()  # one_hot reads on a CPU
+        # not F.one_hot, which reads the labels' values on a CPU
+        targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
         return mixed, targets[1:].lerp(targets[:-1], weight)
 
 
 def draw_mix(mixup: float, cutmix: float, seed: int) -> Mix:
-    """Draw the mixing of a global batch; with both kinds, each has half of the batches.
+    """Draw the mixing of a global batch; with both parameters, each kind is drawn for half of the batches.
 
     Args:
         mixup: Parameter of mixup's beta distribution, or 0. Source: https://arxiv.org/abs/1710.09412.

@@ -9,13 +9,13 @@ from app.data.global_order import order_of
 from app.loop.shards import ShardedLoop
 from app.monitor.rank_times import RankTimes
 
-GAIN = 0.95  # largest step time after a new division of shards, as a share of the current one
+GAIN = 0.95  # the shards are divided again if the step time falls to this share of the current one
 
 
 class Balance(Callback):
     """Callback that gives slow ranks fewer shards, from one epoch to the next.
 
-    The bits stay the same, because they do not depend on the rank that computes a shard.
+    The result keeps its bits, because a shard's gradients do not depend on the rank that computes them.
 
     Args:
         ranks: Step times of all ranks, identical on every rank.
@@ -25,11 +25,11 @@ class Balance(Callback):
         self.ranks = ranks
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Divide the shards again if that shortens the step, before the epoch's loader starts."""
+        """Before the epoch's loader starts, divide the shards again if this shortens the step."""
         loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return
-        self.ranks.share(trainer, [])  # receive the last window's times, which are pending
+        self.ranks.share(trainer, [])  # process the last window's times, which are still pending
         tree, rows = loop.sums.tree, self.ranks.ranks
         if not rows:
             return
@@ -44,7 +44,7 @@ class Balance(Callback):
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Divide shards so that the slowest rank finishes as early as possible.
+    """Return the number of shards of each rank for which the slowest rank finishes earliest.
 
     Args:
         seconds: Seconds per shard of each rank.

@@ -1,17 +1,17 @@
 """Time series of measurements over a run."""
 
-MOST = 200  # most points of a series, as many as a plot shows
-NUMBERS = 12_800  # most numbers of a series
+MOST = 200  # largest number of points in a series, as many as a plot shows
+NUMBERS = 12_800  # largest number of values in a series, over all its points
 
 
 class Course:
-    """Time series of measurements, thinned evenly, so that long and short runs need equal space.
+    """Time series of measurements, thinned evenly so that a long run needs no more space than a short one.
 
     Args:
-        width: Number of figures per measurement.
+        width: Number of values per measurement, such as one per rank.
 
     Attributes:
-        points: Seconds and figures of each kept measurement.
+        points: Kept measurements, each as `[seconds, *values]`.
     """
 
     def __init__(self, width: int = 1) -> None:

@@ -48,7 +48,7 @@ class Header(RichModelSummary):
             super().on_fit_start(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the batch size of a user's loader, which exists only from here on."""
+        """Print the batch size of the user's loader, which Lightning creates only now."""
         loader, data = trainer.train_dataloader, getattr(trainer, "datamodule", None)
         size = getattr(loader, "batch_size", None)
         if not trainer.is_global_zero or isinstance(data, ImageData):
@@ -66,14 +66,14 @@ def show(name: str, text: str) -> None:
 
 
 def counted(network: nn.Module) -> str:
-    """Format the number of a network's parameters, and of the trainable ones if fewer."""
+    """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
     known = [each for each in network.parameters() if not isinstance(each, nn.UninitializedParameter)]
     total, learn = (sum(each.numel() for each in known if each.requires_grad or not only) for only in (False, True))
     return f"{total:,} parameters" + (f", {learn:,} of them trainable" if learn < total else "")
 
 
 def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each line.
+    """Yield each line of the header as a name and a text, such as `("precision", "32-true")`.
 
     Args:
         trainer: A trainer that has been set up.
@@ -99,20 +99,20 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         then = "".join(f"; {_schedule(each.scheduler, each.interval)}" for each in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
     yield "precision", str(record.precision)
-    if trainer.logger is not None:  # `trainer.log_dir` is collective
+    if trainer.logger is not None:  # not `trainer.log_dir`, which is collective
         yield "folder", str(trainer.logger.log_dir)
     for tracker in trackers(trainer.loggers):
         yield "tracked", tracker.where()
 
 
 VERBS = {"train": "train", "val": "validate"}
-SHOWN = ("lr", "momentum", "betas", "weight_decay")  # settings of an optimizer, unless zero
+SHOWN = ("lr", "momentum", "betas", "weight_decay")  # optimizer settings to print, unless zero
 
 
 def describe(optimizer: Optimizer) -> str:
-    """Format an optimizer's class and its first group's settings."""
+    """Format an optimizer's class and its first group's settings, such as `SGD, lr 0.1, momentum 0.9`."""
     group = optimizer.param_groups[0]
-    group = {**group, "lr": group.get("initial_lr", group["lr"])}  # a scheduler may warm up
+    group = {**group, "lr": group.get("initial_lr", group["lr"])}  # not a warm-up's current rate
     shown = [f"{name} {_number(group[name])}" for name in SHOWN if group.get(name)]
     return ", ".join([type(optimizer).__name__, *shown])
 

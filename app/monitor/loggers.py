@@ -33,7 +33,7 @@ from app.system.wandb_patches import forget_run, skip_launch_inputs
 
 Prediction = tuple[Tensor, str, str, float]  # image (C, H, W), label, predicted class, its probability
 PROBE_TIMEOUT = 3  # seconds to wait for a server's first answer
-MODES = ("off", "offline", "online")  # modes of the tracker, the most private one first
+MODES = ("off", "offline", "online")  # tracking modes, the most private first
 WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
 
 
@@ -76,7 +76,7 @@ def logged_in() -> bool:
 
 
 def probe(url: str, answered: Event) -> None:
-    """Set an event when a server answers. The tracker's own timeout is more than a minute."""
+    """Set an event when the server answers. wandb's own timeout is longer than a minute."""
     import requests
 
     with suppress(requests.RequestException):
@@ -85,15 +85,15 @@ def probe(url: str, answered: Event) -> None:
 
 
 def trial() -> str | None:
-    """Return the run id that a sweep's agent requires, or None."""
+    """Return the run id that a wandb sweep assigned to this process, or None outside a sweep."""
     return os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
 
 
 class Tracker(WandbLogger):
-    """Logger for Weights & Biases: one run per training for any world size.
+    """Logger for Weights & Biases. A training is one wandb run, for any world size.
 
-    A run becomes offline if the server does not answer. Training never waits for the server: unsent data stays in the
-    run's directory for a later upload.
+    The run switches to offline mode if the server does not answer. Training never waits for the server: unsent data
+    stays in the run's directory for a later upload.
 
     Args:
         run_dir: Directory of the run; the tracker writes into its `wandb` folder.
@@ -108,9 +108,9 @@ class Tracker(WandbLogger):
 
     def __init__(self, run_dir: str, mode: str, resumed: str | None = None, **options: Any) -> None:
         variables = {
-            "WANDB_ERROR_REPORTING": "false",  # no usage statistics, which even offline runs send
+            "WANDB_ERROR_REPORTING": "false",  # else even offline runs would send usage statistics
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
-            # not in the home directory, because wandb prints its log if that is read-only
+            # not in the home directory: if it is read-only, wandb prints its log
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
         }
         for variable, value in variables.items():  # environment variables reach spawned processes
@@ -156,7 +156,7 @@ class Tracker(WandbLogger):
         return DummyExperiment()
 
     def _settle(self) -> None:
-        """Go offline if the server has not answered."""
+        """Wait for the server's answer; switch to offline mode without one."""
         answered, self._answered = self._answered, None
         if answered is not None and not answered.wait(PROBE_TIMEOUT):
             rank_zero_info("Weights & Biases does not answer: offline from here on")
@@ -166,11 +166,11 @@ class Tracker(WandbLogger):
         import wandb
 
         self._settle()
-        wandb.setup()  # avoids a warning about the service that Lightning requires
+        wandb.setup()  # else Lightning's `wandb.require` prints a warning
         return super().__getstate__()
 
     def share_with_forks(self) -> None:
-        """Start the run here, so that processes forked later attach to it, as spawned ones do."""
+        """Start the run in this process. Processes forked later attach to it, as spawned processes do."""
         state = self.__getstate__()
 
         def attach() -> None:
@@ -180,7 +180,7 @@ class Tracker(WandbLogger):
         os.register_at_fork(after_in_child=attach)
 
     def _fall_back(self, mode: str) -> None:
-        """Switch to another mode with a new id, because the tracker considers the first id in use."""
+        """Switch to another mode with a new id, because wandb considers the first id in use."""
         self.id = trial() or uuid.uuid4().hex[:8]
         self.mode = mode
         tracker_settings(self).update(mode=mode, id=self.id, resume=None)
@@ -200,14 +200,14 @@ class Tracker(WandbLogger):
 
     @_never_fatal
     def log_record(self, record: Record) -> None:
-        """Log the run record into the run's summary."""
+        """Log the run record to the wandb run's summary."""
         self.experiment.summary.update({"run": asdict(record)})
 
     @_never_fatal
     def log_test_figures(
         self, matrix: list[list[int]], names: list[str], wrong: list[Prediction], pictures: list[Path]
     ) -> None:
-        """Log the confusion matrix, the table of the most confidently wrong images, and their pictures."""
+        """Log the confusion matrix and the most confidently wrong images, as tables and as PNG files."""
         import wandb
 
         cells = [[names[i], names[j], count] for i, row in enumerate(matrix) for j, count in enumerate(row)]
@@ -243,7 +243,7 @@ def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
 class MetricsFile(CSVLogger):
     """CSV logger for resumed trainings and full disks.
 
-    Appends to an existing file. Keeps rows that cannot be written until the next save.
+    Appends to an existing file. If a write fails, keeps the rows in memory until the next save.
     """
 
     _failed = False
@@ -275,7 +275,7 @@ class MetricsFile(CSVLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Append the logged rows, or rewrite the file for a new column. A line is never written in part."""
+        """Append the logged rows; rewrite the file for a new metric. A failed write leaves no partial line."""
         logged, path = self.experiment, self._path
         columns = sorted({*logged.metrics_keys, *(name for row in logged.metrics for name in row)})
         size = path.stat().st_size if path.exists() else 0
@@ -314,10 +314,10 @@ class MetricsFile(CSVLogger):
 
 
 class RateMonitor(LearningRateMonitor):
-    """Lightning's learning-rate monitor, which checks on every step only if a scheduler advances on every step."""
+    """Learning-rate monitor that runs on every step only if a scheduler advances on every step, to save time."""
 
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Find out whether to log in each logging window."""
+        """Decide whether to log once per logging window, or only once per epoch."""
         super().on_train_start(trainer, *args, **kwargs)
         by_step = any(each.interval == "step" for each in trainer.lr_scheduler_configs)
         self._logs_windows = self.logging_interval == "step" or (self.logging_interval is None and by_step)
@@ -334,7 +334,7 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False)
-        # dropped for ddp_spawn: 200 kB fill the pipe to a process, so that processes would start one by one
+        # ddp_spawn pickles this callback; with these 200 kB, the pipe is full and processes start one by one
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -352,13 +352,19 @@ class SaveConfig(SaveConfigCallback):
 
 
 def next_version(root: str, name: str, what: str = "version") -> str:
-    """Return the first free `version_N` under `root/name`, from 0; other prefixes count from 1."""
+    """Return the name after the last `version_N` in `root/name`, such as `version_3`.
+
+    Args:
+        root: Directory of all experiments.
+        name: Name of the experiment.
+        what: Prefix of the name. `version` counts from 0, another prefix from 1.
+    """
     taken = [re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")]
     return f"{what}_{max((int(match[1]) for match in taken if match), default=-(what == 'version')) + 1}"
 
 
 def claim_version(folder: Path, what: str = "version") -> Path:
-    """Create the first free `version_N` in a folder; concurrent runs get different ones.
+    """Create the next `version_N` in a folder; concurrent runs get different numbers.
 
     Raises:
         UserError: When the folder cannot be created.

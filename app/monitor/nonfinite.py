@@ -12,15 +12,15 @@ from torch import Tensor
 from app.errors import UserError
 from app.modules import log_window
 
-NONE = 2**62
+NONE = 2**62  # larger than any index of a batch: all losses are finite
 
 
 class NonFinite(Callback):
-    """Callback for a non-finite loss or non-finite weights: stops the run, warns, or skips updates.
+    """Callback that detects a non-finite loss or non-finite weights, and stops the run, warns, or skips updates.
 
     Each rank keeps a logging window's losses on the device and reads them at the window's end. It also reads losses and
-    weights before a checkpoint is written, so that saved weights are finite. `skip` needs a device read and a small
-    all-reduce of the gradients per step; in float16, the gradient scaler does this anyway.
+    weights before a checkpoint is written, so that saved weights are finite. On each step, `skip` checks the
+    gradients and all-reduces the result, one number; in float16, it leaves this to the gradient scaler.
 
     Args:
         action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with non-finite gradients, on
@@ -47,12 +47,12 @@ class NonFinite(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss, and check the losses of a window that ends here."""
+        """Store the loss; at the end of a logging window, check the window's losses."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._looked:  # same step as the sums of `app.modules`
+        if step % self._window == 0 and step != self._looked:  # `app.modules` reads its sums on the same step
             self._looked = step
             self._look(trainer)
 
@@ -61,14 +61,14 @@ class NonFinite(Callback):
         self._look(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Check losses and weights before a checkpoint is written. Called by `Restoring`; Lightning has no hook."""
+        """Check losses and weights before a checkpoint is written. Called by `Restoring`: Lightning has no hook."""
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
             self._look(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Skip an update with non-finite gradients by setting all gradients to None."""
-        if self.action != "skip" or getattr(trainer.precision_plugin, "scaler", None):  # the scaler skips
+        if self.action != "skip" or getattr(trainer.precision_plugin, "scaler", None):  # the scaler skips the update
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         bad = torch.tensor(not _finite(gradients), dtype=torch.int64, device=trainer.strategy.root_device)

@@ -15,7 +15,7 @@ PER_SECOND = 4
 
 
 class ProgressBar(RichProgressBar):
-    """Progress bar that updates 4 times a second, because each update costs time.
+    """Progress bar that updates at most 4 times a second, because each update costs time.
 
     The bar is drawn only in a terminal or a notebook.
     """
@@ -40,7 +40,7 @@ class ProgressBar(RichProgressBar):
         if self.progress is not None and self.train_progress_bar_id is not None:
             of = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
             self.progress.update(self.train_progress_bar_id, description=f"epoch {trainer.current_epoch + 1}{of}")
-            self.progress.live.transient = True  # only the printed lines of epochs remain
+            self.progress.live.transient = True  # remove the bar at the end; the epochs' printed lines remain
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Update the bar when it is due, and after the last step of an epoch."""

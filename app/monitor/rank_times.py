@@ -23,8 +23,8 @@ from app.monitor.course import Course
 from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
-SLOWER = 0.1  # relative excess over the other ranks' median from which a rank is slower
-DEVIATIONS = 4  # significance of a slow rank, in standard deviations of a fair coin
+SLOWER = 0.1  # a rank is slower if its step exceeds the other ranks' median by this share
+DEVIATIONS = 4  # significance of a slow rank, in standard deviations; see `RankTimes`
 KEPT = 1000  # windows kept for the medians
 
 
@@ -32,8 +32,8 @@ class RankTimes:
     """Exchange of step times among ranks, once per window in the background, and detection of slow ranks.
 
     A rank is slow if it is slower than the others in significantly more than half of the windows: by four standard
-    deviations of a fair coin. For ranks that share cores, the wait for a core does not count, because chance decides
-    which rank waits.
+    deviations of as many tosses of a fair coin. If ranks share cores, their wait for a core is subtracted, because
+    chance decides which rank waits.
 
     Args:
         timeout: Seconds to wait for another rank.
@@ -56,10 +56,10 @@ class RankTimes:
         self._group: Any = None
         self._process: Any = None
         self._pending: tuple[float, list[Tensor], Any] | None = None
-        self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # each rank's data, compute, wait and memory
+        self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # data, compute, wait and memory of each rank
 
     def connect(self, trainer: Trainer, watched: Any) -> None:
-        """Create the group of all ranks. Collective."""
+        """Create a process group of all ranks for the exchange. Collective."""
         if trainer.world_size > 1 and self._group is None:
             with watched.connecting() if watched is not None else contextlib.nullcontext():
                 self._group = host_group(self._timeout)
@@ -154,14 +154,14 @@ NAMES = ("data", "compute", "wait")
 
 
 def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, str]:
-    """Find the ranks whose step takes longer than the others', without the wait for other ranks.
+    """Find the ranks whose data and compute times together exceed the other ranks' median by `SLOWER`.
 
     Args:
         rows: Data, compute and wait of each rank, in any unit.
         nodes: Node of each rank.
 
     Returns:
-        A line with the excess and its phase, by rank.
+        By rank, a line such as `rank 1 (node 0): 25 % slower than the median, in compute`.
     """
     lines = {}
     for rank, (data, compute, *_) in enumerate(rows if len(rows) > 1 else ()):

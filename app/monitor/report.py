@@ -24,7 +24,7 @@ from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_plot, label_lines, plain, png, table
 
 SHOWN = 5  # rows of a table of mistakes
-CELLS = 20  # most classes for which a confusion matrix shows its counts
+CELLS = 20  # with more classes, a confusion matrix shows no counts
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
@@ -34,7 +34,7 @@ BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) fo
 
 
 def leave_report(directory: str) -> None:
-    """Write the report of the run in a directory, if it has a record; print an error, because training is over."""
+    """Write a run's report, if the run has a record. Print an error instead of raising it: training is over."""
     path = Path(directory, "report.html")
     if not path.with_name("run.json").exists():
         return
@@ -125,7 +125,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
     epochs = record.epochs
-    # an epoch's metrics are logged at its last step; with accumulation, an epoch has fewer steps than batches
+    # steps per epoch, from the step at which an epoch's metrics are logged, its last; batches may outnumber steps
     ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
     length = ends[-1] if ends else record.steps_per_epoch or 1
 
@@ -218,7 +218,10 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
-    """Draw a grid of images (C, H, W) with captions of two lines; show only the first of 2 or more than 3 channels."""
+    """Draw a grid of images (C, H, W) with captions of two lines.
+
+    An image with 2 or more than 3 channels is drawn in grey, from its first channel.
+    """
     columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: size of a cell, and longer side of an image
     lines = max(-(-len(rows) // columns), 1)
     figure = Figure(figsize=(columns * width, lines * height))

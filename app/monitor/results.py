@@ -93,7 +93,7 @@ class TestFigures(Callback):
         self._worst = sorted([*self._worst, *wrong], reverse=True)[: self.wrong]
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather all ranks' results; draw and track them. Collective."""
+        """Gather all ranks' results; write, draw and upload them. Collective."""
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return

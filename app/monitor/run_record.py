@@ -106,7 +106,7 @@ class RunRecord(Callback):
         self._open_epoch: records.Epoch | None = None
         self._validated = self._epoch_validated = False
         self._course = Course()
-        self._before = records.Course()  # series of earlier parts
+        self._before = records.Course()  # time series of the training before it was resumed
         self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, is profiled
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
@@ -115,7 +115,7 @@ class RunRecord(Callback):
     # -- the run as a whole ---------------------------------------------------------------------------------
 
     def continue_record(self, folder: Path, earlier: Record) -> None:
-        """Continue the record of a training that resumes in its own folder.
+        """Continue the record of a training that resumes in the same directory.
 
         Args:
             folder: Directory of the run.
@@ -162,7 +162,7 @@ class RunRecord(Callback):
             tracker.log_record(self.record)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Record the reason of the end. Not collective, because other ranks may be gone."""
+        """Record why the run ends. Not collective, because other ranks may be gone."""
         data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
         if trainer.training and isinstance(data, ImageData) and out_of_memory(exception):
             at_once = data.micro_batch or math.ceil(data.global_batch_size / trainer.world_size)
@@ -199,7 +199,7 @@ class RunRecord(Callback):
     # -- training -------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the model and its execution, and reset the accelerator's peak memory."""
+        """Record the model and its execution settings, and reset the accelerator's peak memory."""
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
             (_, first), *others = gather_objects((trainer.node_rank, data.content))
@@ -314,7 +314,7 @@ class RunRecord(Callback):
         self._write()
 
     def time_left(self, trainer: Trainer) -> float | None:
-        """Estimate the seconds to the end of training, with validations; return None if the end is unknown."""
+        """Estimate the seconds to the end of training, including validation; return None if the end is unknown."""
         done, since = _batches(trainer), self._first_step
         by_epochs = (trainer.max_epochs or -1) * trainer.num_training_batches
         by_steps = trainer.max_steps * trainer.accumulate_grad_batches
@@ -407,12 +407,12 @@ def _memory(trainer: Trainer) -> list[records.DeviceMemory]:
 
 
 def _continued(before: list[list[float]], points: list[list[float]], earlier: float) -> list[list[float]]:
-    """Append this part's points to earlier parts' points, unless the number of ranks differs.
+    """Append the points since the resume to the earlier points. If the number of ranks differs, drop the earlier ones.
 
     Args:
-        before: Earlier parts' points, rows of seconds and figures.
-        points: This part's points.
-        earlier: Seconds of training before this part.
+        before: Points before the resume, each as seconds and values.
+        points: Points since the resume.
+        earlier: Seconds of training before the resume.
     """
     later = [[round(seconds + earlier, 4), *figures] for seconds, *figures in points]
     return [*before, *later] if not before or not later or len(before[0]) == len(later[0]) else later

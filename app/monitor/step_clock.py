@@ -19,7 +19,7 @@ from app.parallel import SplitForward
 from app.record import PHASES, Phases, RankTime
 
 NAMES = (*PHASES, "forward", "backward", "launch")
-ACTIONS = {  # phase by the action's name in Lightning's profilers
+ACTIONS = {  # phase of each action that Lightning's loop reports to the profiler, by the action's name
     "train_dataloader_next": "data",
     "batch_to_device": "data",
     "training_step": "forward",
@@ -34,16 +34,16 @@ class StepClock(Callback):
     Times of every step, without synchronising the device (on a GPU, from events that are read a window later):
 
     * data: from the end of a step to the start of the next step's computation
-    * compute: the rest of the step, with waits before the last gradient, such as SyncBatchNorm's
+    * compute: the rest of the step, including waits before the last gradient, such as SyncBatchNorm's
     * wait: from the last gradient to the end of the backward pass, while gradients are averaged
 
     Phases of 20 steps after the first 5, with the device synchronised between phases:
 
     * data: wait for the batch, its transfer to the device, augmentation and normalisation
     * forward_backward: the model's step (forward) and its backward pass; launch is the part in which the host issues
-      work: all of it on a CPU
+      work (on a CPU, the whole phase)
     * communication: the wait above, and the ranks' agreement whether to stop. Under dp: scattering the batch, copying
-      the model, gathering the outputs; the gradients that dp sums during the backward pass are not separable.
+      the model, gathering the outputs. dp sums gradients during the backward pass, so this time counts as backward.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls
 
@@ -59,7 +59,7 @@ class StepClock(Callback):
         self._now: Callable[[], Any] = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         self._steps: list[tuple[Any, ...]] = []
-        self._last_window: list[tuple[Any, ...]] = []  # complete on a GPU, too
+        self._last_window: list[tuple[Any, ...]] = []  # the previous window; a GPU has finished its steps, too
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
         self._step = self._window = self._left = 0
@@ -79,7 +79,7 @@ class StepClock(Callback):
         self.ranks.connect(trainer, watchdog.heartbeat)
 
     def _stop_beating(self, *_: Any, **__: Any) -> None:
-        """End the watch, because this rank ends."""
+        """Stop the watchdog, because this rank ends."""
         if watchdog.heartbeat is not None:
             watchdog.heartbeat.end()
         self._beat = [0, 0, 0]
@@ -183,7 +183,7 @@ class StepClock(Callback):
 
     @property
     def timing(self) -> bool:
-        """Whether the clock may slow the current step; only on a GPU."""
+        """Whether the clock may slow the current step, because it synchronises a GPU between phases."""
         return self._cuda and self._seen <= self.skipped + self.window
 
     @property
@@ -211,7 +211,7 @@ class StepClock(Callback):
 
 
 def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> Phases:
-    """Return the phases scaled to the step time of the throughput's windows, in milliseconds.
+    """Scale the profiled phases so that their sum is the median step time of the throughput's windows.
 
     Args:
         profiled: Median of each phase over a few profiled steps.
@@ -237,7 +237,7 @@ def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
 
 
 class _PhaseProfiler(PassThroughProfiler):
-    """Profiler that times a step's phases; replaces the trainer's, which the loop calls around each part of a step."""
+    """Profiler that times a step's phases. Lightning's loop calls it around each action, in place of the trainer's."""
 
     def __init__(self, trainer: Trainer, wait: Callable[[], float]) -> None:
         super().__init__()
@@ -319,5 +319,5 @@ class _PhaseProfiler(PassThroughProfiler):
             began, *replicas = marks
             overhead = self.now() - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
-            for phase in ("forward", "launch"):  # the module's forward is part of the step's
+            for phase in ("forward", "launch"):  # both phases include the overhead of the module's forward
                 self._spent[phase] -= overhead

@@ -16,7 +16,7 @@ from app.monitor.rank_times import slow_ranks
 from app.record import Epoch, Metrics, Record
 from app.record.words import duration, percent
 
-OTHERS = 0.25  # from this number of cores on, the summary mentions other programs
+OTHERS = 0.25  # the summary mentions other programs if they took at least this many cores
 
 
 def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
@@ -26,7 +26,7 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         record: The run record.
         loggers: The run's loggers.
         fitted: Whether the command was `fit`.
-        use: Command to suggest for the best checkpoint, or None.
+        use: Command to suggest for the best checkpoint, such as `test`, or None.
     """
     directory, losses, speed, epochs = Path(str(record.run_dir)), record.train_loss, record.throughput, record.epochs
     validated = [row for row in epochs if row.val_acc is not None]
@@ -77,7 +77,7 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         more = f"--trainer.max_steps {2 * record.steps}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
         yield f"train longer    {resume} {more}"
         if alone:
-            yield "other ways      python -m app compare"
+            yield "compare         python -m app compare"
 
 
 def epoch_line(
@@ -95,7 +95,7 @@ def epoch_line(
         row: The epoch's row of the run record.
         epochs: Number of epochs, or None if unknown.
         metrics: All logged metrics, by name.
-        validated: Whether the epoch was validated.
+        validated: Whether validation ran in the epoch; otherwise its metrics are omitted.
         is_best: Whether the epoch has the best accuracy so far.
         memory: Peak memory of this process, GiB.
         left: Seconds to the end of training, or None if unknown.

@@ -76,8 +76,8 @@ class Basis:
         config: Resolved configuration of the measurement.
         cuda: Whether the device is a GPU.
         threads: Number of threads of a process on a CPU.
-        source: Description of the step's source.
-        devices: Number of processes with exclusive GPUs or cores on the measured machine.
+        source: Origin of the step's times, in words.
+        devices: Number of processes that the measured machine can run without sharing GPUs or cores.
         cautions: Sentences about effects that the predictions ignore.
     """
 
@@ -119,7 +119,7 @@ def run(arguments: list[str]) -> int:
     table = predict(basis.step, basis.batch, counts, machines, options.scale_batch).assign(threads=basis.threads)
     if most < options.max_devices:
         basis.cautions.append(
-            f"More than {most} devices have no images of a batch of {basis.batch}: see `--scale_batch true`."
+            f"A batch of {basis.batch} has no images for more than {most} devices: see `--scale_batch true`."
         )
 
     folder = claim_version(Path(options.root, "plan"))
@@ -232,7 +232,7 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
-    """Return the machines to predict, and a description of the source of their network's figures."""
+    """Return the machines to predict for, and the origin of their network's figures, in words."""
     within, between = (
         {name: options[prefix + name] for name in ("bandwidth", "latency") if options[prefix + name] is not None}
         for prefix in ("", "node_")

@@ -15,20 +15,20 @@ Communication costs only the time that the backward pass does not hide. Over sev
 slowest link. Sources: Patarasuk and Yuan (ring), https://doi.org/10.1016/j.jpdc.2008.09.002; Li et al., VLDB 2020
 (buckets, overlap), https://arxiv.org/abs/2006.15704.
 
-dp: one process feeds all devices of one node. Python launches the replicas one after the other, because they share its
-lock. On every step, parameters are sent to N-1 devices and gradients are sent back, without overlap. Data, update and
-rest are those of the whole batch on the first device:
+dp: one process feeds all devices of one node. Python launches the replicas one after the other, because the GIL
+serialises them. On every step, parameters are sent to N-1 devices and gradients are sent back, without overlap. Data,
+update and rest are those of the whole batch on the first device:
 
     step = data(B) + N · (launch of forward and backward) + (forward + backward)(b) without launch
            + 2(N-1) · (bytes of the parameters/bandwidth + latency) + update + rest
 
-On a CPU, nothing is copied. Autograd runs the backward pass of all replicas in one thread, but uses one thread per GPU:
+On a CPU, nothing is copied. Autograd runs all replicas' backward passes in one thread, but has one thread per GPU:
 https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
 Processes that share cores are not predicted, because the formulas ignore their interference.
 
-Each prediction has a range, from the same formulas with scaled steps and link. The scales are the largest deviations of
-measured windows from the fitted step, and of measured all-reduces from the fitted link.
+Each prediction has a range. Its ends come from the same formulas, with the step and the link scaled by their largest
+measured deviations: of logging windows from the fitted step, and of all-reduces from the fitted link.
 
 Not modelled: stragglers, other traffic, and algorithms other than the ring. For small buffers among many ranks, NCCL
 uses trees, whose latency grows with log N.
@@ -82,7 +82,7 @@ class Step:
         update: Optimizer step.
         rest: Remaining time.
         buckets: Gradients, in the order in which they become ready.
-        launch_known: Whether the lines were fitted to more than one batch size.
+        launch_known: Whether the lines were fitted to more than one batch size; otherwise, their offset is 0.
         spread: Fastest and slowest measurement, relative to the lines.
     """
 
@@ -223,7 +223,7 @@ class Machines:
 
     Attributes:
         per_node: Number of devices per node.
-        link: Link between the devices of a node.
+        link: Link between devices within a node.
         node_link: Link between nodes; None if unknown, so that only one node can be predicted.
         shared: Whether the devices of a node are cores of one CPU, with one memory and one thread that feeds them.
         link_spread: Fastest and slowest measured all-reduce, relative to `link`.
@@ -300,7 +300,8 @@ def _seconds(
 ) -> float:
     """Predict the seconds of a step with slower devices and a slower link.
 
-    Devices slower by `compute` are modelled by a link faster by `compute`, and a whole step slower by `compute`.
+    The whole step is multiplied by `compute`. The link is faster by the same factor, so that communication is slower
+    only by `sending`.
 
     Args:
         strategy: `ddp` or `dp`.

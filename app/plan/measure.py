@@ -83,7 +83,7 @@ def read_record(path: str) -> Record:
     """Read the record of a run for `--run`.
 
     Raises:
-        UserError: When the record is missing, lacks a field, or is of a run under dp.
+        UserError: When the record is missing or lacks a field, or the run was under dp.
     """
     file = Path(path) if path.endswith(".json") else Path(path, "run.json")
     try:
@@ -106,8 +106,11 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
         batch: Number of images of a batch.
 
     Returns:
-        Share of the backward pass in forward and backward, 0…1; bytes of each gradient with the share of the backward
-        pass after which it is ready, in order.
+        The backward pass's share of forward and backward, 0…1. Then, for each gradient, its bytes and the share of the
+        backward pass after which it is ready, 0…1, in order of readiness.
+
+    Raises:
+        UserError: When the model or the data are not this application's.
     """
     model, data = build(arguments)
     if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):

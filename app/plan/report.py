@@ -14,11 +14,11 @@ from app.system.page import table as page_table
 
 ENDS = ("_low", "", "_high")
 PICTURES = {"samples_per_s": "Samples/s", "efficiency": "Samples/s of each device, relative to one device's"}
-ENOUGH = 0.5  # least efficiency of a recommendation
+ENOUGH = 0.5  # a variant of lower efficiency is not recommended
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
-    """Return the row of the fastest prediction with enough efficiency, by the low end of the range."""
+    """Return the row of the fastest variant with enough efficiency, judged by the low ends of the ranges."""
     return table[table["shared_equally"] & (table["efficiency_low"] > ENOUGH)].nlargest(1, "speed_up_low").iloc[0]
 
 
@@ -42,7 +42,7 @@ def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
         yield f"Predicted: {_range(row, 'speed_up', '.2f')} times one device, {row['efficiency']:.0%} of the ideal."
     elif len(table) > 1:
         larger = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
-        yield f"No other variant surely uses half of each device. Try {larger}: more work per exchange."
+        yield f"No other variant certainly reaches half of the ideal. Try {larger}: more work per exchange."
 
 
 def _range(row: pd.Series, name: str, form: str) -> str:
@@ -93,7 +93,7 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
         f"Buckets of gradients, and when in the backward pass they are ready: {buckets}."
     )
     yield (
-        f"Network: {speeds}; {network} All-reduces took {machines.link_spread[0]:.2f} to "
+        f"Network: {speeds}; {network}. All-reduces took {machines.link_spread[0]:.2f} to "
         f"{machines.link_spread[1]:.2f} times the fitted time. Waiting is communication that the backward "
         "pass does not hide. The model is a ring all-reduce of DDP's buckets that overlaps with the backward pass; its "
         "formulas and sources are in app/plan/cost_model.py."

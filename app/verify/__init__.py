@@ -1,11 +1,11 @@
-"""Verification that all ways of running are the same training, for any model and data."""
+"""Verification that any model trains the same in every way of running, such as dp, ddp, or after a resume."""
 
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # because recorded ranks import this package
+if TYPE_CHECKING:  # not at run time, because recorded ranks import this package
     from app.verify.verdict import Verdict
 
 
@@ -26,12 +26,12 @@ def same_training(
         model: Import path of the LightningModule.
         data: Import path of the LightningDataModule.
         flags: Flags of `fit`, without dashes: `{"data.batch_size": 32}`.
-        ways: Flags of `fit` of further variants, by name.
+        ways: Further variants: flags of `fit` by name, such as `{"ddp × 3": {"trainer.devices": 3}}`.
         steps: Number of optimizer steps of each run.
         quick: Whether to run only one device, two processes, and stop and resume.
 
     Returns:
-        The verdict: true if all variants are the same training. Its text is the table with the causes.
+        The verdict: true if all variants are the same training. Its `repr` is the table with the causes.
 
     Raises:
         UserError: When the training fails on one device.

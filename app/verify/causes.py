@@ -13,7 +13,7 @@ class Cause(NamedTuple):
     Attributes:
         text: Description of the cause, with figures.
         remedy: Remedy of the cause.
-        changes_loss: Whether the cause changes the training loss, and not only buffers or the evaluation.
+        changes_loss: Whether the cause changes the training loss; false if only buffers or the evaluation change.
         effect: Largest change of a step's loss when the cause is removed; None if unknown.
     """
 
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     Attributes:
         reference: Recording of the reference.
         way: Recording of the variant.
-        differences: First differences, by column.
+        differences: First difference in each column, such as `loss`.
         replicas: Number of devices that share a batch.
     """
 
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 ORDER, SHARDS = ("run.global_order", "true"), ("run.virtual_devices", "4")  # flags that remove causes
 OURS = "--run.global_order true: ranks share one permutation and every batch of it"
-BITS = "--run.virtual_devices 4 in all ways but dp"
+BITS = "--run.virtual_devices 4 (not for dp)"
 
 
 def causes(case: Case) -> list[Cause]:
@@ -74,7 +74,7 @@ def _samples(case: Case) -> Cause | None:
         return Cause(
             "the same samples with other pixels: augmentation uses the global random state, which differs "
             "from the reference's",
-            "--run.global_order true where a data set draws it, --run.virtual_devices 4 where a module does; or seed "
+            "--run.global_order true if the data set augments, --run.virtual_devices 4 if the module augments; or seed "
             "a generator by seed, epoch and sample",
         )
     if way.resumed_at is not None:
@@ -94,7 +94,7 @@ def _samples(case: Case) -> Cause | None:
     twice = sum(count - 1 for count in Counter(sample for share in shares for sample in share).values())
     if place.step and twice:
         return Cause(
-            f"shares are filled up to one size: {twice} samples of the first epoch were seen twice",
+            f"shares are padded to equal size: {twice} samples of the first epoch were seen twice",
             f"weight each rank's loss by its samples instead (torch's DistributedSampler repeats); or {OURS}",
         )
     if twice >= world > 1:
@@ -112,7 +112,7 @@ def _samples(case: Case) -> Cause | None:
     by = f": here by {ours}, there by {theirs}" if ours != theirs else ""
     return Cause(
         f"samples come in another order{by}, from other random numbers: the same training only on average",
-        f"draw one permutation from the seed and share it out; {OURS}",
+        f"draw one permutation from the seed, and divide it among the ranks: {OURS}",
     )
 
 
@@ -152,12 +152,12 @@ def _same_order(recorded: Recorded) -> bool:
 def _lost_order(case: Case, number: int) -> Cause:
     samples = Counter(map(str, case.way.steps[number].samples))
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
-    change = "has samples that are drawn anew"
+    change = "draws new samples"
     if match is not None:
         change = f"{'repeats' if match < number else 'skips to'} those of step {match + 1}"
     return Cause(
         f"the order of samples is lost on resume: step {number + 1} {change}",
-        f"give the loader a state_dict, as torchdata's StatefulDataLoader has, and a seed of its own; or {OURS}",
+        f"use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or {OURS}",
     )
 
 
@@ -169,17 +169,17 @@ def _rates(case: Case) -> Cause | None:
     if way.facts["accumulate"] > reference.facts["accumulate"]:
         return Cause(
             f"the learning rate advances with each of the {way.facts['accumulate']} batches that a step accumulates",
-            "advance it when an optimizer step was made: leave that to Lightning (interval: step)",
+            "advance it once per optimizer step, as Lightning does with interval: step",
         )
     number = place.step or 0
     pairs = zip(way.steps[number].rates[0], reference.steps[number].rates[0], strict=False)
     ratios = {round(here / there, 6) for here, there in pairs if there}
-    first = next((step.number for step in reference.steps if any(step.rates[0])), 0)  # after a warm-up from 0
+    first = next((step.number for step in reference.steps if any(step.rates[0])), 0)  # skips a warm-up's rate of 0
     if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
-        by = "the number of ranks" if ratio == len(way.ranks) else "something that differs"
+        by = "the number of ranks" if ratio == len(way.ranks) else "a setting that differs"
         return Cause(
             f"the learning rate is {ratio:g} times the reference's from the first step on: it is scaled by {by}",
-            "keep it while the global batch is the same; scale it only with the global batch",
+            "keep it if the global batch is the same; scale it only with the global batch",
         )
     if way.resumed_at is not None and place.step is not None and place.step >= way.resumed_at:
         return Cause(
@@ -192,7 +192,7 @@ def _rates(case: Case) -> Cause | None:
         if interval == "epoch" and ours != wanted:
             return Cause(
                 f"{name} advances with each epoch, which has {ours[0]} steps, {wanted[0]} in the reference",
-                "have it advance with each step, or keep the global batch",
+                "advance it with each step, or keep the global batch",
             )
         total = next((key for key in theirs["state"] if "total" in key or "T_max" in key), "")
         here, there = (state["state"].get(total, 0) for state in (mine, theirs))
@@ -208,7 +208,7 @@ def _rates(case: Case) -> Cause | None:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """Yield BatchNorm and random numbers in the step as causes."""
+    """Yield causes within a step: BatchNorm, and random numbers."""
     facts, resumed = case.way.facts, case.way.resumed_at is not None
     is_same_order = "samples" not in case.differences or _other_pixels(case)
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):
@@ -227,7 +227,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
         elif len(case.way.ranks) > 1:
             state = "which differs in each process"
         text = f"{source} drawn from torch's global random state, {state}"
-        yield Cause(text, f"{BITS}; trainings without it are the same on average")
+        yield Cause(text, f"{BITS}; without it, the trainings agree only on average")
 
 
 def _gradients(case: Case) -> Iterator[Cause]:
@@ -251,7 +251,8 @@ def _gradients(case: Case) -> Iterator[Cause]:
     elif len(set(here.counts)) > 1 and "loss" in differences and apart(here.weighted_loss, there.loss) < 1e-5:
         yield Cause(
             f"a mean of means, of unequal shares ({', '.join(map(str, here.counts))} samples), at {place.where}",
-            f"multiply each summed loss by shares / samples of all of them; or drop the last batch; or {OURS}",
+            "sum each share's loss, and multiply it by the number of shares / samples of the step; or drop the last "
+            f"batch; or {OURS}",
         )
     elif world > 1 and "loss" in differences and apart(here.loss * world, there.loss) < 1e-4:
         yield Cause(
@@ -270,7 +271,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
 
 
 def _state(case: Case) -> Iterator[Cause]:
-    """Yield state that differs between ranks, or that only attributes hold, as causes."""
+    """Yield causes in the state: it differs between ranks, or is lost in an attribute."""
     way, reference, differences = case.way, case.reference, case.differences
     first, trained = way.ranks[0]["digests"], way.ranks[0]["parameters"]
     names = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
@@ -294,12 +295,12 @@ def _state(case: Case) -> Iterator[Cause]:
     if way.resumed_at is not None:
         yield Cause(
             f"state that is in no checkpoint: {_some(lost)}",
-            "return it from state_dict (of a callback), on_save_checkpoint, or keep it in a buffer",
+            "save it in on_save_checkpoint or in a callback's state_dict, or keep it in a buffer",
         )
     elif way.facts["strategy"] == "dp":
         yield Cause(
             f"attributes that forward sets are lost with dp's replicas: {_some(lost)}",
-            "return it from forward and keep it in training_step; or use ddp",
+            "return them from forward, and set them in training_step; or use ddp",
         )
 
 
@@ -310,13 +311,13 @@ def _evaluation(case: Case) -> Iterator[Cause]:
     way, ours, theirs = case.way, case.way.evaluated, case.reference.evaluated
     world, more, fewer = len(way.ranks), (ours - theirs).total(), (theirs - ours).total()
     if more and not fewer:
-        text = f"{more} of {theirs.total()} samples are evaluated twice: the shares are filled up to one size"
+        text = f"{more} of {theirs.total()} samples are evaluated twice: the shares are padded to equal size"
         if more == theirs.total() * (world - 1):
             text = "every rank evaluates all samples"
         remedy = f"drop the repeated samples (torch's DistributedSampler repeats); or {OURS}"
         yield Cause(text, remedy, changes_loss=False)
     if fewer and not more:
-        text = f"{fewer} of {theirs.total()} samples are not evaluated: drop_last, or a sampler that cuts shares"
+        text = f"{fewer} of {theirs.total()} samples are not evaluated: drop_last, or a sampler that truncates shares"
         yield Cause(text, f"evaluate the last, smaller batch, too; or {OURS}", changes_loss=False)
     if world == 1:
         return
@@ -328,19 +329,19 @@ def _evaluation(case: Case) -> Iterator[Cause]:
         yield Cause(text, remedy, changes_loss=False)
     elif not more and not fewer and not {"loss", "gradients", "weights"} & case.differences.keys():
         shares = {sum(len(batch) for loader in rank["evaluation"].values() for batch in loader) for rank in way.ranks}
-        of = "of unequal shares" if len(shares) > 1 else "which is not that of all samples"
+        of = "of unequal shares" if len(shares) > 1 else "which is not the value over all samples"
         remedy = "log a metric of torchmetrics, which counts samples, instead of a value with sync_dist=True"
         yield Cause(f"a mean of the ranks' values, {of}: {case.differences['evaluation']}", remedy, changes_loss=False)
 
 
 def _some(names: list[str]) -> str:
-    """List up to three names: `a, b, c and 2 more`, or `none`."""
+    """Join up to three names, such as `a, b, c and 2 more`; return `none` for an empty list."""
     return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def rounding() -> Cause:
-    """Return the cause of different bits without another difference."""
-    return Cause("each rank adds up its samples, and sums of other parts are rounded otherwise", BITS)
+    """Return the cause of different bits when no other cause is known."""
+    return Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)
 
 
 def unused(reference: Recorded) -> Cause:

@@ -21,8 +21,9 @@ from app.verify.report import write_report
 USAGE = """\
 python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]
 
-Trains a few steps on one device and in every other way that this machine allows. Shows the first differences, their
-causes, and remedies. Exit code 0: the same training in all ways; 1: a difference; 2: it cannot run."""
+Trains a few steps on one device, and again in each variant that this machine allows, such as ddp on two processes.
+Prints the first differences, their causes, and remedies.
+Exit code: 0 if all variants train the same, 1 if one differs, 2 if the training cannot run."""
 
 
 def run(arguments: list[str]) -> int:
@@ -56,11 +57,11 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
     parser = PlainParser(prog="python -m app verify", usage=USAGE)
     parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")
     parser.add_argument("--json", default=None, type=str | None, help="write the result to this file, too")
-    parser.add_argument("--ways", default=None, type=str | None, help="YAML file: names of further ways: their flags")
+    parser.add_argument("--ways", default=None, type=str | None, help="YAML file of variants, NAME: {FLAG: VALUE}")
     parser.add_class_arguments(Settings, skip={"ways"})
     options = parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own)
     if options.json is not None and (Path(options.json).is_dir() or not Path(options.json).parent.is_dir()):
-        raise UserError(f"--json {options.json}: no file can be written there: name another one")
+        raise UserError(f"--json {options.json}: no file can be written there: give another path")
     values = {field.name: options[field.name] for field in fields(Settings)}
     settings = Settings(**values | {"ways": _ways(options.ways)})
     configs = [value for flag, value in flags if flag == "--config"]

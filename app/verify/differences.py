@@ -58,7 +58,7 @@ class Recorded:
 
     @cached_property
     def evaluated(self) -> Counter[Any]:
-        """Number of evaluations of each sample in the last validation."""
+        """Count of each sample in the last validation."""
         batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
         return Counter(sample for batch in batches for sample in batch)
 
@@ -87,7 +87,7 @@ class Step:
 
     @property
     def counts(self) -> list[int]:
-        """Number of samples of each batch of each rank."""
+        """Number of samples of each batch, over all ranks and micro-batches."""
         return [len(batch) for rank in self.ranks for batch in rank["samples"]]
 
     @property
@@ -147,7 +147,7 @@ class Parting(NamedTuple):
 
 
 def apart(here: float, there: float, scale: float = 1.0) -> float:
-    """Return the difference of two values, relative to the larger of `scale` and the second; 0 if both are NaN."""
+    """Return the difference of two values, relative to the larger of `scale` and |there|; 0 if both are NaN."""
     if here == there or (math.isnan(here) and math.isnan(there)):
         return 0.0
     difference = abs(here - there) / max(scale, abs(there))
@@ -188,7 +188,7 @@ def effect(way: Recorded, other: Recorded) -> float:
 
 
 def first_operation(reference: Recorded, way: Recorded) -> str | None:
-    """Return the first operation with other output bits, else the first parameter with other gradient bits, or None."""
+    """Return the first operation whose output bits differ, else the first parameter whose gradient's do, or None."""
     for here, there in zip(way.steps, reference.steps, strict=False):
         shards = list(zip(here.operations, there.operations, strict=False))
         if len(here.operations) != len(there.operations):  # compare operations over the whole batch
@@ -247,7 +247,7 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
 
 
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
-    """Yield the weights and buffers that differ at the end."""
+    """Yield the weights and buffers that differ after training, from the reference or between ranks."""
     for name in {*reference.weights, *way.weights}:
         if name not in reference.weights or name not in way.weights:
             yield Parting(name, "present in only one run")

@@ -1,4 +1,4 @@
-"""Verification: runs a training in several variants, and compares them with one device."""
+"""Verification: runs a training in several variants, and compares each with a run on one device."""
 
 import math
 import re
@@ -30,9 +30,9 @@ class Settings:
 
     Args:
         steps: Number of optimizer steps of each run.
-        ways: Flags of `fit` of further variants, by name.
+        ways: Further variants: flags of `fit`, by name.
         quick: Run only one device, two processes, and stop and resume.
-        bits: Require the same bits, and print the first operation with another output.
+        bits: Require the same bits, and print the first operation whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
     """
 
@@ -72,12 +72,12 @@ class Prover:
                 raise UserError(f"--{flag} is set by verify itself: leave it out")
             if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
                 raise UserError(
-                    f"--{flag} is a flag of the variants: leave it out, or name a way of your own in --ways"
+                    f"--{flag} is a flag of the variants: leave it out, or add a variant of your own by --ways"
                 )
         for name, each in settings.ways.items():
             if re.match("fsdp|deepspeed|modelparallel|xla", str(each.get("trainer.strategy"))):
                 raise UserError(
-                    f"--ways: {name}: {each['trainer.strategy']} keeps a part of the weights on each rank: leave it out"
+                    f"--ways: {name}: {each['trainer.strategy']} shards the weights among ranks: leave it out"
                 )
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
@@ -103,7 +103,7 @@ class Prover:
         accumulated = "accumulation × 2"
         sharded = self.config.run.virtual_devices is not None
         if sharded:
-            left_out["dp × 2"] = "--run.virtual_devices is for separate processes"
+            left_out["dp × 2"] = "--run.virtual_devices needs separate processes"
             del ways["dp × 2"]
         size = self.config.data.get("init_args.batch_size")
         if self.config.trainer.accumulate_grad_batches != 1:
@@ -111,7 +111,7 @@ class Prover:
         elif sharded:
             left_out[accumulated] = "half a batch has smaller shards"
         elif not isinstance(size, int) or size % 2:
-            left_out[accumulated] = f"there is no --data.batch_size that can be halved: it is {size}"
+            left_out[accumulated] = f"--data.batch_size {size} cannot be halved"
         else:
             ways[accumulated] = {**ALONE, "trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2}
         return ways | self.settings.ways, left_out
@@ -147,7 +147,7 @@ class Prover:
         """
         variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
-            variant.lacking = None  # because replicas may share cores here
+            variant.lacking = None  # run it even if its replicas share cores
         return variant
 
     def _run(
@@ -163,7 +163,7 @@ class Prover:
 
         Args:
             name: Name of the variant.
-            flags: Flags of `fit` of the variant.
+            flags: The variant's flags of `fit`.
             reference: Recording to compare with, or None.
             earlier: Recording of the part before a resume, or None.
             steps: Number of optimizer steps; by default the settings'.
@@ -189,7 +189,7 @@ class Prover:
         if record.status != "completed":
             result.failed = record.error
             if record.time_limit is not None:
-                result.failed = f"not done after {record.time_limit:g} s: see --time_limit"
+                result.failed = f"not finished after {record.time_limit:g} s: see --time_limit"
             if reference and UNUSED.search("\n".join([str(record.error), *last_lines(folder)])):
                 result.causes = [unused(reference)]
             return result
@@ -219,7 +219,7 @@ class Prover:
     def _again(
         self, name: str, flags: Mapping[str, Any] | None, more: Mapping[str, Any]
     ) -> tuple[Recorded | None, Result]:
-        """Run one device and a variant with additional flags.
+        """Run the reference and a variant, both with additional flags.
 
         Args:
             name: Name of the variant.
@@ -227,7 +227,7 @@ class Prover:
             more: Additional flags.
 
         Returns:
-            Recording on one device, and the variant's result; None and the failure if one device fails.
+            Recording on one device, and the variant's result; None and the failure if the run on one device fails.
         """
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
         failure = Result(name, [])
@@ -242,7 +242,7 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, more=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant with flags that remove causes, to find further causes; add these to the result.
+        """Repeat a variant with flags that remove known causes; add the causes that remain or appear to the result.
 
         Args:
             result: Result of a variant that differs.

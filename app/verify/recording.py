@@ -54,7 +54,7 @@ class Recording(Callback):
     Args:
         steps: Number of optimizer steps of training.
         epoch_steps: Number of optimizer steps per epoch, so that a short training has more than one epoch.
-        bits: Whether to record digests of each operation's output and of each gradient, too.
+        bits: Whether to record digests of all operations' outputs and all gradients, too.
     """
 
     def __init__(self, steps: int, epoch_steps: int, bits: bool = False) -> None:
@@ -210,7 +210,7 @@ def digest(value: Tensor) -> str:
 def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]:
     """Return ids of a batch's samples, and digests of their integer tensors.
 
-    Ids are rows for our own loaders, and digests for others.
+    A sample's id is its row in this application's loaders, and a digest in any other loader.
     """
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
@@ -256,7 +256,7 @@ def scale_of(trainer: Trainer) -> float:
 
 
 def sizes(state: Any) -> Any:
-    """Return the structure with each tensor replaced by its norm."""
+    """Return a nested structure with each tensor replaced by its norm, and each non-JSON object by None."""
     if isinstance(state, Tensor):
         return size(state)
     if isinstance(state, dict):
@@ -300,7 +300,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return numbers and norms of tensors in public attributes of submodules and the user's callbacks, by name."""
+    """Return public attributes of submodules and the user's callbacks, by name: numbers, and norms of tensors."""
     owners: list[tuple[str, Any]] = [
         (name, each) for name, each in module.named_modules() if not isinstance(each, Metric)
     ]

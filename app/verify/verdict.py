@@ -31,8 +31,8 @@ class Result:
         in_float64: Largest difference in float64, if the variant was repeated in float64.
         failed: Reason of a failure, or None.
         skipped: Reason of a skip, or None.
-        behind: Further causes, found after flags had removed others.
-        remedied: Outcome of the last repetition with such flags, or None.
+        behind: Further causes, found in a repetition with flags that remove the first ones.
+        remedied: Outcome of the last such repetition, or None.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Verdict:
         return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
 
     def explained(self) -> Iterator[str]:
-        """Yield lines that explain the table: once for variants with the same fault, without variants that agree."""
+        """Yield lines that explain the table: one block per fault. Variants that agree are omitted."""
         faults: dict[str, list[Result]] = {}
         for result in self.results:
             if not result.same or result.rounding or result.skipped:
