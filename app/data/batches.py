@@ -384,14 +384,20 @@ class GlobalBatches(GlobalOrder):
             (RawBatch(images[at], labels[at], None if draws is None else draws[at], mix) for at in places), step
         )
 
-    def _share(self, values: Tensor, step: int) -> Tensor:
-        """Return this rank's values of a step; with mixing, also the next sample's value."""
+    def _place(self, step: int) -> tuple[slice, slice | None]:
+        """Return this rank's samples of a step, and with mixing the next sample, as slices of the epoch's order."""
         span = self.span(step)
         if self.mixing is None or span.start == span.stop:
-            return values[span]
+            return span, None
         first = step * self.batch_size
         after = span.stop if span.stop < first + self.global_count(step) else first
-        share = torch.cat((values[span], values[after : after + 1]))
+        return span, slice(after, after + 1)
+
+    def _share(self, values: Tensor, place: tuple[slice, slice | None]) -> Tensor:
+        span, after = place
+        if after is None:
+            return values[span]
+        share = torch.cat((values[span], values[after]))
         return share.pin_memory() if self._pin else share
 
     def _shares_of(self, steps: range) -> Iterator[RawBatch]:
@@ -399,23 +405,27 @@ class GlobalBatches(GlobalOrder):
         order = self._order(epoch)
         drawn = self._draw(epoch)
 
-        def batch(step: int, images: Tensor) -> RawBatch:
-            draws = None if drawn is None else self._share(drawn, step)
-            mix = None
-            if self.mixing is not None and len(images):
-                mix = draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step))
-            return RawBatch(images, self._share(labels, step), draws, mix)
-
+        read: Iterator[Tensor] | None = None
         if self._workers is not None:
             seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, epoch))
-            self._items_of_steps[:] = [self._items(order, seeds, step) for step in steps]
-            labels = self._take(self._labels, order)
-            yield from map(batch, steps, self._workers)
-            return
-        order = order.to(self._where.device)
-        labels, where = self._take(self._labels, order), self._where[order]
-        batches = (batch(step, self._take(self._images, self._share(where, step))) for step in steps)
-        yield from one_ahead(batches) if self._pin else batches
+            self._items_of_steps[:] = [self._items(order, seeds, self._place(step)) for step in steps]
+            read = iter(self._workers)
+        else:
+            order = order.to(self._where.device)
+            where = self._where[order]
+        labels = self._take(self._labels, order)
+
+        def batches() -> Iterator[RawBatch]:
+            for step in steps:
+                place = self._place(step)
+                images = next(read) if read else self._take(self._images, self._share(where, place))
+                draws = None if drawn is None else self._share(drawn, place)
+                mix = (
+                    draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and len(images) else None
+                )
+                yield RawBatch(images, self._share(labels, place), draws, mix)
+
+        yield from one_ahead(batches()) if self._pin and read is None else batches()
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
         """Copy rows; for an accelerator into pinned memory, so that transfers overlap with computation."""
@@ -424,12 +434,12 @@ class GlobalBatches(GlobalOrder):
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
         return torch.index_select(values, 0, rows, out=out)
 
-    def _items(self, order: Tensor, seeds: Tensor, step: int) -> list[tuple[int, int]]:
+    def _items(self, order: Tensor, seeds: Tensor, place: tuple[slice, slice | None]) -> list[tuple[int, int]]:
         """Return the row and the augmentation seed of each sample of this rank."""
-        rows = self.rows[self._share(order, step)].tolist()
+        rows = self.rows[self._share(order, place)].tolist()
         if not self._augmented:
             return [(row, 0) for row in rows]
-        return list(zip(rows, self._share(seeds, step).tolist(), strict=True))
+        return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
         """Draw for a whole epoch, so that draws are independent of ranks and batch size."""

@@ -207,10 +207,11 @@ def load_yaml(text: str) -> Any:
         UserError: For a repeated key.
         YAMLError: For text that is not YAML.
     """
-    try:
-        yaml.load(text, Loader=_Loader)
-    except UserError as error:
-        raise UserError(f"{one_line(text)[:100]}: {error}") from error
+    if ":" in text or "{" in text:  # otherwise there is no mapping
+        try:
+            yaml.load(text, Loader=_Loader)
+        except UserError as error:
+            raise UserError(f"{one_line(text)[:100]}: {error}") from error
     return _load_plainly(text)
 
 
