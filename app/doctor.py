@@ -99,7 +99,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _line(check: Check) -> Table:
-    """Return a table row with level, name and result, and the remedy below."""
+    """Return a table row with level, name and result, and the remedy on the next line."""
     grid = Table.grid(Column(width=6), Column(width=14), Column(overflow="fold"), padding=(0, 2, 0, 0))
     text = Text(check.found)
     if check.remedy:

@@ -385,7 +385,10 @@ class GlobalBatches(GlobalOrder):
         )
 
     def _place(self, step: int) -> tuple[slice, slice | None]:
-        """Return this rank's samples of a step, and with mixing the next sample, as slices of the epoch's order."""
+        """Return the slice of the epoch's order that holds this rank's samples of a step.
+
+        For mixup and cutmix, also return the slice of the one sample after them; otherwise None.
+        """
         span = self.span(step)
         if self.mixing is None or span.start == span.stop:
             return span, None

@@ -206,8 +206,8 @@ class Source(ABC):
     Attributes:
         class_names: Name of each class.
         image_shape: Shape of an image, (C, H, W).
-        mean: Subtracted mean per channel, for pixels scaled to 0…1.
-        std: Dividing standard deviation per channel, for pixels scaled to 0…1.
+        mean: Mean per channel, which is subtracted, for pixels scaled to 0…1.
+        std: Standard deviation per channel, by which pixels are divided, for pixels scaled to 0…1.
         splits: Names of the splits; without `val`, training images are held out.
         files: Paths of the files, if known.
         skips: Whether unreadable images are skipped.

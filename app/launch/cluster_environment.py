@@ -104,7 +104,7 @@ class Slurm(SLURMEnvironment):
 
     @property
     def main_port(self) -> int:
-        """MASTER_PORT, or a port derived from the ids of job and step."""
+        """MASTER_PORT, or a port derived from the ids of SLURM's job and step."""
         job, step = (int(os.environ[f"SLURM_{name}_ID"]) for name in ("JOB", "STEP"))
         return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 

@@ -43,7 +43,7 @@ def _nothing(*_: Any) -> None:
 
 
 def written(thing: Any, base: type, *names: str) -> bool:
-    """Return whether one of the hooks is overridden, in a class or on the object."""
+    """Return whether any of the hooks is overridden, by a subclass or by an attribute of the object."""
     return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
 
 

@@ -25,7 +25,7 @@ class Balance(Callback):
         self.ranks = ranks
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before the epoch's loader starts, divide the shards again if this shortens the step."""
+        """Assign the shards to the ranks again if that shortens the step, before the epoch's loader starts."""
         loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return

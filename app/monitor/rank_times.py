@@ -24,7 +24,7 @@ from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
 SLOWER = 0.1  # a rank is slower if its step exceeds the other ranks' median by this share
-DEVIATIONS = 4  # significance of a slow rank, in standard deviations; see `RankTimes`
+DEVIATIONS = 4  # a rank counts as slow above this many standard deviations; see `RankTimes`
 KEPT = 1000  # windows kept for the medians
 
 

@@ -110,7 +110,10 @@ class LocalSGD(FixedHook):
         self.average_weights_every(period)
 
     def comm_state(self) -> PostLocalSGDState:
-        """Return a state with one process group per node; torch's default groups have one rank per CUDA device."""
+        """Return the hook's state with one process group per node.
+
+        Torch's default would put as many ranks into a group as the node has CUDA devices, none on a CPU.
+        """
         node, _ = dist.new_subgroups(group_size=self.num_processes)
         return PostLocalSGDState(process_group=None, subgroup=node, start_localSGD_iter=self.start_localsgd_iter)
 

@@ -24,7 +24,7 @@ Positive = Annotated[float, Field(gt=0, lt=LIMIT)]
 
 @dataclass
 class Epoch:
-    """Figures of an epoch; `whole` is false for an interrupted epoch."""
+    """Metrics and throughput of an epoch; `whole` is false if the epoch was interrupted."""
 
     epoch: Int
     whole: bool = True
@@ -278,7 +278,7 @@ class Record(Part):
 
 
 def mark_failed(directory: str, reason: str) -> None:
-    """Write the reason of a failure into a run's record, because its processes may not know the cause.
+    """Write the reason of a failure into a run's record, because a killed process cannot write it.
 
     Args:
         directory: Directory of the run.

@@ -57,8 +57,8 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
 def whole(path: Path) -> Iterator[BinaryIO]:
     """Open a file for atomic writing: it is renamed to its path when it is complete and flushed to disk.
 
-    The unfinished file is in the same folder, and locked. `remove_parts` deletes unfinished files without a lock,
-    because the processes that wrote them were killed.
+    The unfinished file lies in the same folder, locked as long as its writer lives. `remove_parts` deletes unlocked
+    ones, whose writers were killed.
 
     Args:
         path: Path of the file; its folder is created.

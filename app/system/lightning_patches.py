@@ -75,10 +75,10 @@ def signal_connector(trainer: Trainer) -> Any:
 
 @expects(f"{_TRAINER}._signal_connector")
 def replace_signal_connector(trainer: Trainer, connector: Any) -> None:
-    """Replace Lightning's signal handler, which makes a collective call that other ranks do not join.
+    """Replace Lightning's signal connector, whose SIGTERM handler makes a collective call that other ranks do not join.
 
-    Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: does `Trainer.__init__` still create it? Does
-    Lightning call only its `register_signal_handlers` and `teardown`?
+    Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: does `Trainer.__init__` still create the
+    connector? Does Lightning call only the connector's `register_signal_handlers` and `teardown`?
     """
     trainer._signal_connector = connector
 

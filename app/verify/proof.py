@@ -140,7 +140,7 @@ class Prover:
         return Verdict(reference.recorded, results, self.settings.bits)
 
     def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
-        """Return a variant of the training.
+        """Return the training under another strategy or with other flags, as a `Variant`.
 
         Raises:
             UserError: When `fit` rejects the flags.
