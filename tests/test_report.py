@@ -218,7 +218,7 @@ def test_the_course_of_a_long_run() -> None:
 def test_in_a_browser(scheme: int, app: App, tmp_path: Path) -> None:
     assert app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "1")[0] == 0
     report = tmp_path / "runs" / "x" / "version_0" / "report.html"
-    flags = ["--window-size=1200,2500", f"--blink-settings=preferredColorScheme={scheme}"]
+    flags = ["--window-size=1200,4000", f"--blink-settings=preferredColorScheme={scheme}"]
     colours = seen_colours(report, *flags)
     papers, blues = ((0x14, 0x18, 0x1D), (255, 255, 255)), ((0x6E, 0xA2, 0xFF), (0x2F, 0x62, 0xC9))
     assert max(colours, key=lambda colour: colours[colour]) == papers[scheme]
