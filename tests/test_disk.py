@@ -41,7 +41,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
     """Three checkpoints fit; of the fourth nothing stays, and the run ends with a line and a record that say so."""
     filler = disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
-    said = error_of(*fork_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
+    said = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
     run = disk / "runs" / "FashionMLP-Synthetic" / "version_0"
     assert "the checkpoint cannot be written (No space left on device)" in said
     assert "make room there, or give another --run.root" in said
