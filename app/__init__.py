@@ -32,7 +32,7 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (data sets), image_files (the user's own), hugging_face, synthetic (drawn), geometry
                         (sizes and crops), cache (decoded once, mapped), batches (a rank's share), global_order (for a
-                        user's DataLoader), transforms (pixels), module (--data)
+                        user's DataLoader), transforms (pixels), module (ImageData), datasets (--data)
     recipe              loss, parameter groups, learning-rate schedule, frozen blocks
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph

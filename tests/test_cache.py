@@ -20,8 +20,8 @@ from test_data import attach
 
 from app.data import CIFAR10, ImageFolder
 from app.data.cache import ImageCache
+from app.data.datasets import EncodedImages
 from app.data.image_files import FileSplit, FolderSource
-from app.data.module import EncodedImages
 from app.errors import UserError
 from app.system.files import PART, whole
 

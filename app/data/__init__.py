@@ -1,5 +1,6 @@
 """Data: image sources, rank shares, and augmentation."""
 
-from app.data.module import CIFAR10, FashionMNIST, HuggingFace, ImageData, ImageFolder, ImageTable, Synthetic
+from app.data.datasets import CIFAR10, FashionMNIST, HuggingFace, ImageFolder, ImageTable, Synthetic
+from app.data.module import ImageData
 
 __all__ = ["CIFAR10", "FashionMNIST", "HuggingFace", "ImageData", "ImageFolder", "ImageTable", "Synthetic"]

@@ -61,7 +61,7 @@ class Deadline:
         self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
 
     def check(self, missing: str, remark: str = "", quiet: bool = False) -> None:
-        """Raise after the deadline; before it, print from time to time what is missing.
+        """Print the missing nodes or processes from time to time; raise after the deadline.
 
         Args:
             missing: Missing nodes or processes, such as `node 1 of 2 at 10.0.0.1:29500`.

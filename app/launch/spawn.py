@@ -45,7 +45,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def __init__(self, strategy: Any, start_method: Any, timeout: float | None) -> None:
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
-        self._error_file = ""  # with a placeholder for the process's index
+        self._error_file = ""  # path of a process's error file; {} stands for its index
         self.made_by = MADE_BY  # copied into the processes
         super().__init__(strategy, start_method)
 

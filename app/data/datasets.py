@@ -1,0 +1,166 @@
+"""Data modules for `--data`: data sets by name, and the user's own images."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+from app.data.geometry import RATIO, SCALE, Geometry
+from app.data.hugging_face import HuggingFaceSource
+from app.data.image_files import EncodedSource, FolderSource, TableSource
+from app.data.module import ImageData
+from app.data.sources import CIFAR10Source, FashionMNISTSource
+from app.data.synthetic import SyntheticSource
+from app.errors import UserError
+
+
+class CIFAR10(ImageData):
+    """CIFAR-10 data module: 50,000 training and 10,000 test images of 32×32 in ten classes.
+
+    Args:
+        root: Directory of `cifar-10-batches-py`; a missing data set is downloaded there.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        super().__init__(CIFAR10Source(root), **kwargs)
+
+
+class FashionMNIST(ImageData):
+    """FashionMNIST data module: 60,000 training and 10,000 test images of 28×28 in ten classes.
+
+    Args:
+        root: Directory of `FashionMNIST/raw`; a missing data set is downloaded there.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        super().__init__(FashionMNISTSource(root), **kwargs)
+
+
+class EncodedImages(ImageData):
+    """Data module for encoded images of any size, such as JPEG files.
+
+    Args:
+        source: The source of the images.
+        size: Height and width of the network's images.
+        channels: 3 for colour, 1 for grey.
+        mean: Per channel, of pixels scaled to 0…1; by default 0.5.
+        std: Per channel, of pixels scaled to 0…1; by default 0.5.
+        resize: Shorter side of an image before the centre crop to `size`, by default `size`; `squash` resizes to `size`
+            without a crop, and distorts.
+        interpolation: Interpolation of all resizing, with antialiasing.
+        crop: Training crop by the worker processes: `random` of `size` after `resize`; `random_resized` of a random
+            part, resized to `size`; `none`: as in evaluation.
+        scale: Range of the area of a `random_resized` crop, relative to the image's.
+        ratio: Range of width / height of a `random_resized` crop.
+        cache_size: Shorter side to which larger images are reduced before `random_resized` crops; by default 1.15 times
+            `resize`.
+        predict_dir: Images and folders of images for `predict`, with or without labels; by default the test split.
+        on_bad_image: Reaction to an unreadable image. `error`: stop. `skip`: skip it on all ranks, and count it in the
+            run's record.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(
+        self,
+        source: EncodedSource,
+        size: int | tuple[int, int] = 32,
+        channels: Literal[1, 3] = 3,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        resize: PositiveInt | Literal["squash"] | None = None,
+        interpolation: Literal["bilinear", "bicubic"] = "bilinear",
+        crop: Literal["none", "random", "random_resized"] = "none",
+        scale: tuple[float, float] = SCALE,
+        ratio: tuple[float, float] = RATIO,
+        cache_size: PositiveInt | None = None,
+        predict_dir: str | list[str] | None = None,
+        on_bad_image: Literal["error", "skip"] = "error",
+        **kwargs: Any,
+    ) -> None:
+        sides = (size, size) if isinstance(size, int) else size
+        source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
+        source.image_shape = (channels, *sides)
+        for flag, values in (("mean", mean), ("std", std)):
+            if values is not None and len(values) != channels:
+                raise UserError(f"--data.{flag} {values}: give one value for each of {channels} channels")
+        half = [0.5] * channels
+        source.mean, source.std = mean or half, std or half
+        source.predict_dir, source.skips = predict_dir, on_bad_image == "skip"
+        if predict_dir is not None or "test" in source.splits:
+            source.splits = [*dict.fromkeys([*source.splits, "predict"])]
+        super().__init__(source, **kwargs)
+        if source.skips and self.cache is None:
+            raise UserError("--data.on_bad_image skip needs the cache of decoded images: remove --data.cache off")
+
+
+class ImageFolder(EncodedImages):
+    """Data module for your own images: `root/train/<class>/*.jpg` or `*.png`, optional `val/` and `test/` likewise.
+
+    Args:
+        root: Directory of `train`, or of the class folders.
+        **kwargs: As for `EncodedImages`.
+    """
+
+    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        super().__init__(FolderSource(root), **kwargs)
+
+
+class ImageTable(EncodedImages):
+    """Data module for images that a CSV file lists, one in each row.
+
+    Args:
+        csv: Path of the CSV file.
+        file_column: Column of the images' paths, relative to the CSV file's folder.
+        label_column: Column of the labels.
+        split_column: Column of the splits: `train`, `val` or `test`. Without this column, all images are for training.
+        **kwargs: As for `EncodedImages`.
+    """
+
+    def __init__(
+        self,
+        csv: str = "train.csv",
+        file_column: str = "file",
+        label_column: str = "label",
+        split_column: str = "split",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(TableSource(csv, file_column, label_column, split_column), **kwargs)
+
+
+class HuggingFace(EncodedImages):
+    """Data module for a data set of Hugging Face, read by `datasets`.
+
+    Args:
+        path: Folder of a saved data set, or of Parquet or Arrow files; a Parquet file; a saved data set's or a Parquet
+            file's URL, such as `s3://…`; or a name on the Hub.
+        image_column: Column of the images; by default the one of type Image.
+        label_column: Column of the labels; by default the one of type ClassLabel.
+        **kwargs: As for `EncodedImages`.
+    """
+
+    def __init__(
+        self, path: str = "data", image_column: str | None = None, label_column: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(HuggingFaceSource(path, image_column, label_column), **kwargs)
+
+
+class Synthetic(ImageData):
+    """Data module of the embedded data set: seeded drawings of ten shapes, in the size of CIFAR-10 or FashionMNIST.
+
+    Args:
+        like: Data set whose image shape and normalisation to use.
+        size: Number of training images; 60,000 is FashionMNIST's. The test split has a fifth as many.
+        data_seed: Seed of the images, independent of the seed of split and order.
+        **kwargs: As for `ImageData`.
+    """
+
+    def __init__(
+        self,
+        like: Literal["CIFAR10", "FashionMNIST"] = "CIFAR10",
+        size: PositiveInt = 10_000,
+        data_seed: NonNegativeInt = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(SyntheticSource(like, size, data_seed), **kwargs)
