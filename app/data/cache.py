@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
-from app.data.sources import RaggedSplit, Source, Split, SplitName, mapped
+from app.data.sources import RaggedImages, RaggedSplit, Source, Split, SplitName, mapped
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
@@ -60,7 +61,7 @@ class ImageCache:
                 *sizes, labels = torch.from_numpy(values.copy())
                 files = json.loads(file.read(names))
                 if sizes:
-                    return RaggedSplit(images, torch.stack(sizes, 1), labels, files, left_out)
+                    return RaggedSplit(RaggedImages(images, torch.stack(sizes, 1)), labels, files, left_out)
                 return Split(images, labels, files, mapped=True, left_out=left_out)
         except (OSError, ValueError, LookupError, TypeError):  # not a file of this cache
             return None
@@ -94,13 +95,12 @@ class ImageCache:
             rank_zero_info(f"Decoding {len(images):,} image{'s' * (len(images) != 1)}, once, into {path}")
             file.write(b"".ljust(HEADER))
             wrong: dict[int, UserError] = {}
-            sizes: list[Sequence[int]] = []
+            sizes: list[Tensor] = []
             for block in images.blocks(num_workers, wrong if source.skips else None):
-                for part in [block] if isinstance(block, torch.Tensor) else block:
-                    if ragged:
-                        sizes.append(part.shape[1:])
-                        part = part.permute(1, 2, 0).contiguous()
-                    file.write(part.numpy().data)
+                if isinstance(block, RaggedImages):
+                    sizes.append(block.sizes)
+                    block = block.pixels
+                file.write(block.numpy().data)
             pixels = file.tell() - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
             first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy
@@ -110,7 +110,7 @@ class ImageCache:
                 rank_zero_info(f"{len(wrong):,} of {len(images):,} images are skipped; the first one: {first}")
             names = json.dumps(images.names and [images.names[place] for place in right]).encode()
             if sizes:
-                file.write(torch.tensor(sizes).T.contiguous().numpy().data)
+                file.write(torch.cat(sizes).T.contiguous().numpy().data)
             file.write(images.labels[right].numpy().data)
             file.write(names)
             shape = [pixels] if ragged else [len(right), *source.image_shape]

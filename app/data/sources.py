@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,22 @@ from app.system.files import downloading
 from app.system.tracebacks import MADE_BY, blamed
 
 SplitName = Literal["train", "val", "test", "predict"]
-Images = Tensor | list[Tensor]  # (n, C, H, W), or n images of different sizes
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
+
+
+class RaggedImages(NamedTuple):
+    """Images of different sizes.
+
+    Attributes:
+        pixels: Pixels of all images, one after the other as (h, w, C), uint8 (bytes,).
+        sizes: Height and width of each image, int64 (n, 2).
+    """
+
+    pixels: Tensor
+    sizes: Tensor
+
+
+Images = Tensor | RaggedImages  # the tensor is uint8 (n, C, H, W)
 
 
 def work_apart(worker: int) -> None:
@@ -57,11 +71,13 @@ class _Items(Dataset[Any]):
             return wrong
 
     def stack(self, images: list[Tensor | UserError]) -> tuple[Images, dict[int, UserError]]:
-        """Return the readable images, (n, C, H, W) or a list, and the errors of the others by index; n may be 0."""
+        """Return the readable images, n of them, and the errors of the others by index; n may be 0."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
-        if self.image_shape is None:
-            return right, wrong
+        if self.image_shape is None:  # one tensor, because each tensor costs a file descriptor and system calls
+            pixels = [image.permute(1, 2, 0).flatten() for image in right]
+            sizes = torch.tensor([image.shape[1:] for image in right], dtype=torch.int64).view(-1, 2)
+            return RaggedImages(torch.cat([torch.empty(0, dtype=torch.uint8), *pixels]), sizes), wrong
         return torch.stack(right) if right else torch.empty((0, *self.image_shape), dtype=torch.uint8), wrong
 
 
@@ -71,7 +87,7 @@ class Workers(DataLoader[Tensor]):
     Args:
         read: Function that reads an item's image, uint8 (C, H, W).
         batches: Items of each batch.
-        image_shape: Shape of an image, (C, H, W); None: batches are lists of images of different sizes.
+        image_shape: Shape of an image, (C, H, W); None for images of different sizes.
         num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
@@ -152,7 +168,7 @@ class Split(Dataset[Tensor]):
         return self._images
 
     def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Images]:
-        """Yield all images in order, in blocks of about 1 MiB: (n, C, H, W), or lists for a ragged split.
+        """Yield all images in order, in blocks of about 1 MiB.
 
         Args:
             num_workers: Number of processes that decode.
@@ -172,19 +188,17 @@ class RaggedSplit(Split):
     """Labelled images of different sizes, mapped from one file. Item i is image i, uint8 (C, h, w).
 
     Args:
-        pixels: Pixels of all images, one after the other as (h, w, C), uint8 (bytes,).
-        sizes: Height and width of each image, int64 (N, 2).
+        images: The images.
         labels: int64 (N,).
         names: File names, if any.
         left_out: Number of images that could not be read.
     """
 
-    def __init__(
-        self, pixels: Tensor, sizes: Tensor, labels: Tensor, names: Sequence[str] | None, left_out: int
-    ) -> None:
-        super().__init__(pixels, labels, names, mapped=True, left_out=left_out)
-        self._sizes, self._ends = sizes, sizes.prod(1).cumsum(0)
-        self._channels = len(pixels) // max(int(sizes.prod(1).sum()), 1)
+    def __init__(self, images: RaggedImages, labels: Tensor, names: Sequence[str] | None, left_out: int) -> None:
+        super().__init__(images.pixels, labels, names, mapped=True, left_out=left_out)
+        areas = images.sizes.prod(1)
+        self._sizes, self._ends = images.sizes, areas.cumsum(0)
+        self._channels = len(images.pixels) // max(int(areas.sum()), 1)
 
     def __getitem__(self, index: int) -> Tensor:
         (height, width), end = self._sizes[index].tolist(), int(self._ends[index])
