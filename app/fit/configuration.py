@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace, capture_parser
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -43,7 +44,7 @@ SKIPPED = {  # arguments of the Trainer's methods without a flag
 }
 
 
-@expects("lightning.pytorch.cli:LightningCLI._parse_ckpt_path")
+@expects("lightning.pytorch.cli:LightningCLI._parse_ckpt_path", "lightning.pytorch.cli:LightningCLI._dump_config")
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
@@ -80,6 +81,12 @@ class Flags(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would replace the requested model's settings by the checkpoint's."""
+
+    def _dump_config(self) -> None:
+        """Set the hyperparameters of model and data, without a second validation of the config."""
+        if not hasattr(self, "config_dump"):
+            text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, skip_validation=True)
+            self.config_dump = yaml.safe_load(text)[self.config.subcommand]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the flags of run and cluster, and the default callbacks."""

@@ -333,7 +333,7 @@ class SaveConfig(SaveConfigCallback):
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
-        self.text = parser.dump(config, skip_none=False)
+        self.text = parser.dump(config, skip_none=False, skip_validation=True)
         # ddp_spawn pickles this callback; with these 200 kB, the pipe is full and processes start one by one
         del self.parser, self.config
 

@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from annotated_types import Interval
 
 from app.system.files import read_json, write_json
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
 
 LIMIT = 1e15  # a file with a larger number is damaged
-Int = Annotated[int, Field(gt=-LIMIT, lt=LIMIT)]
-Float = Annotated[float, Field(gt=-LIMIT, lt=LIMIT)]
-Count = Annotated[int, Field(gt=0, lt=LIMIT)]
-Positive = Annotated[float, Field(gt=0, lt=LIMIT)]
+Int = Annotated[int, Interval(gt=-LIMIT, lt=LIMIT)]
+Float = Annotated[float, Interval(gt=-LIMIT, lt=LIMIT)]
+Count = Annotated[int, Interval(gt=0, lt=LIMIT)]
+Positive = Annotated[float, Interval(gt=0, lt=LIMIT)]
 
 
 @dataclass
@@ -247,6 +247,8 @@ class Record(Part):
         Raises:
             ValueError: When the file is unreadable or a field is invalid; the message names file and field.
         """
+        from pydantic import TypeAdapter, ValidationError  # a new run reads no record
+
         try:
             return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
         except ValidationError as error:
