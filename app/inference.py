@@ -123,8 +123,7 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
         raise UserError(f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData")
     config = read_yaml(str(folder / "config.yaml"))
     module = _model(config.get("model", {}), len(images["class_names"]), folder)
-    data = config.get("data", {}).get("init_args", {})
-    sizes = {name: data[name] for name in ("resize", "interpolation") if name in data}
+    sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
     load_weights(module, checkpoint["state_dict"], str(file))
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return Classifier(module.to(device), images, Geometry(tuple(images["image_shape"][1:]), **sizes), folder)

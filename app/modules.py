@@ -107,8 +107,8 @@ class ImageClassifier(LightningModule):
     Attributes:
         recipe: The recipe.
         executed: Execution settings in effect, for the run record.
-        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of a loaded checkpoint's training images; None
-            before a checkpoint is loaded, and for the user's own data class.
+        images: `class_names`, `image_shape` (C, H, W), `mean`, `std` and perhaps `resize` and `interpolation` of a
+            loaded checkpoint's training images; None before a checkpoint is loaded, and for the user's own data class.
     """
 
     convolutional = True
@@ -370,7 +370,9 @@ class ImageClassifier(LightningModule):
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, ImageData):
             names = ("class_names", "image_shape", "mean", "std")
-            checkpoint["images"] = {name: list(getattr(data.source, name)) for name in names}
+            geometry = getattr(data.source, "geometry", None)
+            sizes = {"resize": geometry.resize, "interpolation": geometry.interpolation} if geometry else {}
+            checkpoint["images"] = {name: list(getattr(data.source, name)) for name in names} | sizes
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the unfinished epoch's sums, and the properties of the images."""

@@ -239,7 +239,11 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     if not checkpoint.is_file():
         return {}
     images = torch.load(checkpoint, mmap=True, weights_only=True).get("images")
-    return {"mean": images["mean"], "std": images["std"], "size": images["image_shape"][1:]} if images else {}
+    if not images:
+        return {}
+    names = ("mean", "std", "resize", "interpolation")
+    known = {name: images[name] for name in names if images.get(name) is not None}
+    return {**known, "size": images["image_shape"][1:]}
 
 
 def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
