@@ -1,6 +1,5 @@
 """What a user of the application may bring along: a model and data that know nothing of it."""
 
-import hashlib
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -391,19 +391,17 @@ class SaysWhereImagesLie(Callback):
 
 
 class NotingSource(CIFAR10Source):
-    """Says in which process it reads, and takes the files for right that are there."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self.checksums = {file: hashlib.md5(file.read_bytes()).hexdigest() for file in self.files}
+    """Says in which process it reads, and takes the files for right."""
 
     def load(self, split: SplitName) -> Split:
         print(f"{split} is read by process {os.getpid()}\n", end="", flush=True)
-        return super().load(split)
+        unchecked = {"_check_integrity": lambda self: True, "_load_meta": lambda self: None}
+        with patch.multiple(torchvision.datasets.CIFAR10, **unchecked):
+            return super().load(split)
 
 
 class TinyCIFAR10(ImageData):
-    """CIFAR-10's files, of another content than the published one."""
+    """CIFAR-10's files, read by a source that says where."""
 
     def __init__(self, root: str, **kwargs: Any) -> None:
         super().__init__(NotingSource(root), **kwargs)

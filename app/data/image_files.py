@@ -109,13 +109,11 @@ class FileSplit(Split):
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
         with Progress(console=console, transient=True, disable=silent) as progress:
             task = progress.add_task(f"decoding {len(self):,} images", total=len(parts))
-            if wrong is None:
-                for images in workers:
-                    yield images
-                    progress.advance(task)
-                return
             for part, (images, errors) in zip(parts, workers.with_errors(), strict=True):
-                wrong.update({part[place]: error for place, error in errors.items()})
+                if wrong is not None:
+                    wrong.update({part[place]: error for place, error in errors.items()})
+                elif errors:
+                    raise next(iter(errors.values()))
                 yield images
                 progress.advance(task)
 
