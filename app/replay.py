@@ -70,8 +70,8 @@ class Replay(Callback):
         if step != self._step["step"]:
             names = list(getattr(trainer.datamodule, "class_names", []))  # type: ignore[attr-defined]
             self._step = {"step": step, "epoch": epoch + 1, "losses": [], "samples": [], "norms": [], "names": names}
-        whole = [len(leaf) for leaf in tensors(batch) if leaf.ndim][:1]
-        shards = batch if isinstance(batch, Shards) else Shards([batch], 0, whole, sum(whole))
+        size = 0 if isinstance(batch, Shards) else next(len(leaf) for leaf in tensors(batch) if leaf.ndim)
+        shards = batch if isinstance(batch, Shards) else Shards([batch], 0, [size], size)
         files = iter(names_of(trainer, batch_idx))
         for number, (shard, count) in enumerate(zip(shards, shards.counts, strict=True), shards.first):
             with untouched(pl_module, trainer.strategy.root_device):
@@ -165,7 +165,7 @@ def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
     module.train()
     for handle in handles:
         handle.remove()
-    leaves = list(tensors(sample))
+    leaves = tensors(sample)
     logits = next((each for each in reversed(outputs) if each.ndim == 2), None)
     label = next((int(each) for each in leaves if each.numel() == 1 and not each.is_floating_point()), None)
     image = next((each[0].float().cpu() for each in leaves if each.ndim == 4), None)
@@ -188,7 +188,7 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"--config{given}: name the config.yaml of a run, such as runs/NAME/version_0/config.yaml")
     record = Record.load(config.with_name("run.json"))
     first, last = worst(record, config.with_name("metrics.csv")) if options.step == "worst" else (options.step,) * 2
-    if record.steps is not None and first > record.steps + 1:
+    if first > record.steps + 1:
         raise UserError(f"--step {first}: the run took {record.steps:,} steps")
     folder = claim_version(config.with_name("replay"))
     words = [word for flag, value in flags for word in (flag, value)]
@@ -218,7 +218,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
     own, flags = split_flags(arguments)
     parser = PlainParser(prog="python -m app replay", usage=USAGE)
     parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
-    return parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own), flags
+    return parser.parse_args(own), flags
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:
@@ -229,7 +229,7 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
     """
     if record.not_finite_step is not None:
         return record.not_finite_step, record.not_finite_step
-    rows = read_metrics(metrics) if metrics.exists() else []
+    rows = read_metrics(metrics)
     names = [name for row in rows for name in row if name.endswith("loss_step") or name == "loss"]
     losses = [(int(row["step"]) + 1, row[names[0]]) for row in rows if names and names[0] in row]
     if len(losses) < 2:

@@ -3,7 +3,6 @@
 import datetime
 import shutil
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +59,8 @@ class Runner:
             if outcome.variant.lacking:
                 outcome.status, outcome.reason = "skipped", outcome.variant.lacking
             for repeat in range(1, experiment.repeats + 1):
-                record = self._read(outcome.variant, repeat)
+                path = self.folder(outcome.variant, repeat) / "version_0" / "run.json"
+                record = Record.load(path) if path.exists() else Record()
                 if record.status == "completed" and record.wall_s is not None:
                     outcome.records[repeat] = record
                 elif record.status == "interrupted" and (record.time_limit or 0.0) >= experiment.time_limit:
@@ -72,18 +72,9 @@ class Runner:
         """Return the folder of one run."""
         return self.directory / "runs" / f"repeat_{repeat}" / variant.slug
 
-    def _read(self, variant: Variant, repeat: int) -> Record:
-        path = self.folder(variant, repeat) / "version_0" / "run.json"
-        try:
-            return Record.load(path) if path.exists() else Record()
-        except ValueError as error:
-            print(f"{error}: the run is repeated", file=sys.stderr)
-            return Record()
-
     def measured_at(self) -> str | None:
         """Return the time of the last run."""
-        runs = [self.folder(outcome.variant, repeat) for outcome in self.outcomes for repeat in outcome.records]
-        ends = [(folder / "version_0" / "run.json").stat().st_mtime for folder in runs]
+        ends = [path.stat().st_mtime for path in self.directory.glob("runs/*/*/version_0/run.json")]
         return datetime.datetime.fromtimestamp(max(ends)).astimezone().isoformat(timespec="seconds") if ends else None
 
     def commands(self, variant: Variant, repeat: int) -> str:
@@ -99,16 +90,9 @@ class Runner:
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Estimate the seconds of the missing runs from earlier runs; return None without one."""
-        means = {
-            outcome.variant.name: statistics.mean(record.wall_s or 0.0 for record in outcome.records.values())
-            for outcome in self.outcomes
-            if outcome.records
-        }
-        if not means:
-            return None
-        usual = statistics.mean(means.values())
-        return sum(means.get(outcome.variant.name, usual) for _, outcome in self.todo())
+        """Estimate the seconds of the missing runs by the mean of the earlier ones; return None without one."""
+        walls = [record.wall_s or 0.0 for outcome in self.outcomes for record in outcome.records.values()]
+        return statistics.mean(walls) * len(list(self.todo())) if walls else None
 
     def run(self, repeat: int, outcome: Outcome) -> None:
         """Run a variant once.

@@ -4,7 +4,6 @@ import itertools
 import math
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,11 +13,9 @@ import psutil
 import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
-from rich.console import Console
 from rich.markdown import Markdown
 
 from app.errors import UserError
-from app.fit.arguments import read_yaml
 from app.fit.configuration import resolve, split_flags
 from app.fit.parser import PlainParser
 from app.fit.resolved import Resolved
@@ -30,7 +27,7 @@ from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
 from app.system.page import Section, code, page, plain
-from app.system.terminal import working
+from app.system.terminal import make_console, working
 
 USAGE = """\
 python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]
@@ -105,7 +102,7 @@ def run(arguments: list[str]) -> int:
     """
     own, flags = split_flags(arguments)
     options = _parse(own)
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=110, highlight=False)
+    console = make_console(highlight=False)
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
             raise UserError(f"{flag} {value}: --run already defines the steps: leave it out")
@@ -187,9 +184,8 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     threads = torch.get_num_threads() if threads == "auto" else threads
     cautions: list[str] = []
     if records:
-        configs = [read_yaml(str(record.config)) for record in records]
-        models = [(c.get("model"), r.precision, r.threads) for c, r in zip(configs, records, strict=True)]
-        if any(model != models[0] for model in models):
+        settings = [(record.model, record.precision, record.threads) for record in records]
+        if any(each != settings[0] for each in settings):
             raise UserError("the runs of --run differ in model, precision or threads: vary only the batch size")
         cuda, threads = records[0].accelerator == "cuda", records[0].threads
         gpus = len(records[0].hardware.gpus) if records[0].hardware else 0

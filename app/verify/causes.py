@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.verify.differences import TOLERANCE, Parting, Recorded, apart, weights_apart
 
 
-class Cause(NamedTuple):
+@dataclass(frozen=True)
+class Cause:
     """Cause of a difference.
 
     Attributes:
@@ -92,11 +94,6 @@ def _samples(case: Case) -> Cause | None:
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
         )
     twice = sum(count - 1 for count in Counter(sample for share in shares for sample in share).values())
-    if place.step and twice:
-        return Cause(
-            f"shares are padded to equal size: {twice} samples of the first epoch were seen twice",
-            f"weight each rank's loss by its samples instead (torch's DistributedSampler repeats); or {OURS}",
-        )
     if twice >= world > 1:
         return Cause(
             f"ranks draw their shares from different permutations: {twice} of {sum(map(len, shares))} samples of the "
@@ -172,9 +169,9 @@ def _rates(case: Case) -> Cause | None:
             "advance it once per optimizer step, as Lightning does with interval: step",
         )
     number = place.step or 0
-    pairs = zip(way.steps[number].rates[0], reference.steps[number].rates[0], strict=False)
+    pairs = zip(way.steps[number].rates, reference.steps[number].rates, strict=False)
     ratios = {round(here / there, 6) for here, there in pairs if there}
-    first = next((step.number for step in reference.steps if any(step.rates[0])), 0)  # skips a warm-up's rate of 0
+    first = next((step.number for step in reference.steps if any(step.rates)), 0)  # skips a warm-up's rate of 0
     if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
         by = "the number of ranks" if ratio == len(way.ranks) else "a setting that differs"
         return Cause(
@@ -259,15 +256,6 @@ def _gradients(case: Case) -> Iterator[Cause]:
             f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the reference",
             "return the mean over samples: ddp averages the ranks' gradients",
         )
-    ours, theirs = (
-        [str(step.number + 1) for step in run.steps if any(rank.get("skipped") for rank in step.ranks)]
-        for run in (way, reference)
-    )
-    if ours != theirs:
-        yield Cause(
-            f"float16's scaler skips steps {_some(ours)}, and {_some(theirs)} in the reference",
-            "--trainer.precision bf16-mixed, or a lower init_scale",
-        )
 
 
 def _state(case: Case) -> Iterator[Cause]:
@@ -342,14 +330,3 @@ def _some(names: list[str]) -> str:
 def rounding() -> Cause:
     """Return the cause of different bits when no other cause is known."""
     return Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)
-
-
-def unused(reference: Recorded) -> Cause:
-    """Return the cause of a failure under ddp: parameters without a gradient in the reference."""
-    used = reference.steps[0].gradients
-    names = [name for name in reference.ranks[0]["parameters"] if name not in used]
-    return Cause(
-        f"parameters that take no part in the loss: {_some(names) if names else 'of some steps'}: ddp waits for their "
-        "gradients",
-        "--trainer.strategy ddp_find_unused_parameters_true, or leave them out of the model",
-    )

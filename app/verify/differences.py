@@ -4,9 +4,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -117,9 +118,9 @@ class Step:
         return [part for rank in self.ranks for part in rank.get("operations", [])]
 
     @property
-    def rates(self) -> tuple[list[float], list[float]]:
-        """Learning rate and weight decay of each parameter group."""
-        return self.ranks[0].get("rates", []), self.ranks[0].get("decays", [])
+    def rates(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return self.ranks[0].get("rates", [])
 
     @property
     def gradients(self) -> dict[str, float]:
@@ -127,7 +128,8 @@ class Step:
         return self.ranks[0].get("gradients", {})
 
 
-class Parting(NamedTuple):
+@dataclass(frozen=True)
+class Parting:
     """First difference of a run from the reference.
 
     Attributes:
@@ -201,8 +203,7 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
                     return f"step {there.number + 1}{place}: {name} in {module}"
         mine, wanted = (step.ranks[0].get("bits", {}) for step in (here, there))
         if changed := [name for name in wanted if mine.get(name) != wanted[name]]:
-            operator = reference.ranks[0].get("operators", {}).get(changed[-1], "accumulation")
-            return f"step {there.number + 1}: the gradient of {changed[-1]}, by {operator}"
+            return f"step {there.number + 1}: the gradient of {changed[-1]}"
     return None
 
 
@@ -219,12 +220,10 @@ def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
 
 
 def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
-    for what, ours, theirs in zip(("learning rate", "weight decay"), here.rates, there.rates, strict=True):
-        for group, (value, wanted) in enumerate(zip(ours, theirs, strict=False)):
-            if not math.isclose(value, wanted, rel_tol=1e-9):
-                of = f" of group {group}" if len(theirs) > 1 else ""
-                figures = f"{what}{of} {value:.6g}, {wanted:.6g} in the reference"
-                yield Parting(f"step {there.number + 1}", figures, step=there.number)
+    for group, (rate, expected) in enumerate(zip(here.rates, there.rates, strict=False)):
+        if not math.isclose(rate, expected, rel_tol=1e-9):
+            figures = f"learning rate of group {group} {rate:.6g}, {expected:.6g} in the reference"
+            yield Parting(f"step {there.number + 1}", figures, step=there.number)
 
 
 def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
@@ -249,12 +248,9 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
     """Yield the weights and buffers that differ after training, from the reference or between ranks."""
     for name in {*reference.weights, *way.weights}:
-        if name not in reference.weights or name not in way.weights:
-            yield Parting(name, "present in only one run")
-            continue
-        here, there = way.weights[name].double(), reference.weights[name].double()
+        here, there = (run.weights.get(name, torch.empty(0)).double() for run in (way, reference))
         if here.shape != there.shape:
-            yield Parting(name, f"{tuple(here.shape)}, {tuple(there.shape)} in the reference")
+            yield Parting(name, f"shape {tuple(here.shape)}, {tuple(there.shape)} in the reference")
         elif here.numel():
             size = float(((here - there).abs() / there.abs().clamp(min=1)).max())
             if not size <= tolerance:  # true for NaN, too

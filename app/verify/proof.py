@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 
 from app.errors import UserError
 from app.runs import run_fit
-from app.runs.starter import last_lines
 from app.variant import RESERVED, Variant
-from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, rounding, unused
+from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, rounding
 from app.verify.differences import EXACT, TOLERANCE, Recorded, differences, effect, first_operation, largest
 from app.verify.verdict import Result, Verdict
 
@@ -21,7 +20,6 @@ REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
 MAY_BE_ROUNDING = 1e-2  # a larger first difference is not rounding, even in 16 bits
 NUMBERS = ("loss", "gradients", "weights")
-UNUSED = re.compile("find_unused_parameters|finished reduction")
 
 
 @dataclass
@@ -73,11 +71,6 @@ class Prover:
             if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
                 raise UserError(
                     f"--{flag} is a flag of the variants: leave it out, or add a variant of your own by --ways"
-                )
-        for name, each in settings.ways.items():
-            if re.match("fsdp|deepspeed|modelparallel|xla", str(each.get("trainer.strategy"))):
-                raise UserError(
-                    f"--ways: {name}: {each['trainer.strategy']} shards the weights among ranks: leave it out"
                 )
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
@@ -190,8 +183,6 @@ class Prover:
             result.failed = record.error
             if record.time_limit is not None:
                 result.failed = f"not finished after {record.time_limit:g} s: see --time_limit"
-            if reference and UNUSED.search("\n".join([str(record.error), *last_lines(folder)])):
-                result.causes = [unused(reference)]
             return result
         try:
             result.recorded = Recorded(Path(str(record.run_dir)), earlier)
@@ -202,7 +193,7 @@ class Prover:
             result.differences = differences(reference, result.recorded, tolerance)
             result.causes = causes(Case(reference, result.recorded, result.differences, variant.replicas))
             if self.settings.bits and result.differences:
-                result.operation = first_operation(reference, result.recorded)
+                result.first_operation = first_operation(reference, result.recorded)
                 if not result.causes and variant.settings.run.virtual_devices is None:
                     result.causes = [rounding()]
         return result
@@ -320,5 +311,5 @@ def _with_effect(cause: Cause, remaining: set[str], removed: float, change: floa
     if not cause.changes_loss:
         return cause
     if _without_figures(cause) in remaining:
-        return cause._replace(effect=change)
-    return cause if cause.effect is not None else cause._replace(effect=removed)
+        return replace(cause, effect=change)
+    return cause if cause.effect is not None else replace(cause, effect=removed)
