@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
-from app.verify.differences import Parting, Recorded, Step, _gradients, differences
+from app.verify.differences import Difference, Recorded, Step, _gradients, differences
 from app.verify.recording import contents
 from app.verify.verdict import Result, Verdict
 
@@ -48,7 +48,7 @@ class Runs:
         last = self.root / "stopped" / "version_0" / "checkpoints" / "last.ckpt"
         return self.record("resumed", *flags, "--ckpt_path", str(last), earlier=earlier)
 
-    def case(self, way: str, *flags: str) -> tuple[dict[str, Parting], list[Cause]]:
+    def case(self, way: str, *flags: str) -> tuple[dict[str, Difference], list[Cause]]:
         key = (*self.key, *flags, *REFERENCES.get(way, []))
         if key not in RECORDED:
             RECORDED[key] = self.record("reference", "--trainer.devices", "1", *REFERENCES.get(way, []), *flags)
@@ -118,7 +118,7 @@ def test_what_a_callback_loses(tmp_path: Path) -> None:
 def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     causes = [Cause(f"the batch size is that of each rank: {n} samples", "divide it") for n in (16, 32)]
     ways = [
-        Result(f"ddp × {size}", [], differences={"loss": Parting("step 1", "")}, causes=[cause])
+        Result(f"ddp × {size}", [], differences={"loss": Difference("step 1", "")}, causes=[cause])
         for size, cause in zip((2, 4), causes, strict=True)
     ]
     lines = [*Verdict(SimpleNamespace(), [*ways, Result("dp × 2", [], failed="why")]).explained()]  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from app.record.words import bottleneck
 from app.system.page import plain
 
 NEARLY_FULL = 80.0  # percentage of a device's memory from which memory is the bottleneck
-BUSY = 0.1  # share of the cores that other programs may take without disturbing a run
+BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
 NAMED = 3  # largest number of variants to name in a sentence
 
 
@@ -92,9 +92,9 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    A second that a core spends on another program delays the run by at most one second. So a run that lacked a share s
-    of a core would be at most 1 / (1 - s) times as fast on a quiet machine. If a whole core was lacking, this bound is
-    infinite.
+    A second that a core spends on another program delays the run by at most one second. So a run that lacked the share
+    s of one core would be at most 1 / (1 - s) times as fast on a quiet machine; a run that lacked a whole core may be
+    any times as fast.
 
     Args:
         table: Table of `app.compare.results.tabulate`.

@@ -114,8 +114,6 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     parser.add_argument("--wandb", type=bool, default=False, help="track the runs and the report in Weights & Biases")
     parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
     parser.add_class_arguments(Experiment)
-    if {"-h", "--help"} & set(own):
-        parser.parse_args(["--help"])
     settings = [field.name for field in fields(Experiment)]
     for key in read_yaml(file, "--experiment").keys() - settings:
         raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")

@@ -1,4 +1,4 @@
-"""Runner of an experiment: runs the variants in turn, and continues an interrupted experiment."""
+"""Runs of an experiment: each variant in turn; an interrupted experiment continues."""
 
 import datetime
 import shutil
@@ -21,9 +21,8 @@ class Outcome:
     Attributes:
         variant: The variant.
         records: The records of its runs, by repeat.
-        status: `waiting`, `measured`, `slow`, `skipped`, `failed`, `starting` or `hanging`. The time limit
-            stops a `slow` run (clean end, with a record of its steps so far), a `starting` run (before its first step)
-            and a `hanging` run (killed).
+        status: `waiting`, `measured`, `skipped` or `failed`. A run that reaches the time limit is `slow` if it stops
+            cleanly (its steps so far count), `starting` before its first step, and `hanging` if it must be killed.
         reason: Reason of a skip, failure or stop, in one line.
         tail: Last output lines of a run that failed or hung.
     """
@@ -52,8 +51,8 @@ class Runner:
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
-        flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # measure with a NaN loss, too
-        self.more = [part for name, value in flags.items() for part in (f"--run.{name}", str(value))] + more
+        self.more = ["--run.warmup_epochs", str(experiment.warmup_epochs), *more]
+        self.more += ["--run.on_nonfinite", "warn"]  # measure with a NaN loss, too
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
             if outcome.variant.lacking:
@@ -124,7 +123,7 @@ class Runner:
                 outcome.reason += ": see --time_limit"
 
     def _keep_slow(self, outcome: Outcome, repeat: int, record: Record) -> None:
-        """Keep the record of a run that the time limit stopped. Without later windows, measure its warm-up."""
+        """Keep the record of a run that stopped at the time limit; measure its warm-up if it got no further."""
         outcome.records[repeat], outcome.status = record, "slow"
         after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]

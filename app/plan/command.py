@@ -74,7 +74,7 @@ class Basis:
         cuda: Whether the device is a GPU.
         threads: Number of threads of a process on a CPU.
         source: Origin of the step's times, in words.
-        devices: Number of processes that the measured machine can run without sharing GPUs or cores.
+        devices: Number of processes that the measured machine can run, each with its own GPU or cores.
         cautions: Sentences about effects that the predictions ignore.
     """
 

@@ -82,7 +82,7 @@ class Step:
         update: Optimizer step.
         rest: Remaining time.
         buckets: Gradients, in the order in which they become ready.
-        launch_known: Whether the lines were fitted to more than one batch size; otherwise, their offset is 0.
+        launch_known: Whether the lines were fitted to several batch sizes. With one size, their offset is taken as 0.
         spread: Fastest and slowest measurement, relative to the lines.
     """
 
@@ -300,8 +300,8 @@ def _seconds(
 ) -> float:
     """Predict the seconds of a step with slower devices and a slower link.
 
-    The whole step is multiplied by `compute`. The link is faster by the same factor, so that communication is slower
-    only by `sending`.
+    The predicted step is multiplied by `compute`, communication included. To cancel that for communication, the link is
+    first made faster by `compute`; then it is made slower by `sending`.
 
     Args:
         strategy: `ddp` or `dp`.

@@ -155,7 +155,10 @@ class Hardware:
 
 @dataclass
 class Part:
-    """Part of a training, which a resume continues; in `Record.parts`, `train_s` is the seconds of this part alone."""
+    """Training from a start or a resume to its end.
+
+    A resumed run lists the earlier parts in `Record.parts`. There, `train_s` counts one part; in the record, all.
+    """
 
     # outcome
     status: str = "running"
@@ -293,7 +296,7 @@ def mark_failed(directory: str, reason: str) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop nulls, so that their fields get their defaults."""
+    """Drop nulls, so that the fields get their defaults."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.verify.differences import TOLERANCE, Parting, Recorded, apart, weights_apart
+from app.verify.differences import TOLERANCE, Difference, Recorded, apart, weights_apart
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Case(NamedTuple):
     Attributes:
         reference: Recording of the reference.
         way: Recording of the variant.
-        differences: First difference in each column, such as `loss`.
+        differences: First difference in each column of the table, such as `loss`.
         replicas: Number of devices that share a batch.
     """
 
     reference: Recorded
     way: Recorded
-    differences: dict[str, Parting]
+    differences: dict[str, Difference]
     replicas: int
 
     @property
@@ -46,7 +46,7 @@ class Case(NamedTuple):
         return self.replicas > 1 or self.way.facts["accumulate"] > self.reference.facts["accumulate"]
 
 
-ORDER, SHARDS = ("run.global_order", "true"), ("run.virtual_devices", "4")  # flags that remove causes
+ORDER, SHARDS = ("run.global_order", "true"), ("run.virtual_devices", "4")  # flags of `fit` that remove many causes
 OURS = "--run.global_order true: ranks share one permutation and every batch of it"
 BITS = "--run.virtual_devices 4 (not for dp)"
 
@@ -70,7 +70,7 @@ def _samples(case: Case) -> Cause | None:
         return Cause(text, f"keep the global batch; or {OURS}")
     here, there = way.steps[place.step], reference.steps[place.step]
     is_per_rank = world > 1 and len(here.samples) == world * len(there.samples)
-    if _split(case) and not is_per_rank:
+    if _split(case) and not is_per_rank:  # the other split explains the other samples
         return None
     if _other_pixels(case):
         return Cause(
@@ -114,7 +114,7 @@ def _samples(case: Case) -> Cause | None:
 
 
 def _other_pixels(case: Case) -> bool:
-    """Return whether a step has the reference's labels, but none of its samples."""
+    """Return whether all steps have the reference's labels, but the first differing step has none of its samples."""
     place = case.differences.get("samples")
     if place is None or place.step is None:
         return False
@@ -147,6 +147,7 @@ def _same_order(recorded: Recorded) -> bool:
 
 
 def _lost_order(case: Case, number: int) -> Cause:
+    """Return the cause of other samples in a resumed run's step."""
     samples = Counter(map(str, case.way.steps[number].samples))
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
     change = "draws new samples"
@@ -205,7 +206,7 @@ def _rates(case: Case) -> Cause | None:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """Yield causes within a step: BatchNorm, and random numbers."""
+    """Yield causes that arise when a batch is divided or a run resumed: BatchNorm, and random numbers."""
     facts, resumed = case.way.facts, case.way.resumed_at is not None
     is_same_order = "samples" not in case.differences or _other_pixels(case)
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):
@@ -228,6 +229,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
 
 
 def _gradients(case: Case) -> Iterator[Cause]:
+    """Yield causes in the loss, or between the backward pass and the optimizer."""
     way, reference, differences = case.way, case.reference, case.differences
     place = differences.get("gradients") or differences.get("loss")
     if "samples" in differences or place is None or place.step is None:
@@ -259,7 +261,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
 
 
 def _state(case: Case) -> Iterator[Cause]:
-    """Yield causes in the state: it differs between ranks, or is lost in an attribute."""
+    """Yield causes in the model's state: ranks that differ at the end, and attributes that a resume or dp loses."""
     way, reference, differences = case.way, case.reference, case.differences
     first, trained = way.ranks[0]["digests"], way.ranks[0]["parameters"]
     names = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
@@ -328,5 +330,5 @@ def _some(names: list[str]) -> str:
 
 
 def rounding() -> Cause:
-    """Return the cause of different bits when no other cause is known."""
+    """Return the cause of different bits if no other cause is known."""
     return Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)

@@ -47,7 +47,7 @@ class Prover:
     Args:
         settings: Settings of `verify`.
         configs: Config files of `fit`.
-        typed: Flags of `fit`, without dashes.
+        typed: Flags of `fit` from the command line, by name without dashes.
         folder: Folder of the runs.
         say: Function called with the name of each run.
 
@@ -158,7 +158,7 @@ class Prover:
             name: Name of the variant.
             flags: The variant's flags of `fit`.
             reference: Recording to compare with, or None.
-            earlier: Recording of the part before a resume, or None.
+            earlier: Recording of the run that this run resumes, or None.
             steps: Number of optimizer steps; by default the settings'.
             more: Name of a series of runs with additional flags; also the name of its folder.
         """
@@ -184,11 +184,8 @@ class Prover:
             if record.time_limit is not None:
                 result.failed = f"not finished after {record.time_limit:g} s: see --time_limit"
             return result
-        try:
-            result.recorded = Recorded(Path(str(record.run_dir)), earlier)
-        except UserError as error:
-            result.failed = str(error)
-        if reference and result.recorded:
+        result.recorded = Recorded(Path(str(record.run_dir)), earlier)
+        if reference is not None:
             tolerance = 0.0 if self.settings.bits else TOLERANCE
             result.differences = differences(reference, result.recorded, tolerance)
             result.causes = causes(Case(reference, result.recorded, result.differences, variant.replicas))
@@ -233,7 +230,9 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, more=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant with flags that remove known causes; add the causes that remain or appear to the result.
+        """Repeat a variant with flags that remove known causes, to find the causes behind them.
+
+        The result gets the further causes, and each cause its effect on the loss.
 
         Args:
             result: Result of a variant that differs.

@@ -78,7 +78,7 @@ class Recording(Callback):
             with (operations := Operations(samples)), operations.tracker:
                 output = training_step(batch, *args)
             assert self._step is not None
-            if samples:  # skip a stand-in
+            if samples:  # a rank without samples trains on a stand-in
                 self._step.setdefault("operations", []).append(operations.rows)
             return output
 
@@ -90,7 +90,7 @@ class Recording(Callback):
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
-            if trainer.val_check_batch == float("inf"):  # without a length, Lightning validates only at this limit
+            if trainer.val_check_batch == float("inf"):  # a loader without a length: validation needs this limit
                 trainer.limit_train_batches = batches
             elif trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, batches)
@@ -105,7 +105,7 @@ class Recording(Callback):
         self._random = torch.get_rng_state()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Record learning rates and gradients, after their reduction and before clipping."""
+        """Record the learning rates, and the gradients after their reduction over ranks and before clipping."""
         if self._step is None:  # outside a batch
             return
         for group in optimizer.param_groups:
@@ -186,7 +186,7 @@ def digest(value: Tensor) -> str:
 def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]:
     """Return ids of a batch's samples, and digests of their integer tensors.
 
-    A sample's id is its row in this application's loaders, and a digest in any other loader.
+    With this application's loaders, the id is the sample's row in the data set; with others, a digest of its tensors.
     """
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
@@ -244,7 +244,7 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
 
 @expects("torch:Tensor._backward_hooks", "torch.nn.modules.batchnorm:_BatchNorm", "torch.nn.modules.dropout:_DropoutNd")
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return possible causes of differences: loader, schedule, and layers that use the batch or random numbers."""
+    """Return facts that may explain differences: loader, schedules, and layers that use the batch or random numbers."""
     named = list(module.named_modules())
     return {
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from app.verify.causes import Cause
-from app.verify.differences import COLUMNS, Parting, Recorded
+from app.verify.differences import COLUMNS, Difference, Recorded
 
 LEGEND = "✓ the same · ≈ rounding · ✗ different, from this step on"
 
@@ -38,10 +38,10 @@ class Result:
     name: str
     command: list[str]
     recorded: Recorded | None = None
-    differences: dict[str, Parting] = field(default_factory=dict)
+    differences: dict[str, Difference] = field(default_factory=dict)
     causes: list[Cause] = field(default_factory=list)
     first_operation: str | None = None
-    rounding: dict[str, Parting] = field(default_factory=dict)
+    rounding: dict[str, Difference] = field(default_factory=dict)
     in_float64: float | None = None
     failed: str | None = None
     skipped: str | None = None
