@@ -7,7 +7,6 @@ batch of one, without dropout and with BatchNorm's running statistics, so that a
 
 import itertools
 import math
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ from app.modules import ImageClassifier
 from app.monitor.loggers import claim_version
 from app.monitor.report import draw_images, read_metrics
 from app.record import Record
-from app.runs import run_fit
+from app.runs import CommandLine, run_fit
 from app.system.files import write_text
 from app.system.page import Section, code, page, table
 from app.system.random_streams import own_streams
@@ -206,7 +205,7 @@ def run(arguments: list[str]) -> int:
     samples = sorted(step["samples"], key=lambda sample: -key(sample["loss"]))
     rows = [described(sample, step["names"]) for sample in samples]
     title = f"Step {step['step']:,}, epoch {step['epoch']}: loss {step['loss']:.4g}"
-    command = shlex.join(["python", "-m", "app", "replay", *arguments])
+    command = str(CommandLine(["replay", *arguments]))
     sample, shard, label, predicted, loss = rows[0]
     print(f"{title}\nlargest loss {loss}: sample {sample} (shard {shard}), label {label}, predicted {predicted}")
     print(f"report  {write_report(title, samples, rows, step['norms'], command, folder / 'report.html')}")

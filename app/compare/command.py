@@ -23,6 +23,7 @@ from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
 from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
+from app.runs import CommandLine
 from app.system.files import read_json, write_json
 from app.system.machine import busy, driver, hardware, usable_cores, versions
 from app.system.terminal import make_console, working
@@ -66,7 +67,7 @@ def run(arguments: list[str]) -> int:
     if not (folder / "experiment.json").exists():
         write_json(folder / "experiment.json", asdict(experiment) | fingerprint)
     head: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "app", "compare", *arguments]),
+        "command": str(CommandLine(["compare", *arguments])),
         "load": os.getloadavg()[0],
         "usable_cores": usable_cores(),
         "hardware": hardware(),

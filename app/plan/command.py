@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from app.monitor.loggers import claim_version
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
 from app.plan.measure import measure_steps, profile_gradients, read_record, timed
 from app.plan.report import PICTURES, advice, draw_pictures, heading, notes, origin, predictions
+from app.runs import CommandLine
 from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
@@ -120,7 +120,7 @@ def run(arguments: list[str]) -> int:
         )
 
     folder = claim_version(Path(options.root, "plan"))
-    command = shlex.join(["python", "-m", "app", "plan", *arguments])
+    command = str(CommandLine(["plan", *arguments]))
     title, text = heading(table, basis.config, basis.batch), "\n\n".join(advice(table, options.scale_batch))
     reading = "\n\n".join([*notes(table, machines), *basis.cautions])
     figures = "\n".join(f'![{caption}]({name} "{caption}")' for name, caption in PICTURES.items())

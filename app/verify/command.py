@@ -1,6 +1,5 @@
 """Command `python -m app verify`: parses flags, runs the variants, and reports differences and causes."""
 
-import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from app.fit.arguments import read_yaml
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
 from app.monitor.loggers import claim_version
+from app.runs import CommandLine
 from app.system.files import write_json
 from app.system.terminal import make_console
 from app.verify.proof import Prover, Settings
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
     prover.folder = claim_version(Path(options.root, "verify"))
     verdict = prover.run()
     verdict.show(console)
-    command = shlex.join(["python", "-m", "app", "verify", *arguments])
+    command = str(CommandLine(["verify", *arguments]))
     console.print(f"report  {write_report(verdict, command, prover.folder)}", soft_wrap=True, highlight=False)
     if options.json is not None:
         write_json(Path(options.json), verdict.as_json())

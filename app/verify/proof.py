@@ -83,9 +83,9 @@ class Prover:
     def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return the variants' flags by name, and the reasons of skipped variants by name."""
         ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
-        left_out: dict[str, str] = {}
+        skipped: dict[str, str] = {}
         if self.settings.quick:
-            return {"ddp × 2": ddp, **self.settings.ways}, left_out
+            return {"ddp × 2": ddp, **self.settings.ways}, skipped
         ways: dict[str, dict[str, Any]] = {
             "dp × 2": {**ddp, "trainer.strategy": "dp"},
             "ddp × 2": ddp,
@@ -93,21 +93,16 @@ class Prover:
             "ddp_spawn × 2": {**ddp, "trainer.strategy": "ddp_spawn"},
             "ddp, 2 nodes": {**ddp, "trainer.devices": 1, "trainer.num_nodes": 2},
         }
-        accumulated = "accumulation × 2"
         sharded = self.config.run.virtual_devices is not None
         if sharded:
-            left_out["dp × 2"] = "--run.virtual_devices needs separate processes"
+            skipped["dp × 2"] = "--run.virtual_devices needs separate processes"
             del ways["dp × 2"]
-        size = self.config.data.get("init_args.batch_size")
-        if self.config.trainer.accumulate_grad_batches != 1:
-            left_out[accumulated] = "--trainer.accumulate_grad_batches is given"
-        elif sharded:
-            left_out[accumulated] = "half a batch has smaller shards"
-        elif not isinstance(size, int) or size % 2:
-            left_out[accumulated] = f"--data.batch_size {size} cannot be halved"
+        accumulated, size = "accumulation × 2", self.config.data.get("init_args.batch_size")
+        if sharded or self.config.trainer.accumulate_grad_batches != 1 or not isinstance(size, int) or size % 2:
+            skipped[accumulated] = "it halves --data.batch_size, which these flags do not allow"
         else:
             ways[accumulated] = {**ALONE, "trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2}
-        return ways | self.settings.ways, left_out
+        return ways | self.settings.ways, skipped
 
     def run(self) -> Verdict:
         """Run all variants, and return the verdict.
