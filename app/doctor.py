@@ -175,7 +175,7 @@ def _room() -> Iterator[Check]:
 
 
 def environment(variables: Mapping[str, str]) -> Check:
-    """Check for variables that a launcher has set, or that are left over."""
+    """Check the environment variables of launchers: set by the present one, or left over from an earlier one."""
 
     def values(names: Iterable[str]) -> str:
         return ", ".join(f"{name}={variables[name]}" for name in names)

@@ -78,14 +78,14 @@ class Replay(Callback):
                     one = apply_to_collection(shard, Tensor, lambda value, row=sample: value[row : row + 1])
                     row = {"sample": next(files, len(self._step["samples"])), "shard": number + 1}
                     self._step["samples"].append(row | score(pl_module, one, batch_idx))
-            with untouched(pl_module, trainer.strategy.root_device) as seed:  # changes BatchNorm's statistics
+            with untouched(pl_module, trainer.strategy.root_device) as seed:  # restores BatchNorm's statistics
                 seed(seed_of_shard(trainer, 5, batch_idx, number))
                 self._step["norms"].append(gradient_norm(pl_module, shard, batch_idx) if count else 0.0)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the step if its loss is the largest so far, or the first non-finite one."""
+        """Keep the step if its loss is the largest so far; a non-finite loss counts as the largest."""
         if trainer.global_step < self.first or self._step["step"] < self.first:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -106,7 +106,7 @@ def key(loss: float) -> float:
 
 
 def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
-    """Return the file or index of each sample of a batch; an empty list for a loader without a global order."""
+    """Return the file or index of each sample of a batch; an empty list if the loader has no global order."""
     loader = trainer.train_dataloader
     if isinstance(loader, GlobalBatches):
         rows, files = loader.samples(batch_idx).tolist(), loader.split.names
@@ -117,7 +117,7 @@ def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
 
 @contextmanager
 def untouched(module: LightningModule, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Isolate computations from the training: restore buffers, modes and random streams afterwards; disable logging.
+    """Leave the training unaffected: disable logging, and restore buffers, modes and random streams at the end.
 
     Yields:
         A function that seeds the random streams.
@@ -221,7 +221,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:
-    """Return the first and last step of the range in which the loss becomes non-finite, or else rises most.
+    """Return the first and the last step of the range in which the loss becomes non-finite, or else rises most.
 
     Raises:
         UserError: When the run did not log losses of steps.

@@ -133,7 +133,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Return the settings that all runs of one report share."""
+    """Return the settings that all runs of one report share; other settings begin a new report."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},
@@ -145,7 +145,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
-    """Return the newest version if its fingerprint is equal, else a new version."""
+    """Return the folder of the newest report, to continue it, if its fingerprint is equal; else a new folder."""
     version = next_version(str(folder.parent), folder.name)
     newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
     if fresh or not (newest / "experiment.json").exists():

@@ -116,7 +116,7 @@ def _throughput(
 
 
 def _alike(lines: dict[str, pd.DataFrame], baseline: str) -> dict[str, float]:
-    """Return the variants whose curves coincide with the baseline's, and their largest differences from it."""
+    """Return each variant whose curve coincides with the baseline's, with its largest difference from that curve."""
     losses = {name: line["loss"] for name, line in lines.items()}
     reference = losses.get(baseline, next(iter(losses.values())))
     close = ALIKE * (max(map(max, losses.values())) - min(map(min, losses.values())))

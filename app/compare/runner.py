@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def medians(self) -> list[float]:
-        """Samples/s of each run with at least one window."""
+        """Samples/s of each run with at least one logging window."""
         return [record.throughput.median for record in self.records.values() if record.throughput.median is not None]
 
 
@@ -52,7 +52,7 @@ class Runner:
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
         self.more = ["--run.warmup_epochs", str(experiment.warmup_epochs), *more]
-        self.more += ["--run.on_nonfinite", "warn"]  # measure with a NaN loss, too
+        self.more += ["--run.on_nonfinite", "warn"]  # a run goes on after a NaN loss
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
             if outcome.variant.lacking:

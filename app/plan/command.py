@@ -228,7 +228,7 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
-    """Return the machines to predict for, and the origin of their network's figures, in words."""
+    """Return the machines whose training is predicted, and the origin of their network's figures, in words."""
     within, between = (
         {name: options[prefix + name] for name in ("bandwidth", "latency") if options[prefix + name] is not None}
         for prefix in ("", "node_")

@@ -24,7 +24,7 @@ Positive = Annotated[float, Field(gt=0, lt=LIMIT)]
 
 @dataclass
 class Epoch:
-    """Metrics and throughput of an epoch; `whole` is false if the epoch was interrupted."""
+    """Metrics and throughput of an epoch; `whole` is false if the run stopped within the epoch."""
 
     epoch: Int
     whole: bool = True
@@ -66,7 +66,7 @@ class Throughput:
 
 @dataclass
 class Phases:
-    """Milliseconds of each phase of a step; `launch` is the host's part of forward and backward."""
+    """Milliseconds of each phase of a step; `launch` is the host's time to launch forward and backward."""
 
     data: Float = 0.0
     forward_backward: Float = 0.0
@@ -274,14 +274,14 @@ class Record(Part):
 
     @property
     def accelerator(self) -> str:
-        """Type of the devices, `cpu` or `cuda`, …; before the memory is recorded, guessed from the machine's GPUs."""
+        """Type of the devices, such as `cuda`; without recorded memory, `cuda` if the machine has GPUs, else `cpu`."""
         if self.peak_memory:
             return self.peak_memory[0].device.partition(":")[0]
         return "cuda" if self.hardware and self.hardware.gpus else "cpu"
 
 
 def mark_failed(directory: str, reason: str) -> None:
-    """Write the reason of a failure into a run's record, because a killed process cannot write it.
+    """Write the reason of a failure into a run's record, if the run's own process cannot, because it was killed.
 
     Args:
         directory: Directory of the run.

@@ -108,7 +108,7 @@ def _samples(case: Case) -> Cause | None:
     ours, theirs = way.facts["sampler"], reference.facts["sampler"]
     by = f": here by {ours}, there by {theirs}" if ours != theirs else ""
     return Cause(
-        f"samples come in another order{by}, from other random numbers: the same training only on average",
+        f"samples come in another order{by}: the same training only on average",
         f"draw one permutation from the seed, and divide it among the ranks: {OURS}",
     )
 

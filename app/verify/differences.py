@@ -190,10 +190,10 @@ def effect(way: Recorded, other: Recorded) -> float:
 
 
 def first_operation(reference: Recorded, way: Recorded) -> str | None:
-    """Return the first operation whose output bits differ, else the first parameter whose gradient's do, or None."""
+    """Return the first operation with other output bits, or else the first gradient with other bits, or else None."""
     for here, there in zip(way.steps, reference.steps, strict=False):
         shards = list(zip(here.operations, there.operations, strict=False))
-        if len(here.operations) != len(there.operations):  # compare operations over the whole batch
+        if len(here.operations) != len(there.operations):  # other shards: compare over the whole batch
             shards = [(_joined(here.operations), _joined(there.operations))]
         for number, pair in enumerate(shards):
             for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):

@@ -28,7 +28,7 @@ class Settings:
 
     Args:
         steps: Number of optimizer steps of each run.
-        ways: Further variants: flags of `fit`, by name.
+        ways: Further variants, each a name with its flags of `fit`.
         quick: Run only one device, two processes, and stop and resume.
         bits: Require the same bits, and print the first operation whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
@@ -301,7 +301,14 @@ def _without_figures(cause: Cause) -> str:
 
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Return a cause with its effect on the loss: `change` if the cause remains, else `removed`."""
+    """Return a cause with its effect on the loss, after a repetition with flags that remove causes.
+
+    Args:
+        cause: The cause.
+        remaining: Texts of the causes that the repetition still shows, without figures.
+        removed: Change of the loss by the causes that the repetition lacks.
+        change: Change of the loss by the remaining causes.
+    """
     if not cause.changes_loss:
         return cause
     if _without_figures(cause) in remaining:

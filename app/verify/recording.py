@@ -106,7 +106,7 @@ class Recording(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Record the learning rates, and the gradients after their reduction over ranks and before clipping."""
-        if self._step is None:  # outside a batch
+        if self._step is None:  # the module steps outside a batch
             return
         for group in optimizer.param_groups:
             self._step.setdefault("rates", []).append(float(group.get("lr") or 0.0))
@@ -120,7 +120,7 @@ class Recording(Callback):
     ) -> None:
         """Record the loss, and stop training after the last step."""
         step = self._step
-        if step is None:  # the collate function returned None
+        if step is None:  # Lightning skips a batch for which the collate function returns None
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # undo Lightning's division by the number of accumulated batches
