@@ -20,7 +20,6 @@ import pandas as pd
 import psutil
 import torch
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 from torch.utils import collect_env
@@ -32,7 +31,7 @@ from app.launch.process import ADDRESSES, RANKS
 from app.monitor.loggers import tracking_mode
 from app.runs import run_fit
 from app.system.machine import GIB, busy, driver, hardware, nccl, usable_cores
-from app.system.terminal import working
+from app.system.terminal import make_console, working
 
 USAGE = """\
 python -m app doctor [--json] [--data_root DIR]
@@ -79,8 +78,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
     parser.add_argument("--data_root", default="data", help="folder of the data sets, present or still to download")
     options = parser.parse_args(arguments)
-    width = None if sys.stdout.isatty() else 110  # a pipe has no width
-    console = Console(stderr=options.json, highlight=False, width=width)
+    console = make_console(stderr=options.json, highlight=False)
     checks, began = [], monotonic()
     with working(console) as say:
         for check in examine(options.data_root, lambda what: say(f"looking at {what}")):
@@ -177,7 +175,7 @@ def _room() -> Iterator[Check]:
 
 
 def environment(variables: Mapping[str, str]) -> Check:
-    """Check for variables that a launcher has set, or that are left over."""
+    """Check the environment variables of launchers: set by the present one, or left over from an earlier one."""
 
     def values(names: Iterable[str]) -> str:
         return ", ".join(f"{name}={variables[name]}" for name in names)

@@ -7,7 +7,6 @@ batch of one, without dropout and with BatchNorm's running statistics, so that a
 
 import itertools
 import math
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ from app.modules import ImageClassifier
 from app.monitor.loggers import claim_version
 from app.monitor.report import draw_images, read_metrics
 from app.record import Record
-from app.runs import run_fit
+from app.runs import CommandLine, run_fit
 from app.system.files import write_text
 from app.system.page import Section, code, page, table
 from app.system.random_streams import own_streams
@@ -70,8 +69,8 @@ class Replay(Callback):
         if step != self._step["step"]:
             names = list(getattr(trainer.datamodule, "class_names", []))  # type: ignore[attr-defined]
             self._step = {"step": step, "epoch": epoch + 1, "losses": [], "samples": [], "norms": [], "names": names}
-        whole = [len(leaf) for leaf in tensors(batch) if leaf.ndim][:1]
-        shards = batch if isinstance(batch, Shards) else Shards([batch], 0, whole, sum(whole))
+        size = 0 if isinstance(batch, Shards) else next(len(leaf) for leaf in tensors(batch) if leaf.ndim)
+        shards = batch if isinstance(batch, Shards) else Shards([batch], 0, [size], size)
         files = iter(names_of(trainer, batch_idx))
         for number, (shard, count) in enumerate(zip(shards, shards.counts, strict=True), shards.first):
             with untouched(pl_module, trainer.strategy.root_device):
@@ -79,14 +78,14 @@ class Replay(Callback):
                     one = apply_to_collection(shard, Tensor, lambda value, row=sample: value[row : row + 1])
                     row = {"sample": next(files, len(self._step["samples"])), "shard": number + 1}
                     self._step["samples"].append(row | score(pl_module, one, batch_idx))
-            with untouched(pl_module, trainer.strategy.root_device) as seed:  # changes BatchNorm's statistics
+            with untouched(pl_module, trainer.strategy.root_device) as seed:  # restores BatchNorm's statistics
                 seed(seed_of_shard(trainer, 5, batch_idx, number))
                 self._step["norms"].append(gradient_norm(pl_module, shard, batch_idx) if count else 0.0)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the step if its loss is the largest so far, or the first non-finite one."""
+        """Keep the step if its loss is the largest so far; a non-finite loss counts as the largest."""
         if trainer.global_step < self.first or self._step["step"] < self.first:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -107,7 +106,7 @@ def key(loss: float) -> float:
 
 
 def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
-    """Return the file or index of each sample of a batch; an empty list for a loader without a global order."""
+    """Return the file or index of each sample of a batch; an empty list if the loader has no global order."""
     loader = trainer.train_dataloader
     if isinstance(loader, GlobalBatches):
         rows, files = loader.samples(batch_idx).tolist(), loader.split.names
@@ -118,7 +117,7 @@ def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
 
 @contextmanager
 def untouched(module: LightningModule, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Isolate computations from the training: restore buffers, modes and random streams afterwards; disable logging.
+    """Leave the training unaffected: disable logging, and restore buffers, modes and random streams at the end.
 
     Yields:
         A function that seeds the random streams.
@@ -165,7 +164,7 @@ def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
     module.train()
     for handle in handles:
         handle.remove()
-    leaves = list(tensors(sample))
+    leaves = tensors(sample)
     logits = next((each for each in reversed(outputs) if each.ndim == 2), None)
     label = next((int(each) for each in leaves if each.numel() == 1 and not each.is_floating_point()), None)
     image = next((each[0].float().cpu() for each in leaves if each.ndim == 4), None)
@@ -188,7 +187,7 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"--config{given}: name the config.yaml of a run, such as runs/NAME/version_0/config.yaml")
     record = Record.load(config.with_name("run.json"))
     first, last = worst(record, config.with_name("metrics.csv")) if options.step == "worst" else (options.step,) * 2
-    if record.steps is not None and first > record.steps + 1:
+    if first > record.steps + 1:
         raise UserError(f"--step {first}: the run took {record.steps:,} steps")
     folder = claim_version(config.with_name("replay"))
     words = [word for flag, value in flags for word in (flag, value)]
@@ -206,7 +205,7 @@ def run(arguments: list[str]) -> int:
     samples = sorted(step["samples"], key=lambda sample: -key(sample["loss"]))
     rows = [described(sample, step["names"]) for sample in samples]
     title = f"Step {step['step']:,}, epoch {step['epoch']}: loss {step['loss']:.4g}"
-    command = shlex.join(["python", "-m", "app", "replay", *arguments])
+    command = str(CommandLine(["replay", *arguments]))
     sample, shard, label, predicted, loss = rows[0]
     print(f"{title}\nlargest loss {loss}: sample {sample} (shard {shard}), label {label}, predicted {predicted}")
     print(f"report  {write_report(title, samples, rows, step['norms'], command, folder / 'report.html')}")
@@ -218,18 +217,18 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
     own, flags = split_flags(arguments)
     parser = PlainParser(prog="python -m app replay", usage=USAGE)
     parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
-    return parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own), flags
+    return parser.parse_args(own), flags
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:
-    """Return the first and last step of the range in which the loss becomes non-finite, or else rises most.
+    """Return the first and the last step of the range in which the loss becomes non-finite, or else rises most.
 
     Raises:
         UserError: When the run did not log losses of steps.
     """
     if record.not_finite_step is not None:
         return record.not_finite_step, record.not_finite_step
-    rows = read_metrics(metrics) if metrics.exists() else []
+    rows = read_metrics(metrics)
     names = [name for row in rows for name in row if name.endswith("loss_step") or name == "loss"]
     losses = [(int(row["step"]) + 1, row[names[0]]) for row in rows if names and names[0] in row]
     if len(losses) < 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
-from app.verify.differences import Parting, Recorded, Step, _gradients, differences
+from app.verify.differences import Difference, Recorded, Step, _gradients, differences
 from app.verify.recording import contents
 from app.verify.verdict import Result, Verdict
 
@@ -48,7 +48,7 @@ class Runs:
         last = self.root / "stopped" / "version_0" / "checkpoints" / "last.ckpt"
         return self.record("resumed", *flags, "--ckpt_path", str(last), earlier=earlier)
 
-    def case(self, way: str, *flags: str) -> tuple[dict[str, Parting], list[Cause]]:
+    def case(self, way: str, *flags: str) -> tuple[dict[str, Difference], list[Cause]]:
         key = (*self.key, *flags, *REFERENCES.get(way, []))
         if key not in RECORDED:
             RECORDED[key] = self.record("reference", "--trainer.devices", "1", *REFERENCES.get(way, []), *flags)
@@ -107,12 +107,6 @@ def test_a_mistake_is_named(model: str, data: str, way: str, columns: set[str], 
     assert all(cause.remedy for cause in named)
 
 
-def test_a_step_that_a_scaler_leaves_out(tmp_path: Path) -> None:
-    found, named = Runs(tmp_path, "Overflows", "Data").case("ddp", "--trainer.plugins", "user_code.Float16")
-    assert "weights" in found
-    assert "float16's scaler skips steps 4, 12, and none in the reference" in [cause.text for cause in named]
-
-
 def test_what_a_callback_loses(tmp_path: Path) -> None:
     """An average of the weights that it keeps for itself."""
     averaged = ["--trainer.callbacks+=faulty_code.Average"]
@@ -124,7 +118,7 @@ def test_what_a_callback_loses(tmp_path: Path) -> None:
 def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     causes = [Cause(f"the batch size is that of each rank: {n} samples", "divide it") for n in (16, 32)]
     ways = [
-        Result(f"ddp × {size}", [], differences={"loss": Parting("step 1", "")}, causes=[cause])
+        Result(f"ddp × {size}", [], differences={"loss": Difference("step 1", "")}, causes=[cause])
         for size, cause in zip((2, 4), causes, strict=True)
     ]
     lines = [*Verdict(SimpleNamespace(), [*ways, Result("dp × 2", [], failed="why")]).explained()]  # type: ignore[arg-type]
@@ -259,24 +253,21 @@ def test_rounding_is_proven(app: App, tmp_path: Path) -> None:
             ["--trainer.callbacks+=X", "--trainer.callbacks+=Y"],
             "--trainer.callbacks+= is given twice: put the list into",
         ),
-        (["--ways", "TMP/shards.yaml"], "--ways: mine: fsdp shards the weights among ranks: leave it out"),
         (["--nonsense", "1"], "--nonsense: there is no such flag"),
         (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
     ],
 )
 def test_what_cannot_be(flags: list[str], said: str, app: App, tmp_path: Path) -> None:
-    (tmp_path / "shards.yaml").write_text("mine: {trainer.strategy: fsdp, trainer.devices: 2}\n")
-    assert said in error_of(*app("verify", *OURS, *(flag.replace("TMP", str(tmp_path)) for flag in flags)))
+    assert said in error_of(*app("verify", *OURS, *flags))
     assert not list(tmp_path.rglob("version_*"))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_runs")
 def test_in_a_test_of_ones_own() -> None:
-    """As the README has it; and what ends a run is explained."""
+    """As the README has it. Lightning's own message explains a variant that does not run."""
     flags = {"trainer.use_distributed_sampler": "false", "trainer.accelerator": "cpu"}
     found = same_training("faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags)
     assert not found
-    assert "because parameters that take no part in the loss: spare.weight, spare.bias" in repr(found)
     assert "ddp_find_unused_parameters_true" in repr(found)
     assert "Not the same training as on one device: ddp × 2, in the first 4 of 8 batches of an epoch." in repr(found)

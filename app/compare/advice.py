@@ -9,8 +9,8 @@ from app.record import PHASES
 from app.record.words import bottleneck
 from app.system.page import plain
 
-NEARLY_FULL = 80.0  # percentage of a device's memory from which memory is the bottleneck
-BUSY = 0.1  # share of the cores that other programs may take without disturbing a run
+NEARLY_FULL = 80.0  # if a variant uses this percentage of a device's memory, memory is a bottleneck
+BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
 NAMED = 3  # largest number of variants to name in a sentence
 
 
@@ -42,8 +42,8 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     """Recommend the fastest variant, or report a tie.
 
     Two variants differ if the ranges of their runs do not overlap and their medians differ by more than either range.
-    A single run has no range, so it decides nothing. Among equally fast variants, recommend the one with the fewest
-    devices.
+    A variant with a single run has no range, so single runs decide nothing. Among equally fast variants, recommend the
+    one with the fewest devices.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -92,9 +92,9 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    A second that a core spends on another program delays the run by at most one second. So a run that lacked a share s
-    of a core would be at most 1 / (1 - s) times as fast on a quiet machine. If a whole core was lacking, this bound is
-    infinite.
+    A second that a core spends on another program delays the run by at most one second. So a run that lacked the share
+    s of one core would be at most 1 / (1 - s) times as fast on a quiet machine; a run that lacked a whole core may be
+    any times as fast.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -170,14 +170,14 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
 
 
 def _apart(one: pd.Series, other: pd.Series) -> bool:
-    """Return whether `one` is faster than `other` by more than either's spread over its runs."""
+    """Return whether `one` is faster than `other` by more than the spread of either one's runs."""
     spread = max(row["samples_per_s_max"] - row["samples_per_s_min"] for row in (one, other))
     faster = one["samples_per_s_min"] > other["samples_per_s_max"]
     return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)
 
 
 def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
-    """Return the variants that tie with the best one; a pair of single runs cannot tie."""
+    """Return the variants that tie with the best one; two variants with a single run each cannot tie."""
     others = [row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1]
     return [row for row in others if not _apart(best, row)]
 

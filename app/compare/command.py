@@ -3,7 +3,6 @@
 import datetime
 import os
 import shlex
-import sys
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -24,9 +23,10 @@ from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
 from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
+from app.runs import CommandLine
 from app.system.files import read_json, write_json
-from app.system.machine import driver, hardware, usable_cores, versions
-from app.system.terminal import working
+from app.system.machine import busy, driver, hardware, usable_cores, versions
+from app.system.terminal import make_console, working
 from app.variant import INHERITED, Variant
 
 DEFAULT = "configs/compare/this_machine.yaml"
@@ -53,8 +53,7 @@ def run(arguments: list[str]) -> int:
     """
     options, experiment, typed = _parse(arguments)
     variants = expand(experiment, typed)
-    width = None if sys.stdout.isatty() else 110  # a pipe has no width
-    console = Console(width=width, soft_wrap=True, markup=False, highlight=False)
+    console = make_console(soft_wrap=True, markup=False, highlight=False)
     folder = Path(options.root, "compare", str(experiment.name))
     fingerprint = _fingerprint(experiment, variants, options.wandb)
     name = _version(folder, fingerprint, options.fresh)
@@ -68,7 +67,7 @@ def run(arguments: list[str]) -> int:
     if not (folder / "experiment.json").exists():
         write_json(folder / "experiment.json", asdict(experiment) | fingerprint)
     head: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "app", "compare", *arguments]),
+        "command": str(CommandLine(["compare", *arguments])),
         "load": os.getloadavg()[0],
         "usable_cores": usable_cores(),
         "hardware": hardware(),
@@ -79,8 +78,8 @@ def run(arguments: list[str]) -> int:
     console.print(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
     if done:
         console.print(f"{done} runs are done already; --fresh starts over")
-    if head["load"] > usable_cores() / 4:
-        console.print(f"warning: the load average is {head['load']:.1f}: other programs will disturb the measurement")
+    if warning := busy():
+        console.print(f"warning: {warning}")
     try:
         _follow(runner, console)
     finally:
@@ -107,7 +106,8 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
     """Return the options of `compare`, the experiment, and the command line's flags of `fit`."""
     own, flags = split_flags(arguments, ["--experiment"])
-    file = shipped(dict(flags).get("--experiment", DEFAULT))
+    configs, typed = by_name(flags)
+    file = shipped(typed.pop("experiment", DEFAULT))
     parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
     parser.add_argument("--dry_run", type=bool, default=False, help="only print the commands and the estimated time")
@@ -115,8 +115,6 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     parser.add_argument("--wandb", type=bool, default=False, help="track the runs and the report in Weights & Biases")
     parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
     parser.add_class_arguments(Experiment)
-    if {"-h", "--help"} & set(own):
-        parser.parse_args(["--help"])
     settings = [field.name for field in fields(Experiment)]
     for key in read_yaml(file, "--experiment").keys() - settings:
         raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")
@@ -130,13 +128,12 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     options = parser.instantiate_classes(options)
     experiment = Experiment(**{name: options[name] for name in settings})
     experiment.name = experiment.name or Path(file).stem
-    experiment.configs += [value for flag, value in flags if flag == "--config"]
-    typed = by_name([(flag, value) for flag, value in flags if flag not in ("--config", "--experiment")])
+    experiment.configs += configs
     return options, experiment, typed
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Return the settings that all runs of one report share."""
+    """Return the settings that all runs of one report share; other settings begin a new report."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},
@@ -148,16 +145,12 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
-    """Return the newest version if its fingerprint is equal, else a new version."""
+    """Return the folder of the newest report, to continue it, if its fingerprint is equal; else a new folder."""
     version = next_version(str(folder.parent), folder.name)
     newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
     if fresh or not (newest / "experiment.json").exists():
         return version
-    try:
-        earlier = read_json(newest / "experiment.json")
-    except ValueError as error:
-        print(f"{error}: a new report begins", file=sys.stderr)
-        return version
+    earlier = read_json(newest / "experiment.json")
     return newest.name if earlier.items() >= fingerprint.items() else version
 
 

@@ -104,7 +104,7 @@ def _throughput(
     if ideals.notna().any():
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2)
         legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
-    room = 0.2 * most.max()  # width of a label; the next line moves labels off the marks of ideal throughput
+    room = 0.2 * most.max()  # width of a label; a label that would cover a mark of the ideal begins behind it
     ends = most.where(~ideals.between(most, most + room), ideals)
     for place, (name, end) in enumerate(ends.items()):
         axes.annotate(rate(rates[str(name)]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
@@ -116,7 +116,7 @@ def _throughput(
 
 
 def _alike(lines: dict[str, pd.DataFrame], baseline: str) -> dict[str, float]:
-    """Return the variants whose curves coincide with the baseline's, and their largest differences from it."""
+    """Return each variant whose curve coincides with the baseline's, with its largest difference from that curve."""
     losses = {name: line["loss"] for name, line in lines.items()}
     reference = losses.get(baseline, next(iter(losses.values())))
     close = ALIKE * (max(map(max, losses.values())) - min(map(min, losses.values())))
@@ -137,7 +137,7 @@ def _coinciding(alike: dict[str, float], count: int) -> str:
 def _loss(
     axes: Axes, lines: dict[str, pd.DataFrame], alike: dict[str, float], baseline: str, recommended: str | None
 ) -> None:
-    """Draw the runs' median, with a band for their range; curves that coincide with the baseline's are one line."""
+    """Draw each variant's median with a band for the range of its runs; curves that coincide are one line."""
     first, *others = alike
     names = [first, *(name for name in lines if name not in alike)]
     colours = dict(zip(names, COLOURS, strict=False))

@@ -86,10 +86,10 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     - Times, losses, accuracies: medians over the runs.
     - Peak memory: maximum over the runs.
     - speed_up: samples/s divided by the baseline's.
-    - efficiency: speed-up divided by the ratio of device counts. Except in the baseline's row, it is NaN if the counts
-      are equal or the baseline uses all cores.
+    - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. NaN for other variants with the
+      baseline's number of devices, and for all others if the baseline uses all cores.
     - less_accurate: 1 where val_acc is below the baseline's by more than chance explains.
-    - Phases of a step: proportions of the timed steps, scaled to the step time of samples_per_s.
+    - Phases of a step: milliseconds of the timed steps, scaled so that they add up to the step time of samples_per_s.
     """
     table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=list(COLUMNS))
     table = table.astype({name: float for name in table if name not in TEXT})
@@ -97,7 +97,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     base = table[table["variant"] == baseline].iloc[0]
     table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
-    # two standard errors of the difference between two accuracies, each measured on `val_images` images
+    # two standard errors of a difference between two accuracies, each measured on `val_images` images
     error = 2 * (2 * base["val_acc"] * (1 - base["val_acc"]) / base["val_images"]) ** 0.5
     table["less_accurate"] = (base["val_acc"] - table["val_acc"] > error).astype(float)
     grown = table["replicas"] / base["replicas"]

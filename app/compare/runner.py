@@ -1,9 +1,8 @@
-"""Runner of an experiment: runs the variants in turn, and continues an interrupted experiment."""
+"""Runs of an experiment: each variant in turn; an interrupted experiment continues."""
 
 import datetime
 import shutil
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,8 @@ class Outcome:
     Attributes:
         variant: The variant.
         records: The records of its runs, by repeat.
-        status: `waiting`, `measured`, `slow`, `skipped`, `failed`, `starting` or `hanging`. The time limit
-            stops a `slow` run (clean end, with a record of its steps so far), a `starting` run (before its first step)
-            and a `hanging` run (killed).
+        status: `waiting`, `measured`, `skipped` or `failed`. A run that reaches the time limit is `slow` if it stops
+            cleanly (its steps so far count), `starting` before its first step, and `hanging` if it must be killed.
         reason: Reason of a skip, failure or stop, in one line.
         tail: Last output lines of a run that failed or hung.
     """
@@ -37,7 +35,7 @@ class Outcome:
 
     @property
     def medians(self) -> list[float]:
-        """Samples/s of each run with at least one window."""
+        """Samples/s of each run with at least one logging window."""
         return [record.throughput.median for record in self.records.values() if record.throughput.median is not None]
 
 
@@ -53,14 +51,15 @@ class Runner:
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
-        flags = {"warmup_epochs": experiment.warmup_epochs, "on_nonfinite": "warn"}  # measure with a NaN loss, too
-        self.more = [part for name, value in flags.items() for part in (f"--run.{name}", str(value))] + more
+        self.more = ["--run.warmup_epochs", str(experiment.warmup_epochs), *more]
+        self.more += ["--run.on_nonfinite", "warn"]  # a run goes on after a NaN loss
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
             if outcome.variant.lacking:
                 outcome.status, outcome.reason = "skipped", outcome.variant.lacking
             for repeat in range(1, experiment.repeats + 1):
-                record = self._read(outcome.variant, repeat)
+                path = self.folder(outcome.variant, repeat) / "version_0" / "run.json"
+                record = Record.load(path) if path.exists() else Record()
                 if record.status == "completed" and record.wall_s is not None:
                     outcome.records[repeat] = record
                 elif record.status == "interrupted" and (record.time_limit or 0.0) >= experiment.time_limit:
@@ -72,18 +71,9 @@ class Runner:
         """Return the folder of one run."""
         return self.directory / "runs" / f"repeat_{repeat}" / variant.slug
 
-    def _read(self, variant: Variant, repeat: int) -> Record:
-        path = self.folder(variant, repeat) / "version_0" / "run.json"
-        try:
-            return Record.load(path) if path.exists() else Record()
-        except ValueError as error:
-            print(f"{error}: the run is repeated", file=sys.stderr)
-            return Record()
-
     def measured_at(self) -> str | None:
         """Return the time of the last run."""
-        runs = [self.folder(outcome.variant, repeat) for outcome in self.outcomes for repeat in outcome.records]
-        ends = [(folder / "version_0" / "run.json").stat().st_mtime for folder in runs]
+        ends = [path.stat().st_mtime for path in self.directory.glob("runs/*/*/version_0/run.json")]
         return datetime.datetime.fromtimestamp(max(ends)).astimezone().isoformat(timespec="seconds") if ends else None
 
     def commands(self, variant: Variant, repeat: int) -> str:
@@ -99,16 +89,9 @@ class Runner:
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Estimate the seconds of the missing runs from earlier runs; return None without one."""
-        means = {
-            outcome.variant.name: statistics.mean(record.wall_s or 0.0 for record in outcome.records.values())
-            for outcome in self.outcomes
-            if outcome.records
-        }
-        if not means:
-            return None
-        usual = statistics.mean(means.values())
-        return sum(means.get(outcome.variant.name, usual) for _, outcome in self.todo())
+        """Estimate the seconds of the missing runs by the mean of the earlier ones; return None without one."""
+        walls = [record.wall_s or 0.0 for outcome in self.outcomes for record in outcome.records.values()]
+        return statistics.mean(walls) * len(list(self.todo())) if walls else None
 
     def run(self, repeat: int, outcome: Outcome) -> None:
         """Run a variant once.
@@ -140,7 +123,7 @@ class Runner:
                 outcome.reason += ": see --time_limit"
 
     def _keep_slow(self, outcome: Outcome, repeat: int, record: Record) -> None:
-        """Keep the record of a run that the time limit stopped. Without later windows, measure its warm-up."""
+        """Keep the record of a run that stopped at the time limit; measure its warm-up if it got no further."""
         outcome.records[repeat], outcome.status = record, "slow"
         after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]

@@ -259,14 +259,16 @@ def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[s
     return remaining, flags
 
 
-def by_name(flags: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return flags of `fit` by name without dashes; the last value wins.
+def by_name(flags: Sequence[tuple[str, str]]) -> tuple[list[str], dict[str, str]]:
+    """Return the configs among flags of `fit`, and the other flags by name without dashes; the last value wins.
 
     Raises:
         UserError: When a flag that appends to a list is given twice, because both values count.
     """
-    names = [flag[2:] for flag, _ in flags]
+    configs = [value for flag, value in flags if flag == "--config"]
+    others = [(flag[2:], value) for flag, value in flags if flag != "--config"]
+    names = [name for name, _ in others]
     for name in names:
         if name.endswith("+") and names.count(name) > 1:
             raise UserError(f"--{name}= is given twice: put the list into a --config")
-    return dict(zip(names, (value for _, value in flags), strict=True))
+    return configs, dict(others)

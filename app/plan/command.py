@@ -3,8 +3,6 @@
 import itertools
 import math
 import re
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,11 +12,9 @@ import psutil
 import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
-from rich.console import Console
 from rich.markdown import Markdown
 
 from app.errors import UserError
-from app.fit.arguments import read_yaml
 from app.fit.configuration import resolve, split_flags
 from app.fit.parser import PlainParser
 from app.fit.resolved import Resolved
@@ -26,11 +22,12 @@ from app.monitor.loggers import claim_version
 from app.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
 from app.plan.measure import measure_steps, profile_gradients, read_record, timed
 from app.plan.report import PICTURES, advice, draw_pictures, heading, notes, origin, predictions
+from app.runs import CommandLine
 from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
 from app.system.page import Section, code, page, plain
-from app.system.terminal import working
+from app.system.terminal import make_console, working
 
 USAGE = """\
 python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]
@@ -77,7 +74,7 @@ class Basis:
         cuda: Whether the device is a GPU.
         threads: Number of threads of a process on a CPU.
         source: Origin of the step's times, in words.
-        devices: Number of processes that the measured machine can run without sharing GPUs or cores.
+        devices: Number of processes that the measured machine can run, each with its own GPU or cores.
         cautions: Sentences about effects that the predictions ignore.
     """
 
@@ -105,7 +102,7 @@ def run(arguments: list[str]) -> int:
     """
     own, flags = split_flags(arguments)
     options = _parse(own)
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=110, highlight=False)
+    console = make_console(highlight=False)
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
             raise UserError(f"{flag} {value}: --run already defines the steps: leave it out")
@@ -123,7 +120,7 @@ def run(arguments: list[str]) -> int:
         )
 
     folder = claim_version(Path(options.root, "plan"))
-    command = shlex.join(["python", "-m", "app", "plan", *arguments])
+    command = str(CommandLine(["plan", *arguments]))
     title, text = heading(table, basis.config, basis.batch), "\n\n".join(advice(table, options.scale_batch))
     reading = "\n\n".join([*notes(table, machines), *basis.cautions])
     figures = "\n".join(f'![{caption}]({name} "{caption}")' for name, caption in PICTURES.items())
@@ -187,9 +184,8 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     threads = torch.get_num_threads() if threads == "auto" else threads
     cautions: list[str] = []
     if records:
-        configs = [read_yaml(str(record.config)) for record in records]
-        models = [(c.get("model"), r.precision, r.threads) for c, r in zip(configs, records, strict=True)]
-        if any(model != models[0] for model in models):
+        settings = [(record.model, record.precision, record.threads) for record in records]
+        if any(each != settings[0] for each in settings):
             raise UserError("the runs of --run differ in model, precision or threads: vary only the batch size")
         cuda, threads = records[0].accelerator == "cuda", records[0].threads
         gpus = len(records[0].hardware.gpus) if records[0].hardware else 0
@@ -232,7 +228,7 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
-    """Return the machines to predict for, and the origin of their network's figures, in words."""
+    """Return the machines whose training is predicted, and the origin of their network's figures, in words."""
     within, between = (
         {name: options[prefix + name] for name in ("bandwidth", "latency") if options[prefix + name] is not None}
         for prefix in ("", "node_")

@@ -42,7 +42,7 @@ import pandas as pd
 
 from app.system.interconnect import Link, fit_line
 
-AGREEMENT = 8  # bytes of the all-reduce in app.launch.signals
+AGREEMENT = 8  # bytes of the all-reduce by which ranks agree on stopping, in app.launch.signals
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes; defaults of torch.nn.parallel.DistributedDataParallel
 
 
@@ -82,8 +82,8 @@ class Step:
         update: Optimizer step.
         rest: Remaining time.
         buckets: Gradients, in the order in which they become ready.
-        launch_known: Whether the lines were fitted to more than one batch size; otherwise, their offset is 0.
-        spread: Fastest and slowest measurement, relative to the lines.
+        launch_known: Whether the lines were fitted to several batch sizes. With one size, their offset is taken as 0.
+        spread: Times of the fastest and the slowest measured step, relative to the fitted time.
     """
 
     data: Line
@@ -144,7 +144,7 @@ class Timed:
     Attributes:
         images: Number of images of a batch on the device.
         phases: Milliseconds of each phase, as `time_per_step` in run.json.
-        windows: Median rate divided by the fastest window's rate, and by the slowest window's.
+        windows: Step times of the fastest and the slowest logging window, relative to the median window's.
     """
 
     images: float
@@ -188,7 +188,7 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
 
 
 def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int) -> tuple[float, float]:
-    """Return the fastest and the slowest measured all-reduce, relative to the fitted link's prediction.
+    """Return the times of the fastest and the slowest all-reduce, relative to the fitted link's prediction.
 
     Args:
         measured: Bytes and seconds of each all-reduce.
@@ -219,14 +219,14 @@ def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines to predict.
+    """Machines whose training is predicted.
 
     Attributes:
         per_node: Number of devices per node.
         link: Link between devices within a node.
         node_link: Link between nodes; None if unknown, so that only one node can be predicted.
         shared: Whether the devices of a node are cores of one CPU, with one memory and one thread that feeds them.
-        link_spread: Fastest and slowest measured all-reduce, relative to `link`.
+        link_spread: Times of the fastest and the slowest measured all-reduce, relative to `link`'s prediction.
         price_per_hour: Price of one device for an hour, or None.
     """
 
@@ -300,8 +300,8 @@ def _seconds(
 ) -> float:
     """Predict the seconds of a step with slower devices and a slower link.
 
-    The whole step is multiplied by `compute`. The link is faster by the same factor, so that communication is slower
-    only by `sending`.
+    The whole step is multiplied by `compute`, communication included. Communication must be slower by `sending` alone,
+    so the link is made faster by `compute` first.
 
     Args:
         strategy: `ddp` or `dp`.

@@ -14,7 +14,7 @@ from app.system.page import table as page_table
 
 ENDS = ("_low", "", "_high")
 PICTURES = {"samples_per_s": "Samples/s", "efficiency": "Samples/s of each device, relative to one device's"}
-ENOUGH = 0.5  # a variant of lower efficiency is not recommended
+ENOUGH = 0.5  # only a variant of higher efficiency is recommended
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
@@ -106,7 +106,7 @@ def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure |
 
 
 def _draw_ways(axes: Axes, table: pd.DataFrame, name: str, per_node: int) -> None:
-    """Draw one quantity of ddp, dp and the ideal against the number of devices."""
+    """Draw a column of the table, for ddp, dp and the ideal, against the number of devices."""
     ddp, dp = (table[rows].set_index("devices") for rows in (table["strategy"] != "dp", table["strategy"] == "dp"))
     low, middle, high = (ddp[name + end] for end in ENDS)
     axes.fill_between(ddp.index, low, high, color=BLUE, alpha=0.15, linewidth=0)

@@ -24,7 +24,7 @@ Positive = Annotated[float, Interval(gt=0, lt=LIMIT)]
 
 @dataclass
 class Epoch:
-    """Metrics and throughput of an epoch; `whole` is false if the epoch was interrupted."""
+    """Metrics and throughput of an epoch; `whole` is false if the run stopped within the epoch."""
 
     epoch: Int
     whole: bool = True
@@ -66,7 +66,7 @@ class Throughput:
 
 @dataclass
 class Phases:
-    """Milliseconds of each phase of a step; `launch` is the host's part of forward and backward."""
+    """Milliseconds of each phase of a step; `launch` is the host's time to launch forward and backward."""
 
     data: Float = 0.0
     forward_backward: Float = 0.0
@@ -155,7 +155,10 @@ class Hardware:
 
 @dataclass
 class Part:
-    """Part of a training, which a resume continues; in `Record.parts`, `train_s` is the seconds of this part alone."""
+    """Training from a start or a resume to its end.
+
+    A resumed run lists the earlier parts in `Record.parts`. There, `train_s` counts one part; in the record, all.
+    """
 
     # outcome
     status: str = "running"
@@ -273,14 +276,14 @@ class Record(Part):
 
     @property
     def accelerator(self) -> str:
-        """Type of the devices, `cpu` or `cuda`, …; before the memory is recorded, guessed from the machine's GPUs."""
+        """Type of the devices, such as `cuda`; without recorded memory, `cuda` if the machine has GPUs, else `cpu`."""
         if self.peak_memory:
             return self.peak_memory[0].device.partition(":")[0]
         return "cuda" if self.hardware and self.hardware.gpus else "cpu"
 
 
 def mark_failed(directory: str, reason: str) -> None:
-    """Write the reason of a failure into a run's record, because a killed process cannot write it.
+    """Write the reason of a failure into a run's record, if the run's own process cannot, because it was killed.
 
     Args:
         directory: Directory of the run.
@@ -295,7 +298,7 @@ def mark_failed(directory: str, reason: str) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop nulls, so that their fields get their defaults."""
+    """Drop nulls, so that the fields get their defaults."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Starter of runs: runs `python -m app fit` in separate processes, and returns the record.
+"""Start of runs: `python -m app fit` in separate processes, and the record that it writes.
 
 `compare`, `verify`, `plan`, `replay` and `doctor` run `fit` this way, because a new process has a fresh accelerator,
 its own threads, and default settings.
@@ -135,7 +135,7 @@ def last_lines(folder: Path, count: int = 12) -> list[str]:
 
 
 def _records(folder: Path) -> set[tuple[Path, int]]:
-    """Return the records of a folder's runs, with the time of their last change."""
+    """Return the paths of the records in a folder, with the times of their last change."""
     return {(path, path.stat().st_mtime_ns) for path in folder.glob("version_*/run.json")}
 
 

@@ -141,11 +141,6 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def superscript(power: int) -> str:
-    """Return an exponent in Unicode superscript, as in 10⁻⁶."""
-    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
 def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Write lines' names at their right ends, and move overlapping names apart.
 

@@ -1,10 +1,17 @@
-"""Progress line of a long command."""
+"""Terminal output of long commands."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+def make_console(**options: Any) -> Console:
+    """Return a console with the terminal's width; a file or a pipe has none, so it gets 110 columns."""
+    return Console(width=None if sys.stdout.isatty() else 110, **options)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Verification that any model trains the same in every way of running, such as dp, ddp, or after a resume."""
+"""Verification that a model trains the same on one device, under dp and ddp, on several nodes, and after a resume."""
 
 import tempfile
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def same_training(
         model: Import path of the LightningModule.
         data: Import path of the LightningDataModule.
         flags: Flags of `fit`, without dashes: `{"data.batch_size": 32}`.
-        ways: Further variants: flags of `fit` by name, such as `{"ddp × 3": {"trainer.devices": 3}}`.
+        ways: Further variants, each a name with its flags of `fit`, such as `{"ddp × 3": {"trainer.devices": 3}}`.
         steps: Number of optimizer steps of each run.
         quick: Whether to run only one device, two processes, and stop and resume.
 

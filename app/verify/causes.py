@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.verify.differences import TOLERANCE, Parting, Recorded, apart, weights_apart
+from app.verify.differences import TOLERANCE, Difference, Recorded, apart, weights_apart
 
 
-class Cause(NamedTuple):
+@dataclass(frozen=True)
+class Cause:
     """Cause of a difference.
 
     Attributes:
@@ -29,13 +31,13 @@ class Case(NamedTuple):
     Attributes:
         reference: Recording of the reference.
         way: Recording of the variant.
-        differences: First difference in each column, such as `loss`.
+        differences: First difference in each column of the table, such as `loss`.
         replicas: Number of devices that share a batch.
     """
 
     reference: Recorded
     way: Recorded
-    differences: dict[str, Parting]
+    differences: dict[str, Difference]
     replicas: int
 
     @property
@@ -44,7 +46,7 @@ class Case(NamedTuple):
         return self.replicas > 1 or self.way.facts["accumulate"] > self.reference.facts["accumulate"]
 
 
-ORDER, SHARDS = ("run.global_order", "true"), ("run.virtual_devices", "4")  # flags that remove causes
+ORDER, SHARDS = ("run.global_order", "true"), ("run.virtual_devices", "4")  # flags of `fit` that remove many causes
 OURS = "--run.global_order true: ranks share one permutation and every batch of it"
 BITS = "--run.virtual_devices 4 (not for dp)"
 
@@ -68,7 +70,7 @@ def _samples(case: Case) -> Cause | None:
         return Cause(text, f"keep the global batch; or {OURS}")
     here, there = way.steps[place.step], reference.steps[place.step]
     is_per_rank = world > 1 and len(here.samples) == world * len(there.samples)
-    if _split(case) and not is_per_rank:
+    if _split(case) and not is_per_rank:  # the other split explains the other samples
         return None
     if _other_pixels(case):
         return Cause(
@@ -92,11 +94,6 @@ def _samples(case: Case) -> Cause | None:
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
         )
     twice = sum(count - 1 for count in Counter(sample for share in shares for sample in share).values())
-    if place.step and twice:
-        return Cause(
-            f"shares are padded to equal size: {twice} samples of the first epoch were seen twice",
-            f"weight each rank's loss by its samples instead (torch's DistributedSampler repeats); or {OURS}",
-        )
     if twice >= world > 1:
         return Cause(
             f"ranks draw their shares from different permutations: {twice} of {sum(map(len, shares))} samples of the "
@@ -111,13 +108,13 @@ def _samples(case: Case) -> Cause | None:
     ours, theirs = way.facts["sampler"], reference.facts["sampler"]
     by = f": here by {ours}, there by {theirs}" if ours != theirs else ""
     return Cause(
-        f"samples come in another order{by}, from other random numbers: the same training only on average",
+        f"samples come in another order{by}: the same training only on average",
         f"draw one permutation from the seed, and divide it among the ranks: {OURS}",
     )
 
 
 def _other_pixels(case: Case) -> bool:
-    """Return whether a step has the reference's labels, but none of its samples."""
+    """Return whether all steps have the reference's labels, but the first differing step has none of its samples."""
     place = case.differences.get("samples")
     if place is None or place.step is None:
         return False
@@ -150,6 +147,7 @@ def _same_order(recorded: Recorded) -> bool:
 
 
 def _lost_order(case: Case, number: int) -> Cause:
+    """Return the cause of other samples in a resumed run's step."""
     samples = Counter(map(str, case.way.steps[number].samples))
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
     change = "draws new samples"
@@ -172,9 +170,9 @@ def _rates(case: Case) -> Cause | None:
             "advance it once per optimizer step, as Lightning does with interval: step",
         )
     number = place.step or 0
-    pairs = zip(way.steps[number].rates[0], reference.steps[number].rates[0], strict=False)
+    pairs = zip(way.steps[number].rates, reference.steps[number].rates, strict=False)
     ratios = {round(here / there, 6) for here, there in pairs if there}
-    first = next((step.number for step in reference.steps if any(step.rates[0])), 0)  # skips a warm-up's rate of 0
+    first = next((step.number for step in reference.steps if any(step.rates)), 0)  # skips a warm-up's rate of 0
     if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
         by = "the number of ranks" if ratio == len(way.ranks) else "a setting that differs"
         return Cause(
@@ -208,7 +206,7 @@ def _rates(case: Case) -> Cause | None:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """Yield causes within a step: BatchNorm, and random numbers."""
+    """Yield causes that arise when a batch is divided or a run resumed: BatchNorm, and random numbers."""
     facts, resumed = case.way.facts, case.way.resumed_at is not None
     is_same_order = "samples" not in case.differences or _other_pixels(case)
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):
@@ -231,6 +229,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
 
 
 def _gradients(case: Case) -> Iterator[Cause]:
+    """Yield causes in the loss, or between the backward pass and the optimizer."""
     way, reference, differences = case.way, case.reference, case.differences
     place = differences.get("gradients") or differences.get("loss")
     if "samples" in differences or place is None or place.step is None:
@@ -259,19 +258,10 @@ def _gradients(case: Case) -> Iterator[Cause]:
             f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the reference",
             "return the mean over samples: ddp averages the ranks' gradients",
         )
-    ours, theirs = (
-        [str(step.number + 1) for step in run.steps if any(rank.get("skipped") for rank in step.ranks)]
-        for run in (way, reference)
-    )
-    if ours != theirs:
-        yield Cause(
-            f"float16's scaler skips steps {_some(ours)}, and {_some(theirs)} in the reference",
-            "--trainer.precision bf16-mixed, or a lower init_scale",
-        )
 
 
 def _state(case: Case) -> Iterator[Cause]:
-    """Yield causes in the state: it differs between ranks, or is lost in an attribute."""
+    """Yield causes in the model's state: ranks that differ at the end, and attributes that a resume or dp loses."""
     way, reference, differences = case.way, case.reference, case.differences
     first, trained = way.ranks[0]["digests"], way.ranks[0]["parameters"]
     names = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
@@ -340,16 +330,5 @@ def _some(names: list[str]) -> str:
 
 
 def rounding() -> Cause:
-    """Return the cause of different bits when no other cause is known."""
+    """Return the cause of different bits if no other cause is known."""
     return Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)
-
-
-def unused(reference: Recorded) -> Cause:
-    """Return the cause of a failure under ddp: parameters without a gradient in the reference."""
-    used = reference.steps[0].gradients
-    names = [name for name in reference.ranks[0]["parameters"] if name not in used]
-    return Cause(
-        f"parameters that take no part in the loss: {_some(names) if names else 'of some steps'}: ddp waits for their "
-        "gradients",
-        "--trainer.strategy ddp_find_unused_parameters_true, or leave them out of the model",
-    )

@@ -1,20 +1,19 @@
 """Command `python -m app verify`: parses flags, runs the variants, and reports differences and causes."""
 
-import shlex
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from rich.console import Console
 
 from app.errors import UserError
 from app.fit.arguments import read_yaml
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
 from app.monitor.loggers import claim_version
+from app.runs import CommandLine
 from app.system.files import write_json
+from app.system.terminal import make_console
 from app.verify.proof import Prover, Settings
 from app.verify.report import write_report
 
@@ -38,13 +37,13 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: For invalid flags, or when the training fails on one device.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=110)
+    console = make_console()
     options, prover = _parse(arguments)
     prover.say = lambda line: console.print(line, style="dim", highlight=False)
     prover.folder = claim_version(Path(options.root, "verify"))
     verdict = prover.run()
     verdict.show(console)
-    command = shlex.join(["python", "-m", "app", "verify", *arguments])
+    command = str(CommandLine(["verify", *arguments]))
     console.print(f"report  {write_report(verdict, command, prover.folder)}", soft_wrap=True, highlight=False)
     if options.json is not None:
         write_json(Path(options.json), verdict.as_json())
@@ -59,14 +58,12 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
     parser.add_argument("--json", default=None, type=str | None, help="write the result to this file, too")
     parser.add_argument("--ways", default=None, type=str | None, help="YAML file of variants, NAME: {FLAG: VALUE}")
     parser.add_class_arguments(Settings, skip={"ways"})
-    options = parser.parse_args(["--help"] if {"-h", "--help"} & set(own) else own)
+    options = parser.parse_args(own)
     if options.json is not None and (Path(options.json).is_dir() or not Path(options.json).parent.is_dir()):
         raise UserError(f"--json {options.json}: no file can be written there: give another path")
     values = {field.name: options[field.name] for field in fields(Settings)}
     settings = Settings(**values | {"ways": _ways(options.ways)})
-    configs = [value for flag, value in flags if flag == "--config"]
-    typed = by_name([(flag, value) for flag, value in flags if flag != "--config"])
-    return options, Prover(settings, configs, typed, Path(options.root))
+    return options, Prover(settings, *by_name(flags), Path(options.root))
 
 
 def _ways(file: str | None) -> dict[str, dict[str, Any]]:

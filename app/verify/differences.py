@@ -4,9 +4,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,8 +16,8 @@ from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
 TOLERANCE = 1e-5  # tolerance for float32: relative for losses, gradients, and other values above 1
-# losses below this size, and gradients below this share of the largest, are compared absolutely, because they may be
-# differences of larger numbers
+# losses below this value, and gradient norms below this share of the largest norm, are compared absolutely, because
+# such a number may be the difference of larger ones, and has their rounding error
 TINY = 1e-3
 EXACT = 1e-10  # tolerance for float64; smaller differences are rounding
 
@@ -26,7 +27,7 @@ class Recorded:
 
     Args:
         run_dir: Directory of the run.
-        earlier: Recording of the part before a resume.
+        earlier: Recording of the run that this run resumes; its steps come first.
 
     Raises:
         UserError: When the run recorded nothing.
@@ -97,7 +98,7 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """Minimised loss: the mean over ranks."""
+        """Loss that the optimizer minimises: the mean of the ranks' losses."""
         return sum(rank["loss"] for rank in self.ranks) / len(self.ranks)
 
     @property
@@ -117,9 +118,9 @@ class Step:
         return [part for rank in self.ranks for part in rank.get("operations", [])]
 
     @property
-    def rates(self) -> tuple[list[float], list[float]]:
-        """Learning rate and weight decay of each parameter group."""
-        return self.ranks[0].get("rates", []), self.ranks[0].get("decays", [])
+    def rates(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return self.ranks[0].get("rates", [])
 
     @property
     def gradients(self) -> dict[str, float]:
@@ -127,13 +128,14 @@ class Step:
         return self.ranks[0].get("gradients", {})
 
 
-class Parting(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """First difference of a run from the reference.
 
     Attributes:
         where: Step, parameter or metric.
         figures: Values of run and reference, as text.
-        size: Size of the difference, relative for values above 1; infinite for a non-finite value.
+        size: Size of the difference, relative for values above 1; infinite without numbers, or if one is not finite.
         step: Number of the step, or None.
     """
 
@@ -154,15 +156,15 @@ def apart(here: float, there: float, scale: float = 1.0) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Parting]:
+def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Difference]:
     """Return a variant's first difference from the reference, by column; equal columns are absent."""
-    partings: dict[str, Parting] = {}
+    columns: dict[str, Difference] = {}
     for name, look in (("samples", _samples), ("learning rate", _rates), ("loss", _losses), ("gradients", _gradients)):
         pairs = zip(way.steps, reference.steps, strict=False)
         if first := next((place for pair in pairs for place in look(*pair, tolerance)), None):
-            partings[name] = first
-    if "samples" not in partings and len(way.steps) != len(reference.steps):
-        partings["samples"] = Parting("end", f"{len(way.steps)} steps, {len(reference.steps)} in the reference")
+            columns[name] = first
+    if "samples" not in columns and len(way.steps) != len(reference.steps):
+        columns["samples"] = Difference("end", f"{len(way.steps)} steps, {len(reference.steps)} in the reference")
     for name, places in (
         ("weights", weights_apart(reference, way, tolerance)),
         ("evaluation", _evaluation(reference, way, tolerance)),
@@ -170,8 +172,8 @@ def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE
     ):
         worst = max(places, key=lambda place: place.size, default=None)
         if worst is not None:
-            partings[name] = worst
-    return partings
+            columns[name] = worst
+    return columns
 
 
 def largest(reference: Recorded, way: Recorded) -> float:
@@ -188,21 +190,20 @@ def effect(way: Recorded, other: Recorded) -> float:
 
 
 def first_operation(reference: Recorded, way: Recorded) -> str | None:
-    """Return the first operation whose output bits differ, else the first parameter whose gradient's do, or None."""
+    """Return the first operation with other output bits, or else the first gradient with other bits, or else None."""
     for here, there in zip(way.steps, reference.steps, strict=False):
         shards = list(zip(here.operations, there.operations, strict=False))
-        if len(here.operations) != len(there.operations):  # compare operations over the whole batch
+        if len(here.operations) != len(there.operations):  # other shards: compare over the whole batch
             shards = [(_joined(here.operations), _joined(there.operations))]
         for number, pair in enumerate(shards):
             for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):
-                counts = module == "Global" and name.endswith("_")  # metrics that training_step updates
+                counts = module == "Global" and name.endswith("_")  # in-place, outside the network: a metric's state
                 if ours != theirs and len(ours) == len(theirs) and not counts:
                     place = f", shard {number + 1}" if len(shards) > 1 else ""
                     return f"step {there.number + 1}{place}: {name} in {module}"
         mine, wanted = (step.ranks[0].get("bits", {}) for step in (here, there))
         if changed := [name for name in wanted if mine.get(name) != wanted[name]]:
-            operator = reference.ranks[0].get("operators", {}).get(changed[-1], "accumulation")
-            return f"step {there.number + 1}: the gradient of {changed[-1]}, by {operator}"
+            return f"step {there.number + 1}: the gradient of {changed[-1]}"
     return None
 
 
@@ -211,29 +212,27 @@ def _joined(parts: list[list[tuple[str, str, list[str]]]]) -> list[tuple[str, st
     return [(*rows[0][:2], [each for row in rows for each in row[2]]) for rows in zip(*parts, strict=False)]
 
 
-def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
+def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     if Counter(map(str, here.samples)) != Counter(map(str, there.samples)):
         shared = sum((Counter(map(str, here.samples)) & Counter(map(str, there.samples))).values())
         figures = f"{len(here.samples)} samples, {shared} of them among the {len(there.samples)} of the reference"
-        yield Parting(f"step {there.number + 1}", figures, step=there.number)
+        yield Difference(f"step {there.number + 1}", figures, step=there.number)
 
 
-def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
-    for what, ours, theirs in zip(("learning rate", "weight decay"), here.rates, there.rates, strict=True):
-        for group, (value, wanted) in enumerate(zip(ours, theirs, strict=False)):
-            if not math.isclose(value, wanted, rel_tol=1e-9):
-                of = f" of group {group}" if len(theirs) > 1 else ""
-                figures = f"{what}{of} {value:.6g}, {wanted:.6g} in the reference"
-                yield Parting(f"step {there.number + 1}", figures, step=there.number)
+def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
+    for group, (rate, expected) in enumerate(zip(here.rates, there.rates, strict=False)):
+        if not math.isclose(rate, expected, rel_tol=1e-9):
+            figures = f"learning rate of group {group} {rate:.6g}, {expected:.6g} in the reference"
+            yield Difference(f"step {there.number + 1}", figures, step=there.number)
 
 
-def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
+def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     if (size := apart(here.loss, there.loss, TINY)) > tolerance:
         figures = f"{here.loss:.9g}, {there.loss:.9g} in the reference"
-        yield Parting(f"step {there.number + 1}", figures, size, there.number)
+        yield Difference(f"step {there.number + 1}", figures, size, there.number)
 
 
-def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
+def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     scale = max((norm for norm in there.gradients.values() if math.isfinite(norm)), default=1.0) or 1.0
     sizes = {
         name: apart(here.gradients.get(name, math.nan), there.gradients.get(name, math.nan), TINY * scale)
@@ -243,34 +242,31 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Parting]:
     if name and sizes[name] > tolerance:
         ours, theirs = (step.gradients.get(name, math.nan) for step in (here, there))
         figures = f"norm of {name} {ours:.9g}, {theirs:.9g} in the reference"
-        yield Parting(f"step {there.number + 1}", figures, sizes[name], there.number)
+        yield Difference(f"step {there.number + 1}", figures, sizes[name], there.number)
 
 
-def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
+def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
     """Yield the weights and buffers that differ after training, from the reference or between ranks."""
     for name in {*reference.weights, *way.weights}:
-        if name not in reference.weights or name not in way.weights:
-            yield Parting(name, "present in only one run")
-            continue
-        here, there = way.weights[name].double(), reference.weights[name].double()
+        here, there = (run.weights.get(name, torch.empty(0)).double() for run in (way, reference))
         if here.shape != there.shape:
-            yield Parting(name, f"{tuple(here.shape)}, {tuple(there.shape)} in the reference")
+            yield Difference(name, f"shape {tuple(here.shape)}, {tuple(there.shape)} in the reference")
         elif here.numel():
             size = float(((here - there).abs() / there.abs().clamp(min=1)).max())
             if not size <= tolerance:  # true for NaN, too
-                yield Parting(name, f"differs by up to {size:.2g}", math.inf if math.isnan(size) else size)
+                yield Difference(name, f"differs by up to {size:.2g}", math.inf if math.isnan(size) else size)
     for rank, recorded in enumerate(way.ranks):
         for name in way.ranks[0]["parameters"]:
             if recorded["digests"].get(name) != way.ranks[0]["digests"].get(name):
-                yield Parting(name, f"differs between rank 0 and rank {rank}")
+                yield Difference(name, f"differs between rank 0 and rank {rank}")
 
 
-def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
+def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
     seen, wanted = way.evaluated, reference.evaluated
     if seen != wanted:
         twice, missing = (seen - wanted).total(), (wanted - seen).total()
         counts = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
-        yield Parting("samples", f"{' and '.join(counts)}, of {wanted.total()}")
+        yield Difference("samples", f"{' and '.join(counts)}, of {wanted.total()}")
     for rank in range(len(way.ranks)):
         ours, theirs = way.ranks[rank]["metrics"], reference.ranks[0]["metrics"]
         names = ours if rank else {*ours, *theirs}  # some metrics are logged only on rank zero
@@ -278,16 +274,16 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
             here, there = ours.get(name, math.nan), theirs.get(name, math.nan)
             if (size := apart(here, there)) > tolerance:
                 place = f"{name} on rank {rank}" if rank else name
-                yield Parting(place, f"{here:.6g}, {there:.6g} in the reference", size)
+                yield Difference(place, f"{here:.6g}, {there:.6g} in the reference", size)
 
 
-def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Parting]:
+def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
     """Yield differences of the optimizers' and schedulers' states on rank zero, compared by norms."""
     ours, theirs = ({name: each.ranks[0][name] for name in ("optimizers", "schedulers")} for each in (way, reference))
     for path, here, there in _leaves(ours, theirs, ""):
         size = apart(here, there) if isinstance(here, float | int) and isinstance(there, float | int) else math.inf
         if here != there and size > tolerance:
-            yield Parting(path, f"{here}, {there} in the reference", size)
+            yield Difference(path, f"{here}, {there} in the reference", size)
 
 
 def _leaves(here: Any, there: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 
 from app.errors import UserError
 from app.runs import run_fit
-from app.runs.starter import last_lines
 from app.variant import RESERVED, Variant
-from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, rounding, unused
+from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, rounding
 from app.verify.differences import EXACT, TOLERANCE, Recorded, differences, effect, first_operation, largest
 from app.verify.verdict import Result, Verdict
 
@@ -21,7 +20,6 @@ REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
 MAY_BE_ROUNDING = 1e-2  # a larger first difference is not rounding, even in 16 bits
 NUMBERS = ("loss", "gradients", "weights")
-UNUSED = re.compile("find_unused_parameters|finished reduction")
 
 
 @dataclass
@@ -30,7 +28,7 @@ class Settings:
 
     Args:
         steps: Number of optimizer steps of each run.
-        ways: Further variants: flags of `fit`, by name.
+        ways: Further variants, each a name with its flags of `fit`.
         quick: Run only one device, two processes, and stop and resume.
         bits: Require the same bits, and print the first operation whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
@@ -49,7 +47,7 @@ class Prover:
     Args:
         settings: Settings of `verify`.
         configs: Config files of `fit`.
-        typed: Flags of `fit`, without dashes.
+        typed: Flags of `fit` from the command line, by name without dashes.
         folder: Folder of the runs.
         say: Function called with the name of each run.
 
@@ -74,11 +72,6 @@ class Prover:
                 raise UserError(
                     f"--{flag} is a flag of the variants: leave it out, or add a variant of your own by --ways"
                 )
-        for name, each in settings.ways.items():
-            if re.match("fsdp|deepspeed|modelparallel|xla", str(each.get("trainer.strategy"))):
-                raise UserError(
-                    f"--ways: {name}: {each['trainer.strategy']} shards the weights among ranks: leave it out"
-                )
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
@@ -90,9 +83,9 @@ class Prover:
     def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return the variants' flags by name, and the reasons of skipped variants by name."""
         ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
-        left_out: dict[str, str] = {}
+        skipped: dict[str, str] = {}
         if self.settings.quick:
-            return {"ddp × 2": ddp, **self.settings.ways}, left_out
+            return {"ddp × 2": ddp, **self.settings.ways}, skipped
         ways: dict[str, dict[str, Any]] = {
             "dp × 2": {**ddp, "trainer.strategy": "dp"},
             "ddp × 2": ddp,
@@ -100,21 +93,16 @@ class Prover:
             "ddp_spawn × 2": {**ddp, "trainer.strategy": "ddp_spawn"},
             "ddp, 2 nodes": {**ddp, "trainer.devices": 1, "trainer.num_nodes": 2},
         }
-        accumulated = "accumulation × 2"
         sharded = self.config.run.virtual_devices is not None
         if sharded:
-            left_out["dp × 2"] = "--run.virtual_devices needs separate processes"
+            skipped["dp × 2"] = "--run.virtual_devices needs separate processes"
             del ways["dp × 2"]
-        size = self.config.data.get("init_args.batch_size")
-        if self.config.trainer.accumulate_grad_batches != 1:
-            left_out[accumulated] = "--trainer.accumulate_grad_batches is given"
-        elif sharded:
-            left_out[accumulated] = "half a batch has smaller shards"
-        elif not isinstance(size, int) or size % 2:
-            left_out[accumulated] = f"--data.batch_size {size} cannot be halved"
+        accumulated, size = "accumulation × 2", self.config.data.get("init_args.batch_size")
+        if sharded or self.config.trainer.accumulate_grad_batches != 1 or not isinstance(size, int) or size % 2:
+            skipped[accumulated] = "it halves --data.batch_size, which these flags do not allow"
         else:
             ways[accumulated] = {**ALONE, "trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2}
-        return ways | self.settings.ways, left_out
+        return ways | self.settings.ways, skipped
 
     def run(self) -> Verdict:
         """Run all variants, and return the verdict.
@@ -165,7 +153,7 @@ class Prover:
             name: Name of the variant.
             flags: The variant's flags of `fit`.
             reference: Recording to compare with, or None.
-            earlier: Recording of the part before a resume, or None.
+            earlier: Recording of the run that this run resumes, or None.
             steps: Number of optimizer steps; by default the settings'.
             more: Name of a series of runs with additional flags; also the name of its folder.
         """
@@ -190,19 +178,14 @@ class Prover:
             result.failed = record.error
             if record.time_limit is not None:
                 result.failed = f"not finished after {record.time_limit:g} s: see --time_limit"
-            if reference and UNUSED.search("\n".join([str(record.error), *last_lines(folder)])):
-                result.causes = [unused(reference)]
             return result
-        try:
-            result.recorded = Recorded(Path(str(record.run_dir)), earlier)
-        except UserError as error:
-            result.failed = str(error)
-        if reference and result.recorded:
+        result.recorded = Recorded(Path(str(record.run_dir)), earlier)
+        if reference is not None:
             tolerance = 0.0 if self.settings.bits else TOLERANCE
             result.differences = differences(reference, result.recorded, tolerance)
             result.causes = causes(Case(reference, result.recorded, result.differences, variant.replicas))
             if self.settings.bits and result.differences:
-                result.operation = first_operation(reference, result.recorded)
+                result.first_operation = first_operation(reference, result.recorded)
                 if not result.causes and variant.settings.run.virtual_devices is None:
                     result.causes = [rounding()]
         return result
@@ -242,7 +225,9 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, more=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant with flags that remove known causes; add the causes that remain or appear to the result.
+        """Repeat a variant with flags that remove known causes, to find the causes behind them.
+
+        The result gets the further causes, and each cause its effect on the loss.
 
         Args:
             result: Result of a variant that differs.
@@ -316,9 +301,16 @@ def _without_figures(cause: Cause) -> str:
 
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Return a cause with its effect on the loss: `change` if the cause remains, else `removed`."""
+    """Return a cause with its effect on the loss, after a repetition with flags that remove causes.
+
+    Args:
+        cause: The cause.
+        remaining: Texts of the causes that the repetition still shows, without figures.
+        removed: Change of the loss by the causes that the repetition lacks.
+        change: Change of the loss by the remaining causes.
+    """
     if not cause.changes_loss:
         return cause
     if _without_figures(cause) in remaining:
-        return cause._replace(effect=change)
-    return cause if cause.effect is not None else cause._replace(effect=removed)
+        return replace(cause, effect=change)
+    return cause if cause.effect is not None else replace(cause, effect=removed)

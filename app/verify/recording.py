@@ -1,16 +1,16 @@
 """Callback that records every step of a training on each rank."""
 
-import dataclasses
 import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -62,7 +62,6 @@ class Recording(Callback):
         self.record: dict[str, Any] = {"steps": [], "evaluation": {}, "metrics": {}}
         self._step: dict[str, Any] | None = None  # the current step
         self._random = torch.empty(0)
-        self._scale = 0.0
         self._before: dict[str, float] = {}  # metrics at the start of the last validation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -79,10 +78,8 @@ class Recording(Callback):
             with (operations := Operations(samples)), operations.tracker:
                 output = training_step(batch, *args)
             assert self._step is not None
-            if samples:  # skip a stand-in
+            if samples:  # a rank without samples trains on a stand-in
                 self._step.setdefault("operations", []).append(operations.rows)
-            loss: Any = output["loss"] if isinstance(output, dict) else output
-            self.record["operators"] = operators(loss, module)
             return output
 
         return watched
@@ -90,11 +87,10 @@ class Recording(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record possible causes of differences, and limit the epochs."""
         self.record["facts"] = facts(trainer, pl_module)
-        self._scale = scale_of(trainer)
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
-            if trainer.val_check_batch == float("inf"):  # without a length, Lightning validates only at this limit
+            if trainer.val_check_batch == float("inf"):  # a loader without a length: validation needs this limit
                 trainer.limit_train_batches = batches
             elif trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, batches)
@@ -109,14 +105,13 @@ class Recording(Callback):
         self._random = torch.get_rng_state()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Record learning rates and gradients, after their reduction and before clipping."""
-        if self._step is None:  # outside a batch
+        """Record the learning rates, and the gradients after their reduction over ranks and before clipping."""
+        if self._step is None:  # the module steps outside a batch
             return
         for group in optimizer.param_groups:
             self._step.setdefault("rates", []).append(float(group.get("lr") or 0.0))
-            self._step.setdefault("decays", []).append(float(group.get("weight_decay") or 0.0))
         gradients = {name: each.grad for name, each in pl_module.named_parameters() if each.grad is not None}
-        self._step["gradients"] = {name: size(each) for name, each in gradients.items()}
+        self._step["gradients"] = {name: norm(each) for name, each in gradients.items()}
         if self.bits:
             self._step["bits"] = {name: digest(each) for name, each in gradients.items()}
 
@@ -125,7 +120,7 @@ class Recording(Callback):
     ) -> None:
         """Record the loss, and stop training after the last step."""
         step = self._step
-        if step is None:  # the collate function returned None
+        if step is None:  # Lightning skips a batch for which the collate function returns None
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # undo Lightning's division by the number of accumulated batches
@@ -135,8 +130,6 @@ class Recording(Callback):
         if "rates" not in step and (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
         step["loss"], self._step = sum(step["losses"]) / trainer.accumulate_grad_batches, None
-        scale = scale_of(trainer)
-        step["skipped"], self._scale = scale < self._scale, scale
         self.record["steps"].append(step)
         if trainer.global_step >= self.steps * max(len(trainer.optimizers), 1):  # counts all optimizers' steps
             stop_training(trainer, batch_idx)
@@ -174,31 +167,14 @@ class Recording(Callback):
         state = {k: v.detach().cpu() for k, v in pl_module.state_dict().items() if isinstance(v, Tensor)}
         self.record["digests"] = {name: digest(value) for name, value in state.items()}
         self.record["parameters"] = [name for name, each in pl_module.named_parameters() if each.requires_grad]
-        self.record["optimizers"] = [sizes(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers]
+        self.record["optimizers"] = [norms(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers]
         self.record["schedulers"] = schedulers(trainer)
         self.record["attributes"] = attributes(trainer, pl_module)
         folder = Path(str(trainer.log_dir), FOLDER)
         folder.mkdir(parents=True, exist_ok=True)
         if trainer.is_global_zero:
             torch.save(state, folder / "weights.pt")
-        (folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(self.record))
-
-
-def operators(loss: Tensor, module: LightningModule) -> dict[str, str]:
-    """Return the name of the backward operation that computes each parameter's gradient, by parameter."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    made: dict[str, str] = {}
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        for source, _ in node.next_functions if node is not None else ():
-            variable = getattr(source, "variable", None)
-            if variable is not None:
-                made[names.get(id(variable), "")] = node.name()  # type: ignore[union-attr]
-            elif source not in seen:
-                seen.add(source)
-                nodes.append(source)
-    return made
+        (folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(self.record, default=lambda other: None))
 
 
 def digest(value: Tensor) -> str:
@@ -210,7 +186,7 @@ def digest(value: Tensor) -> str:
 def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]:
     """Return ids of a batch's samples, and digests of their integer tensors.
 
-    A sample's id is its row in this application's loaders, and a digest in any other loader.
+    With this application's loaders, the id is the sample's row in the data set; with others, a digest of its tensors.
     """
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
@@ -232,38 +208,26 @@ def unpadded(sample: Tensor) -> Tensor:
     return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
 
 
-def tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, also from nested containers."""
-    if isinstance(batch, Tensor):
-        yield batch
-        return
-    if dataclasses.is_dataclass(batch):
-        batch = vars(batch)
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    for value in values:
-        yield from tensors(value)
+def tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, also from nested containers."""
+    leaves: list[Tensor] = []
+
+    def note(leaf: Tensor) -> Tensor:
+        leaves.append(leaf)
+        return leaf
+
+    apply_to_collection(batch, Tensor, note)
+    return leaves
 
 
-def size(value: Tensor) -> float:
+def norm(value: Tensor) -> float:
     """Return the norm of a tensor."""
     return value.detach().cpu().double().norm().item()
 
 
-def scale_of(trainer: Trainer) -> float:
-    """Return the loss scale of float16's scaler; 0 without a scaler."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return 0.0 if scaler is None else scaler.get_scale()
-
-
-def sizes(state: Any) -> Any:
-    """Return a nested structure with each tensor replaced by its norm, and each non-JSON object by None."""
-    if isinstance(state, Tensor):
-        return size(state)
-    if isinstance(state, dict):
-        return {str(key): sizes(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [sizes(value) for value in state]
-    return state if isinstance(state, bool | int | float | str) else None
+def norms(state: Any) -> Any:
+    """Replace each tensor of a nested structure by its norm."""
+    return apply_to_collection(state, Tensor, norm)
 
 
 def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
@@ -280,7 +244,7 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
 
 @expects("torch:Tensor._backward_hooks", "torch.nn.modules.batchnorm:_BatchNorm", "torch.nn.modules.dropout:_DropoutNd")
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return possible causes of differences: loader, schedule, and layers that use the batch or random numbers."""
+    """Return facts that may explain differences: loader, schedules, and layers that use the batch or random numbers."""
     named = list(module.named_modules())
     return {
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
@@ -308,7 +272,7 @@ def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in ("app", "lightning")]
     owners += [(type(each).__name__, each) for each in theirs]
     return {
-        f"{owner}.{name}".lstrip("."): sizes(value)
+        f"{owner}.{name}".lstrip("."): norms(value)
         for owner, each in owners
         for name, value in vars(each).items()
         if not name.startswith("_") and isinstance(value, bool | int | float | Tensor)

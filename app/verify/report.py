@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from app.system.files import write_text
-from app.system.page import COLOURS, INK, PALE, Section, code, draw, label_lines, page, superscript, table
+from app.system.page import COLOURS, INK, PALE, Section, code, draw, label_lines, page, table
 from app.verify.verdict import Verdict
 
 
@@ -29,7 +29,6 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
     }
     differences = {name: line[: len(reference)] - reference[: len(line)] for name, line in losses.items() if len(line)}
     largest = max((abs(line[np.isfinite(line)]).max(initial=0.0) for line in differences.values()), default=0.0)
-    power = -math.floor(math.log10(largest)) if largest else 0
     colours = dict(zip(losses, itertools.cycle(COLOURS)))
 
     def paint(axes: Axes, lines: dict[str, np.ndarray], label: str) -> None:
@@ -45,9 +44,9 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         label_lines(axes, [(reference[-1], "one device (pale)\nand the others", INK)])
 
     def paint_differences(axes: Axes) -> None:
-        scaled = {name: line * 10.0**power for name, line in differences.items()}
-        paint(axes, scaled, f"difference × 10{superscript(power)}")
-        ends = [(line[-1], name, colours[name]) for name, line in scaled.items()]
+        paint(axes, differences, "difference")
+        axes.ticklabel_format(axis="y", scilimits=(0, 0))
+        ends = [(line[-1], name, colours[name]) for name, line in differences.items()]
         label_lines(axes, [end for end in ends if math.isfinite(end[0])])
 
     title = f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-") if largest else "No difference"

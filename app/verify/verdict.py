@@ -3,7 +3,7 @@
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from app.verify.causes import Cause
-from app.verify.differences import COLUMNS, Parting, Recorded
+from app.verify.differences import COLUMNS, Difference, Recorded
 
 LEGEND = "✓ the same · ≈ rounding · ✗ different, from this step on"
 
@@ -26,7 +26,7 @@ class Result:
         recorded: Recording of the run; None for a failed or skipped run.
         differences: First difference from one device, by column.
         causes: Known causes of the differences.
-        operation: First operation with other bits, with `--bits true`.
+        first_operation: First operation with other bits, with `--bits true`.
         rounding: Differences that are only rounding, by column.
         in_float64: Largest difference in float64, if the variant was repeated in float64.
         failed: Reason of a failure, or None.
@@ -38,10 +38,10 @@ class Result:
     name: str
     command: list[str]
     recorded: Recorded | None = None
-    differences: dict[str, Parting] = field(default_factory=dict)
+    differences: dict[str, Difference] = field(default_factory=dict)
     causes: list[Cause] = field(default_factory=list)
-    operation: str | None = None
-    rounding: dict[str, Parting] = field(default_factory=dict)
+    first_operation: str | None = None
+    rounding: dict[str, Difference] = field(default_factory=dict)
     in_float64: float | None = None
     failed: str | None = None
     skipped: str | None = None
@@ -87,16 +87,22 @@ class Result:
             yield f"  {column}, {difference}"
         if self.in_float64 is not None and not self.rounding:
             yield f"  in float64 the difference is {self.in_float64:.1g}; rounding would nearly vanish"
-        if self.operation:
-            yield f"  first different bits: {self.operation}"
+        if self.first_operation:
+            yield f"  first different bits: {self.first_operation}"
         for cause in self.by_effect:
             change = f" (changes the loss by up to {cause.effect:.1g})" if cause.effect else ""
             yield f"  because {cause.text}{change}"
             yield f"  do      {cause.remedy}"
-        if self.differences and not self.causes and not self.operation:
+        if self.differences and not self.causes and not self.first_operation:
             yield "  the cause is not known"
         if self.remedied:
             yield f"  with    {self.remedied}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as a JSON object, without the recording."""
+        way = asdict(replace(self, recorded=None, causes=self.by_effect)) | {"same": self.same}
+        del way["recorded"], way["behind"]
+        return way
 
 
 @dataclass(repr=False)
@@ -169,20 +175,5 @@ class Verdict:
             "same": bool(self),
             "said": self.conclusion,
             "steps": len(self.reference.steps),
-            "ways": [
-                {
-                    "name": result.name,
-                    "command": result.command,
-                    "same": result.same,
-                    "left_out": result.skipped,
-                    "failed": result.failed,
-                    "rounding": {name: difference._asdict() for name, difference in result.rounding.items()},
-                    "in_float64": result.in_float64,
-                    "differences": {name: difference._asdict() for name, difference in result.differences.items()},
-                    "first_operation": result.operation,
-                    "causes": [cause._asdict() for cause in result.by_effect],
-                    "remedied": result.remedied,
-                }
-                for result in self.results
-            ],
+            "ways": [result.as_json() for result in self.results],
         }
