@@ -328,6 +328,8 @@ def test_every_config(
         flags += ["--data.batch_size", "8"]
     if "weights: DEFAULT" in config.read_text():  # needs a download
         flags += ["--model.weights", "null"]
+    if "network: resnet50" in config.read_text():
+        flags += ["--model.network", "resnet18", *options(size=32, resize=36)]
     flags += options(max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x")
     flags += ["--run.virtual_devices", "null"]  # of which Lightning's step knows nothing
     assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)

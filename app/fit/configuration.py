@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -192,6 +193,13 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
         raise UserError(f"{type(error).__name__}: {one_line(str(error))[:300]} (--verbose shows where)") from error
 
 
+@cache
+def _parser_for(command: str, model: str | None, data: str | None) -> ArgumentParser:
+    """Return the parser of a command for the chosen classes; building it takes longer than parsing."""
+    chosen = [f"--{section}={name}" for section, name in (("model", model), ("data", data)) if name is not None]
+    return capture_parser(Flags, [command, *chosen])
+
+
 def resolve(argv: Sequence[str]) -> Namespace:
     """Return a command line's configuration with all defaults.
 
@@ -201,7 +209,10 @@ def resolve(argv: Sequence[str]) -> Namespace:
     Raises:
         UserError: When the command line cannot be read.
     """
-    config = _parse(capture_parser(Flags, argv), read_arguments(argv))
+    arguments = read_arguments(argv)
+    import_trusted_only()
+    parser = _parser_for(*arguments.command, *(arguments.chosen(section) for section in DEFAULTS))
+    config = _parse(parser, arguments)
     check_flags(config[config.subcommand])
     return config[config.subcommand]
 
