@@ -12,6 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+FIRST = "--data.batch_size 128 --model.optimizer.lr 0.1 --model.optimizer.weight_decay 5e-4 --model.warmup 1ep"
+TUNED = "--data.batch_size 32 --model.optimizer.lr 0.01 --model.head_lr 10"
+FRESH = "--data.batch_size 32 --model.optimizer.lr 0.05 --model.warmup 1ep"
 FEW = 200  # images of each class to fine-tune on, and as many to validate
 
 
@@ -30,12 +33,12 @@ def halves(images: Path, place: Path) -> list[Path]:
     return [place / "first", place / "second"]
 
 
-def train(place: Path, name: str, images: Path, epochs: int, rate: float, *flags: str | Path) -> tuple[Path, float]:
+def train(place: Path, name: str, images: Path, epochs: int, *flags: str | Path) -> tuple[Path, float]:
     """Train a ResNet-18; return the run's folder and its best accuracy on the validation images."""
     command = [
         *("fit", "--model", "resnet18", "--data", "ImageFolder", "--data.root", images, "--data.flip", "true"),
-        *("--data.crop_padding", "4", "--model.schedule", "cosine", "--model.warmup", "1ep"),
-        *("--model.optimizer.lr", rate, "--trainer.max_epochs", epochs, "--run.test", "false"),
+        *("--data.crop_padding", "4", "--model.schedule", "cosine", "--trainer.max_epochs", epochs),
+        *("--run.test", "false"),
         *("--run.root", place / "runs", "--run.name", name, *flags),
     ]
     words = list(map(str, command))
@@ -50,11 +53,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         first, second = halves(Path(sys.argv[1]), place)
-        pretrained, accuracy = train(place, "pretrained", first, 8, 0.05)
-        results = {f"8 epochs on the first half ({accuracy:.1%})": accuracy}
-        for epochs, flags in ((5, ("--model.weights", pretrained)), (5, ()), (20, ())):
-            name = f"{epochs} epochs {'from these weights' if flags else 'from scratch'}"
-            results[name] = train(place, name.replace(" ", "_"), second, epochs, 0.01 if flags else 0.05, *flags)[1]
+        pretrained, accuracy = train(place, "pretrained", first, 15, *FIRST.split())
+        results = {f"15 epochs on the first half ({accuracy:.1%})": accuracy}
+        tuned, fresh = [*TUNED.split(), "--model.weights", pretrained], FRESH.split()
+        for epochs, start, flags in ((5, "these weights", tuned), (5, "scratch", fresh), (20, "scratch", fresh)):
+            name = f"{epochs} epochs from {start}"
+            results[name] = train(place, name.replace(" ", "_"), second, epochs, *flags)[1]
         print("\n| on the second half | best validation accuracy |\n|---|---|")
         print(*(f"| {name} | {accuracy:.1%} |" for name, accuracy in results.items()), sep="\n")
 
