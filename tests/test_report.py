@@ -76,8 +76,9 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
     accuracy = f"{100 * record['test']['acc']:.2f} %"
     assert found.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"
     assert found.pictures == [
-        "Training and validation loss against epochs, the learning rate below",
+        "Training and validation loss against epochs",
         "Training and validation accuracy against epochs",
+        "Learning rate against epochs",
         "Counts of label against prediction",
         "Test images, each with its label and its prediction",
         "Samples/s of each logging window, over time",

@@ -150,15 +150,14 @@ DOWN = ["drips", *(pytest.param(how, marks=SLOW) for how in ("refuses", "never a
 
 @pytest.mark.parametrize("server", DOWN)
 def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
-    """The run stays complete offline, the printed command uploads it, and it begins and ends within seconds."""
+    """The run is complete offline, the printed command uploads it, and training waits at most half a minute."""
     with tracker(server) as url:
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
         flags = [*SMALL, *options(max_epochs=2, root=tmp_path, wandb="online")]
         code, out = fork_app("fit", *flags, env=env, timeout=120)
     assert code == 0, out
     assert out.count("Weights & Biases") == 1, "it is said once"
-    said = "does not start (.*limit reached.*)" if server == "is out of quota" else "does not answer"
-    assert re.search(f"Weights & Biases {said}: offline from here on", out)
+    assert re.search("Weights & Biases does not start (.*): offline from here on", out)
     run = tmp_path / "LeNet-Synthetic" / "version_0"
     file, summary = inspect(run)
     assert f"wandb sync {file.parent}\n" in out
@@ -182,10 +181,8 @@ def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.
 
     init = wandb.init
     monkeypatch.setattr(wandb, "init", broken)
-    with pytest.warns(UserWarning, match="the tracker is down"):
-        code, out = app("fit", *SMALL, "--trainer.max_epochs", "1")
-    assert code == 0, out
-    assert calls
+    out = output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1"))
+    assert out.count("Weights & Biases does not start (the tracker is down)") == len(calls) == 2
     run = tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert record_of(run)["status"] == "completed"
     assert (run / "metrics.csv").exists()

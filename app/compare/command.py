@@ -26,7 +26,6 @@ from app.fit.parser import PlainParser
 from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
 from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
-from app.system.terminal import working
 from app.variant import INHERITED, Variant
 
 DEFAULT = "configs/compare/this_machine.yaml"
@@ -186,11 +185,11 @@ def _follow(runner: Runner, console: Console) -> None:
     for outcome in runner.outcomes:
         if outcome.records or outcome.reason:
             report(outcome)
-    with working(console) as activity:
+    with console.status("") as status:
         for repeat, outcome in runner.todo():
             if not outcome.records:
                 console.print(runner.commands(outcome.variant, repeat), style="dim")
-            activity(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
+            status.update(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
             runner.run(repeat, outcome)
             report(outcome)
 

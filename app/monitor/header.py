@@ -68,8 +68,9 @@ def show(name: str, text: str) -> None:
 def counted(network: nn.Module) -> str:
     """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
     known = [each for each in network.parameters() if not isinstance(each, nn.UninitializedParameter)]
-    total, learn = (sum(each.numel() for each in known if each.requires_grad or not only) for only in (False, True))
-    return f"{total:,} parameters" + (f", {learn:,} of them trainable" if learn < total else "")
+    total = sum(each.numel() for each in known)
+    trainable = sum(each.numel() for each in known if each.requires_grad)
+    return f"{total:,} parameters" + (f", {trainable:,} of them trainable" if trainable < total else "")
 
 
 def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
@@ -112,7 +113,7 @@ SHOWN = ("lr", "momentum", "betas", "weight_decay")  # optimizer settings to pri
 def describe(optimizer: Optimizer) -> str:
     """Format an optimizer's class and its first group's settings, such as `SGD, lr 0.1, momentum 0.9`."""
     group = optimizer.param_groups[0]
-    group = {**group, "lr": group.get("initial_lr", group["lr"])}  # not a warm-up's current rate
+    group = {**group, "lr": group.get("initial_lr", group["lr"])}  # the base rate, because a warm-up starts lower
     shown = [f"{name} {_number(group[name])}" for name in SHOWN if group.get(name)]
     return ", ".join([type(optimizer).__name__, *shown])
 

@@ -47,7 +47,7 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
     """Return the trainer's strategy, devices, sizes, precision and placement, by field of the run record."""
     data = getattr(trainer, "datamodule", None)
-    own = data if isinstance(data, ImageData) else None
+    data = data if isinstance(data, ImageData) else None
     loop = trainer.fit_loop.epoch_loop
     shards = loop.virtual_devices if isinstance(loop, ShardedLoop) and trainer.state.fn == "fit" else None
     world = trainer.world_size
@@ -58,12 +58,12 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "world_size": world,
         "replicas": world * len(devices_of(trainer)),
         "precision": trainer.precision,
-        "placement": own and own.placement,
-        "images_left_out": own and own.left_out,
-        "data": own and records.DataSet(type(own).__name__, own.num_classes, {**own.counts}),
+        "placement": data and data.placement,
+        "images_left_out": data and data.left_out,
+        "data": data and records.DataSet(type(data).__name__, data.num_classes, {**data.counts}),
         "threads": torch.get_num_threads(),
-        "global_batch_size": own and own.global_batch_size,
-        "micro_batch": own.micro_batch if own and trainer.state.fn == "fit" else None,
+        "global_batch_size": data and data.global_batch_size,
+        "micro_batch": data.micro_batch if data and trainer.state.fn == "fit" else None,
         "virtual_devices": shards,
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
@@ -107,7 +107,7 @@ class RunRecord(Callback):
         self._validated = self._epoch_validated = False
         self._course = Course()
         self._before = records.Course()  # time series of the training before it was resumed
-        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, is profiled
+        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, profiled?
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
         self._begin_window(0.0)
@@ -218,7 +218,7 @@ class RunRecord(Callback):
         self.record.model = model
         self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
-            if device.type == "cuda":  # not in a CPU run on a machine with a GPU
+            if device.type == "cuda":  # a run on the CPU leaves a GPU alone
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -281,7 +281,7 @@ class RunRecord(Callback):
             self.record.validation = _metrics(trainer, "val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the epoch's row; `_close_epoch` adds the metrics, which are logged later."""
+        """Open the epoch's row. `_close_epoch` adds the metrics, because Lightning logs them after this hook."""
         self._last_step = _time_when_done(trainer)
         self._open_epoch = records.Epoch(
             trainer.current_epoch,

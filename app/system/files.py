@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import math
 import os
 import socket
 import stat
@@ -131,7 +130,8 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: When the file cannot be written.
     """
-    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+    strict = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    write_text(path, json.dumps(strict, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -149,12 +149,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} cannot be read (no JSON object)")
     return content
-
-
-def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
