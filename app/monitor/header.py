@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from app.data.global_order import order_of
 from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
@@ -43,26 +42,9 @@ class Header(RichModelSummary):
         """Print the header."""
         if trainer.is_global_zero:
             for name, text in lines(trainer, self._network):
-                show(name, text)
+                get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
         if "APP_DEBUG" in os.environ:
             super().on_fit_start(trainer, pl_module)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the batch size of the user's loader, which Lightning creates only now."""
-        loader, data = trainer.train_dataloader, getattr(trainer, "datamodule", None)
-        size = getattr(loader, "batch_size", None)
-        if not trainer.is_global_zero or isinstance(data, ImageData):
-            return
-        if (order := order_of(loader)) is not None:
-            record = Record(**resolved_configuration(trainer) | {"global_batch_size": order.batch_size})
-            show("batch", f"{batch(record)}, in one global order")
-        elif size is not None and trainer.world_size > 1:
-            show("batch", f"{size} in each of {trainer.world_size} processes")
-
-
-def show(name: str, text: str) -> None:
-    """Print a line of the header."""
-    get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
 
 
 def counted(network: nn.Module) -> str:

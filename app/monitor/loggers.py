@@ -61,17 +61,6 @@ def tracking_mode(flag: str | bool | None) -> str:
     return min(given, key=MODES.index, default="offline")
 
 
-def logged_in() -> bool:
-    """Return whether an API key of Weights & Biases is configured, without contacting the server."""
-    import wandb
-
-    try:
-        return wandb.login(prompt=False, verify=False)
-    except Exception as error:
-        rank_zero_warn(f"Weights & Biases does not accept the key: {one_line(str(error))}")
-        return False
-
-
 def trial() -> str | None:
     """Return the run id that a wandb sweep assigned to this process, or None outside a sweep."""
     return os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
@@ -109,7 +98,7 @@ class Tracker(WandbLogger):
         self.failed = self.unsent = False
         self.id = trial() or resumed or uuid.uuid4().hex[:8]
         self.mode = mode
-        if mode == "online" and not logged_in():
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
             rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
             self.mode = "offline"
         # for spawned processes that attach to the run
@@ -126,8 +115,6 @@ class Tracker(WandbLogger):
         """The wandb run; an offline run if the online one does not start, and a stand-in if neither does."""
         for fallback in () if self.failed else ("offline", None):
             try:
-                if getattr(rank_zero_only, "rank", 0) == 0:
-                    Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
                 return super().experiment
             except Exception as error:
                 rank_zero_info(
