@@ -1,4 +1,4 @@
-"""Weights & Biases: one offline run holds everything, and a tracker that fails stops no training."""
+"""Weights & Biases: one offline run per training has all results; a failing tracker never stops training."""
 
 import json
 import re
@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 
 
 def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
-    """Read an offline run with the tracker's own tool: its file, and its summary."""
+    """Read an offline run with wandb's own tool; return its file and its summary."""
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(file)]
     read = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -98,7 +98,7 @@ def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> N
 
 
 class OutOfQuota(BaseHTTPRequestHandler):
-    """Weights & Biases with no room left, to whatever is asked."""
+    """Server of Weights & Biases that answers every request with an exceeded quota."""
 
     def _answer(self) -> None:
         said = json.dumps({"errors": [{"message": "storage limit reached"}]}).encode()
@@ -119,7 +119,7 @@ class Dripping(OutOfQuota):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # the client has disconnected
             for _ in range(10_000):
                 self.wfile.write(b" ")
                 time.sleep(0.1)
@@ -130,7 +130,7 @@ SERVERS = {"is out of quota": OutOfQuota, "drips": Dripping}
 
 @contextmanager
 def tracker(server: str) -> Iterator[str]:
-    """The address of a server of Weights & Biases that does not take the run."""
+    """Start a server of Weights & Biases that does not accept the run; yield its address."""
     if server in SERVERS:
         with ThreadingHTTPServer(("127.0.0.1", 0), SERVERS[server]) as running:
             threading.Thread(target=running.serve_forever, daemon=True).start()

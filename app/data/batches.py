@@ -380,7 +380,7 @@ class GlobalBatches(GlobalOrder):
 
     def _cut(self, batch: RawBatch, step: int) -> Shards:
         bounds = self.bounds(step)
-        more = batch.mix is not None  # a mixed shard includes the first sample of the next one
+        more = batch.mix is not None  # a mixed shard includes the first sample of the next shard
         places = [slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)]
         images, labels, draws, mix = batch
         return self.shards(

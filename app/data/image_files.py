@@ -76,7 +76,7 @@ class FileSplit(Split):
         channels = self.image_shape[0]
         try:
             with self._open(index) as file:
-                if self.ragged is not None:  # decode a JPEG file at half its size or less
+                if self.ragged is not None:  # let PIL decode a JPEG file at reduced size
                     file.draft("L" if channels == 1 else None, self.ragged.kept_size(*file.size[::-1])[::-1])
                 image = pixels(file, channels)
         except Exception as error:  # PIL's decoders raise any type on a damaged file

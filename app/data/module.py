@@ -22,7 +22,7 @@ from app.data.transforms import Transform
 from app.errors import UserError
 from app.system.machine import usable_cores
 
-# splits that a stage reads; fit ends with a test
+# splits that a stage reads; `fit` includes the final test
 READS: dict[str, Sequence[SplitName]] = {
     "fit": ("train", "val", "test"),
     "validate": ("train", "val"),
@@ -163,7 +163,7 @@ class ImageData(LightningDataModule):
             size, world = self.global_batch_size, self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
-            if size % world and self.virtual_devices is None:  # a fraction becomes a count only here
+            if size % world and self.virtual_devices is None:  # not in __init__, where a fraction is not yet a count
                 raise UserError(
                     f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
                     f"{self.nearest_shares(size, world)}, or another --trainer.devices"

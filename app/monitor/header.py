@@ -82,7 +82,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         then = "".join(f"; {_schedule(each.scheduler, each.interval)}" for each in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
     yield "precision", str(record.precision)
-    if trainer.logger is not None:  # not `trainer.log_dir`, which is collective
+    if trainer.logger is not None:  # `trainer.log_dir` would be collective
         yield "folder", str(trainer.logger.log_dir)
     for tracker in trackers(trainer.loggers):
         yield "tracked", tracker.where()

@@ -35,7 +35,7 @@ WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "on
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a tracker's method: on an exception, warn and stop tracking, so that training continues."""
+    """Wrap a tracker's method so that an exception ends tracking with a warning, and training continues."""
 
     @wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
@@ -85,12 +85,12 @@ class Tracker(WandbLogger):
 
     def __init__(self, run_dir: str, mode: str, resumed: str | None = None, **options: Any) -> None:
         variables = {
-            "WANDB_ERROR_REPORTING": "false",  # else even offline runs would send usage statistics
+            "WANDB_ERROR_REPORTING": "false",  # without it, even offline runs send usage statistics
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
             # in the run's directory, because wandb prints its log if the home directory is read-only
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
         }
-        for variable, value in variables.items():  # environment variables reach spawned processes
+        for variable, value in variables.items():  # environment variables, because they reach spawned processes
             os.environ.setdefault(variable, value)
         import wandb
 
@@ -101,14 +101,14 @@ class Tracker(WandbLogger):
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
             self.mode = "offline"
-        # for spawned processes that attach to the run
+        # spawned processes need it to attach to the run
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(
             init_timeout=20, finish_timeout=20, finish_timeout_raises=True, silent=True, console="off"
         )
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
-        tracker_settings(self).pop("anonymous", None)  # wandb ignores it, with a warning
+        tracker_settings(self).pop("anonymous", None)  # because wandb warns about it
 
     @property
     def experiment(self) -> Any:
@@ -268,7 +268,7 @@ class MetricsFile(CSVLogger):
 
 
 class RateMonitor(LearningRateMonitor):
-    """Learning-rate monitor that saves its work on each step unless a scheduler changes the rate on each step."""
+    """Learning-rate monitor that does no work on each step unless a scheduler changes the rate on each step."""
 
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Decide whether to log once per logging window, or only once per epoch."""
@@ -288,12 +288,12 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False)
-        # ddp_spawn pickles this callback. These 200 kB would fill the pipe, so that processes start one after the other
+        # ddp_spawn pickles this callback. These 200 kB would fill the pipe, and processes would start one by one
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write `config.yaml`, and log the config to the tracker."""
-        if trainer.logger is None:  # a barebones run is not recorded
+        if trainer.logger is None:  # with --trainer.barebones
             return
         path = Path(str(trainer.logger.log_dir), "config.yaml")
         try:

@@ -52,7 +52,7 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._checked_step:  # `app.modules` reads its sums on the same step
+        if step % self._window == 0 and step != self._checked_step:  # when `app.modules` reads the device, too
             self._checked_step = step
             self._check(trainer)
 
@@ -61,7 +61,10 @@ class NonFinite(Callback):
         self._check(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Check losses and weights before a checkpoint is written. Called by `Restoring`: Lightning has no hook."""
+        """Check losses and weights before a checkpoint is written.
+
+        `Restoring` calls this, because Lightning has no hook for checkpoints of weights only.
+        """
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
             self._check(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])

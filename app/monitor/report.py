@@ -34,7 +34,7 @@ BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) fo
 
 
 def leave_report(directory: str) -> None:
-    """Write a run's report, if the run has a record. Print an error instead of raising it: training is over."""
+    """Write a run's report, if the run has a record. Print an error instead of raising it, because training is over."""
     path = Path(directory, "report.html")
     if not path.with_name("run.json").exists():
         return
@@ -125,7 +125,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
     epochs = record.epochs
-    # steps per epoch: an epoch's metrics are logged at its last step; the record counts batches, which may be more
+    # steps per epoch, from the step at which an epoch's metrics are logged: record.steps_per_epoch counts batches
     ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
     length = ends[-1] if ends else record.steps_per_epoch or 1
 

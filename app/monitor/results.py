@@ -77,7 +77,7 @@ class TestFigures(Callback):
 
     def __init__(self, wrong: int = 25, track: bool = False) -> None:
         self.wrong, self.track = wrong, track
-        self._worst: list[tuple[float, int, int, int]] = []  # confidence, row, predicted, label
+        self._worst: list[tuple[float, int, int, int]] = []  # confidence, index, predicted, label
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
@@ -97,7 +97,7 @@ class TestFigures(Callback):
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
-        matrix = torch.atleast_2d(pl_module.confusion.compute())  # a scalar for a single class
+        matrix = torch.atleast_2d(pl_module.confusion.compute())  # torchmetrics returns a scalar for one class
         pl_module.confusion.reset()
         worst = sorted((row for part in gather_objects(self._worst) for row in part), reverse=True)[: self.wrong]
         self._worst = []

@@ -129,8 +129,8 @@ class RunRecord(Callback):
         for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
             setattr(earlier, name, getattr(now, name))
         earlier.run_dir, earlier.parts = str(folder), [*earlier.parts, part]
-        with suppress(OSError):  # the next write reports it
-            earlier.save(folder / "run.json")  # for spawned ranks, which continue it
+        with suppress(OSError):  # the next write reports the error
+            earlier.save(folder / "run.json")  # spawned ranks load this file, and continue the record
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fill in the configuration; a test after fit continues the same record."""
@@ -305,7 +305,7 @@ class RunRecord(Callback):
         self.record.epochs.append(row)
         if self.path is None:
             return
-        if trainer.progress_bar_callback is not None:  # a permanent line, even without a terminal
+        if trainer.progress_bar_callback is not None:  # print a permanent line, even without a terminal
             is_best, left = (row.val_acc or 0.0) > best, self.time_left(trainer)
             memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
             metrics = trainer.callback_metrics

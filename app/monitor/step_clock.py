@@ -59,7 +59,7 @@ class StepClock(Callback):
         self._now: Callable[[], Any] = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         self._steps: list[tuple[Any, ...]] = []
-        self._last_window: list[tuple[Any, ...]] = []  # the window before, which a GPU has finished, too
+        self._last_window: list[tuple[Any, ...]] = []  # the previous window, whose steps a GPU has finished
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
         self._step = self._window = self._left = 0
@@ -134,7 +134,7 @@ class StepClock(Callback):
         if self._ready is self._waited_since:  # the backward pass did not reach the hooked parameter
             return
         self._averaged, self._waited_since = self._now(), self._ready
-        if len(self._handles) > 1 and self._last_parameter is not None:  # only the last gradient matters
+        if len(self._handles) > 1 and self._last_parameter is not None:  # keep only the last gradient's hook
             self._unhook()
             self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
 

@@ -31,7 +31,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 @contextmanager
 def downloading(problem: str, remedy: str) -> Iterator[None]:
-    """Set a timeout for a download, because torchvision has none.
+    """Limit the time of a download, because torchvision sets no timeout, and translate its errors.
 
     Args:
         problem: Error message before the reason, such as `no weights of resnet18`.

@@ -155,7 +155,7 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
 
 
 def _peak_rss() -> int:
-    """Return this process's peak memory in bytes; on Linux not by getrusage, which includes the parent's."""
+    """Return this process's peak memory in bytes. On Linux, getrusage would include the parent's peak."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
