@@ -43,7 +43,8 @@ class _Items(Dataset[Any]):
     """Data set that returns a UserError as an item, because DataLoader would raise it with a traceback as message."""
 
     def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int] | None) -> None:
-        self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY  # for spawned workers
+        # store MADE_BY in the data set, because a spawned worker's own MADE_BY is empty
+        self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
         try:
@@ -306,7 +307,7 @@ class FashionMNISTSource(Source):
     class_names = tuple(torchvision.datasets.FashionMNIST.classes)
     image_shape = (1, 28, 28)
     mean = (0.0,)
-    std = (256 / 255,)  # pixels are divided by 256
+    std = (256 / 255,)  # for pixels / 255, so that the result is pixels / 256
 
     def __init__(self, root: str) -> None:
         self.root = root

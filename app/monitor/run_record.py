@@ -107,7 +107,7 @@ class RunRecord(Callback):
         self._validated = self._epoch_validated = False
         self._course = Course()
         self._before = records.Course()  # time series of the training before it was resumed
-        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, profiled?
+        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, is profiled
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
         self._begin_window(0.0)

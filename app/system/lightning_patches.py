@@ -42,7 +42,7 @@ HIDDEN = (  # first words of hidden lines
     *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
     *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
     *("Loading `train_dataloader`", "Found current_model_state"),
-    "Your model can run with static graph",  # static graphs gain nothing here
+    "Your model can run with static graph",  # because a static graph gains nothing here
 )
 
 
