@@ -25,7 +25,7 @@ from torch import Tensor
 
 from app.errors import UserError, one_line
 from app.record import Record
-from app.system.files import open_file, whole, write_text
+from app.system.files import open_file, whole, write_csv
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.wandb_patches import forget_run, skip_launch_inputs
 
@@ -224,11 +224,7 @@ class MetricsFile(CSVLogger):
             raise UserError(f"{self._path} cannot be read ({error.strerror}): give another --run.name") from error
 
     def _write(self, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(self._path, text.getvalue())
+        write_csv(self._path, [columns, *([row.get(name, "") for name in columns] for row in rows)])
 
     @rank_zero_only
     def save(self) -> None:

@@ -368,12 +368,10 @@ class RunRecord(Callback):
         memory = [row for rows in gather_objects(_memory(trainer)) for row in rows]
         self._close_epoch(trainer)
         self.record.peak_memory = memory
-        self._measure(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the checkpoints of a resumed run that took no step."""
-        if self._first_step is None:
-            self._measure(trainer)
+        """Update the record, also if a resumed run took no step."""
+        self._measure(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the epochs so far, so that a resumed run's record is complete."""

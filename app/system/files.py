@@ -1,12 +1,14 @@
 """File access: opens files that users name, and writes files atomically."""
 
+import csv
 import errno
 import fcntl
+import io
 import json
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -118,6 +120,19 @@ def write_text(path: Path, text: str) -> None:
     """
     with whole(path) as file:
         file.write(text.encode(errors="replace"))
+
+
+def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
+    """Write a CSV file atomically; keep the bytes of file names that are not UTF-8.
+
+    Raises:
+        OSError: When the file cannot be written.
+    """
+    with whole(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+        csv.writer(text).writerows(lines)
+        text.flush()
+        text.detach()
 
 
 def write_json(path: Path, value: Any) -> None:
