@@ -31,7 +31,7 @@ from app.launch.process import ADDRESSES, RANKS
 from app.monitor.loggers import tracking_mode
 from app.runs import run_fit
 from app.system.machine import GIB, busy, driver, hardware, nccl, usable_cores
-from app.system.terminal import make_console, working
+from app.system.terminal import make_console
 
 USAGE = """\
 python -m app doctor [--json] [--data_root DIR]
@@ -80,8 +80,8 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     console = make_console(stderr=options.json, highlight=False)
     checks, began = [], monotonic()
-    with working(console) as say:
-        for check in examine(options.data_root, lambda what: say(f"looking at {what}")):
+    with console.status("") as status:
+        for check in examine(options.data_root, lambda what: status.update(f"looking at {what}")):
             checks.append(check)
             if not options.json:
                 console.print(_line(check))

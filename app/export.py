@@ -25,7 +25,7 @@ python -m app export --run.name NAME [--ckpt_path best|last|FILE] [--format onnx
 Writes model.onnx or model.pt2 into the run's folder: a graph from uint8 images (B, C, H, W) to class probabilities
 (B, classes), with normalisation, for any batch size. Compares its predictions with the model's on 64 images."""
 
-LOADING = {  # by format, which is the file's suffix: code that takes images, uint8
+LOADING = {  # code that loads the file and classifies `images`, by format
     "onnx": """\
 import json, onnxruntime
 session = onnxruntime.InferenceSession("{file}")

@@ -153,7 +153,7 @@ class ImageClassifier(LightningModule):
         self.val_metrics = MetricCollection(metrics, prefix="val_", compute_groups=False)
         self.test_metrics = self.val_metrics.clone(prefix="test_")
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
-        self.class_weights: Tensor | None = None  # not a buffer, which the moving average would average
+        self.class_weights: Tensor | None = None  # not a buffer, because the moving average would average it
         self.train()  # sets frozen blocks to evaluation mode; Lightning keeps each module's mode
         if type(self) is ImageClassifier:
             self.save_hyperparameters(ignore=["optimizer", "scheduler"])

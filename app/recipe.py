@@ -200,7 +200,7 @@ class MovingAverage(EMAWeightAveraging):
         self._decay = decay
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._counts: list[tuple[Tensor, Tensor]] = []  # such as BatchNorm's number of batches
+        self._counts: list[tuple[Tensor, Tensor]] = []  # copied: integer buffers
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Update the average after an optimizer step."""

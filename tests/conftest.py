@@ -1,4 +1,4 @@
-"""Tiny data in the real formats, and the real command."""
+"""Fixtures: tiny data sets in their real formats, and the real command."""
 
 import atexit
 import gc
@@ -24,13 +24,13 @@ from harness import ROOT, TINY, draw_images, fork_run, leave_undrawn
 
 from app.cli import main
 
-gc.freeze()  # what is imported: looking for garbage in it takes a fifth of the time
-atexit.register(gc.unfreeze)  # or nanobind, with which triton is built, complains of leaks
+gc.freeze()  # garbage collection over all imported modules would take a fifth of the time
+atexit.register(gc.unfreeze)  # otherwise nanobind, on which triton is built, reports leaks
 
 
 @pytest.fixture(autouse=True, scope="session")
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache directory of the tests' own, for the processes that they start, too."""
+    """Set the user's cache directory to a temporary one, also for started processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user_cache")))
         yield
@@ -38,12 +38,12 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def drawn() -> None:
-    """Draw pictures and reports in this process and in forks, too: for tests that look at them."""
+    """Draw pictures and reports also in this process and its forks; other tests leave them empty."""
 
 
 @pytest.fixture(autouse=True)
 def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread for each process, no tracker, and nothing left over from another test."""
+    """Use one thread per process and no tracker, and remove what earlier tests left behind."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
         leave_undrawn(monkeypatch.setattr)
@@ -54,7 +54,7 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     for name in (*left, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest in the background of a script: children inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
 
@@ -67,7 +67,7 @@ def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) -> Callable[..., tuple[int, str]]:
-    """Run `python -m app …` in this process, with runs under tmp_path: exit code and what it printed."""
+    """Run `python -m app …` in this process, with runs under tmp_path; return exit code and output."""
 
     def run(*args: str | Path) -> tuple[int, str]:
         capfd.readouterr()
@@ -87,7 +87,7 @@ def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) ->
 
 @pytest.fixture
 def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """CIFAR-10's own files, with 10 images in each batch; torchvision is told their checksums."""
+    """Files in CIFAR-10's format, with 10 images in each batch; patches torchvision's checksums."""
     cls = torchvision.datasets.CIFAR10
     folder = tmp_path / "data" / cls.base_folder
     folder.mkdir(parents=True)
@@ -111,7 +111,7 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fashion_root(tmp_path: Path) -> Path:
-    """FashionMNIST's own IDX files, with 60 training and 20 test images."""
+    """Files in FashionMNIST's IDX format, with 60 training and 20 test images."""
     folder = tmp_path / "data" / "FashionMNIST" / "raw"
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -133,7 +133,7 @@ def image_root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Callable[..., Path]:
-    """Write an experiment file: TINY with other settings."""
+    """Return a function that writes an experiment file: TINY with other settings."""
 
     def write(**settings: Any) -> Path:
         path = tmp_path / "tiny.yaml"
@@ -145,14 +145,14 @@ def experiment(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def slurm() -> Iterator[Slurm]:
-    """Four nodes, for this test alone: they stand in a second."""
+    """A SLURM cluster of four nodes for one test; it starts in a second."""
     with cluster() as found:
         yield found
 
 
 @pytest.fixture
 def hosts() -> Iterator[Network]:
-    """Four hosts on a switch."""
+    """Four hosts, connected by a switch."""
     with network(4) as found:
         yield found
 
@@ -162,12 +162,12 @@ TALLIES: list[tuple[str, object]] = []
 
 @pytest.fixture
 def tally(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
-    """Count faults that a test has put in, all of which held, for the table at the end."""
+    """Return a function that counts the faults that a test injected and the run survived, for the final table."""
     return record_property
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Take what a passed test has counted, on whichever worker."""
+    """Add up the counts of passed tests from all of pytest's workers."""
     if report.when == "call" and report.passed:
         TALLIES.extend(report.user_properties)
 

@@ -1,4 +1,4 @@
-"""Models and data with one mistake each, which `verify` has to name; and what they are right without it."""
+"""Models and data with one mistake each, which `verify` must name, and their correct base classes."""
 
 import os
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from app.modules import CIFARCNN
 
-BATCH, COUNT, VALIDATED = 8, 61, 21  # neither of the last batches can be halved
+BATCH, COUNT, VALIDATED = 8, 61, 21  # so that neither last batch can be halved
 
 
 class Model(LightningModule):
-    """A small network without a mistake, whatever the size of a rank's share."""
+    """A small network without a mistake; works with any size of a rank's share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Model(LightningModule):
 
 
 class Shares(Sampler[list[int]]):
-    """Global batches of one permutation for each epoch, of which each rank takes its share."""
+    """Loader of global batches from one permutation per epoch; each rank takes its share."""
 
     def __init__(self, data: "Data", count: int, shuffle: bool) -> None:
         self.data, self.count, self.shuffle, self.epoch = data, count, shuffle, 0
@@ -60,13 +60,13 @@ class Shares(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         trainer = self.data.trainer
-        position = trainer.fit_loop.batch_idx + 1 if self.shuffle else 0  # where a resumed epoch goes on
+        position = trainer.fit_loop.batch_idx + 1 if self.shuffle else 0  # first batch of a resumed epoch
         for batch in self.order().split(self.data.batch_size)[position:]:
             yield batch.tensor_split(trainer.world_size)[trainer.global_rank].tolist()
 
 
 class Data(LightningDataModule):
-    """Images of 3×2×2, shared out without a mistake; for `--trainer.use_distributed_sampler false`."""
+    """Images of 3×2×2, shared among ranks without a mistake; for `--trainer.use_distributed_sampler false`."""
 
     sampler: type[Shares] = Shares
 
@@ -98,7 +98,7 @@ class Stock(Data):
 
 
 class Halved(Stock):
-    """The same, with a batch size for each rank."""
+    """The same, but the batch size is divided by the world size."""
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
@@ -106,7 +106,7 @@ class Halved(Stock):
 
 
 class Everything(IterableDataset[Any]):
-    """Gives every rank all of it."""
+    """Every rank gets all samples."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -144,7 +144,7 @@ class NoSetEpoch(Data):
 
 
 class SplitByChance(Data):
-    """Data whose validation split differs in each process, as without a seed."""
+    """Data whose validation split differs between processes, as without a seed."""
 
     def setup(self, stage: str) -> None:
         chance = torch.Generator().manual_seed(os.getpid())
@@ -158,7 +158,7 @@ class SplitByChance(Data):
 
 
 class Noisy(Data):
-    """Augments from torch's global random state."""
+    """Augments images by torch's global random state."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
@@ -211,7 +211,7 @@ class ByEstimate(Model):
 
 
 class ByBatch(Model):
-    """Advances its schedule itself, with each batch."""
+    """Advances its scheduler itself on each batch."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -223,7 +223,7 @@ class ByBatch(Model):
 
 
 class LosesItsSchedule(Model):
-    """Keeps its schedule from Lightning, and so from the checkpoint."""
+    """Computes its learning rate from a counter that no checkpoint contains."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.mine = getattr(self, "mine", 0) + 1
@@ -247,7 +247,7 @@ class Dropping(Model):
 
 
 class Remembers(Model):
-    """Forward keeps a mean in an attribute, which the loss is made of."""
+    """`forward` stores a mean in an attribute, from which the loss is computed."""
 
     mean: Any = 0.0
 
@@ -269,7 +269,7 @@ class DriftsOnOneRank(Model):
 
 
 class CountsItsOwn(Model):
-    """Keeps the mean of what its rank has seen in a buffer."""
+    """Adds up the means of its own rank's inputs in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class CountsItsOwn(Model):
 
 
 class ClipsTooEarly(Model):
-    """Clips each rank's gradient, and not their mean."""
+    """Clips each rank's gradient instead of their mean."""
 
     def on_fit_start(self) -> None:
         for parameter in self.parameters():
@@ -288,14 +288,14 @@ class ClipsTooEarly(Model):
 
 
 class PlainMean(Model):
-    """Means of unequal shares."""
+    """Averages the means of unequal shares."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1])
 
 
 class Average(Callback):
-    """Evaluates with an average of the weights, which is in no checkpoint."""
+    """Evaluates with an average of the weights, which no checkpoint contains."""
 
     def __init__(self) -> None:
         self.average: Any = None
@@ -315,18 +315,18 @@ class Average(Callback):
 
 
 class Sum(Model):
-    """A loss that is a sum over samples."""
+    """The loss is a sum over samples instead of a mean."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1], reduction="sum")
 
 
 class NoisyStock(Stock, Noisy):
-    """An ordinary loader, and noise from torch's global random state."""
+    """An ordinary loader, with noise from torch's global random state."""
 
 
 class Noise(nn.Module):
-    """Changes the last bits on other ranks than the first."""
+    """Changes the last bits on all ranks except the first."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + 1e-6 * int(os.environ.get("RANK", 0)))
@@ -340,4 +340,4 @@ class Jitters(CIFARCNN):
 
 
 class ScaledAndNormalised(ScaledRate, Normalised):
-    """Two mistakes."""
+    """Two mistakes in one model."""

@@ -1,4 +1,4 @@
-"""The real command, started, watched and ended; what is read from its runs."""
+"""Helpers that start, watch and stop the real command, and read the files of its runs."""
 
 import atexit
 import inspect
@@ -35,8 +35,8 @@ from app.launch.process import STARTER
 
 ROOT = Path(__file__).parent.parent
 App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
-Signal = tuple[int, float] | None  # its number, and when it is sent
-Environment = Mapping[str, str | None]  # None: without the variable
+Signal = tuple[int, float] | None  # number of a signal, and the seconds after which it is sent
+Environment = Mapping[str, str | None]  # None removes the variable
 
 
 def on_gpu(test: Any) -> Any:
@@ -73,7 +73,7 @@ RECIPE = [
 
 
 def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
-    """Flags for a strategy on several devices of the CPU."""
+    """Flags for a strategy on several CPU devices."""
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
 
 
@@ -86,13 +86,13 @@ def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
 
 
 def output_of(code: int, out: str) -> str:
-    """Output of a command that succeeded."""
+    """Return the output of a command, which must have succeeded."""
     assert code == 0, out
     return out
 
 
 def error_of(code: int, out: str) -> str:
-    """The one line that says what was wrong."""
+    """Return the error line of a command, which must be its only one and its last line."""
     assert code == 2, out
     assert "Traceback" not in out
     lines = [line for line in out.splitlines() if line.startswith("error: ")]
@@ -102,7 +102,7 @@ def error_of(code: int, out: str) -> str:
 
 
 def free_port() -> int:
-    """Find a port of this machine on which nobody listens now."""
+    """Return a port of this machine on which nobody listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -139,16 +139,16 @@ def difference(first: Trained, second: Trained) -> float:
 
 
 def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
-    """Losses of every step and the last weights of two runs agree."""
+    """Check that two runs have the same losses in every step, and the same last weights."""
     np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=tolerance)
     assert difference(run, expected) < tolerance
 
 
 def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
-    """Leave pictures and reports of trainings empty, which take half the time of a short run.
+    """Replace the drawing of pictures and reports, which takes half the time of a short run.
 
     Args:
-        patch: Function that sets what a name means.
+        patch: Function that sets a dotted name to a value, such as `monkeypatch.setattr`.
     """
 
     def savefig(figure: Any, file: Any, *, format: str, **_: object) -> None:
@@ -170,7 +170,7 @@ TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
 
 
 def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
-    """So many JPEG and PNG files of different sizes in the folder of each class, for each split."""
+    """Write JPEG and PNG files of different sizes into class folders: for each split, the given number per class."""
     rng = np.random.default_rng(0)
     for (split, count), label in itertools.product(splits.items(), labels):
         (folder / split / label).mkdir(parents=True)
@@ -181,7 +181,7 @@ def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
 
 
 def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
-    """Pixels of each colour of a page that chromium shows, without a word on its console."""
+    """Count the pixels of each colour of a page in Chromium; its console must stay empty."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium")
@@ -195,7 +195,7 @@ def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
 
 
 def family(mark: str) -> set[int]:
-    """The living processes whose environment holds the mark, whoever is their parent."""
+    """Return the living processes whose environment contains a mark, whatever their parents."""
     found = set()
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -208,7 +208,7 @@ def family(mark: str) -> set[int]:
 
 
 def listening(processes: Iterable[int]) -> set[str]:
-    """Addresses on which processes listen, each in its own network namespace, where psutil does not look."""
+    """Return the addresses on which processes listen, in each process's own network namespace, unlike psutil."""
     found = set()
     for place in (Path(f"/proc/{pid}") for pid in processes):
         with suppress(OSError):  # it has ended
@@ -224,7 +224,7 @@ def listening(processes: Iterable[int]) -> set[str]:
 
 
 class Running:
-    """A command that was started, in a session of its own: a run of `fit`, or another one."""
+    """A started command in its own session, usually a run of `fit`."""
 
     def __init__(self, words: Sequence[str | Path], launcher: Sequence[str], env: Environment, cwd: Path) -> None:
         self.mark = uuid.uuid4().hex
@@ -238,7 +238,7 @@ class Running:
 
     @property
     def directory(self) -> Path:
-        """The newest of this name."""
+        """Directory of the newest run of this name."""
         root = Path(self.words[self.words.index("--run.root") + 1])
         return max(root.glob("*/version_*"), key=lambda path: int(path.name.rpartition("_")[2]), default=root)
 
@@ -256,13 +256,13 @@ class Running:
                 os.kill(pid, getattr(signal, name))
 
     def trained(self, epochs: int) -> None:
-        """Wait until it has trained so many epochs, or has ended; nothing of it listens on all interfaces."""
+        """Wait until the run has trained some epochs or has ended; no process may listen on all interfaces."""
         awaited(lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 240)
         if not self.launcher:
             assert not listening(family(self.mark)) & {"0.0.0.0", "::"}
 
     def on_loopback(self) -> str:
-        """What it printed; its processes listened, and on loopback alone."""
+        """Return the output; its processes must have listened, and only on the loopback interface."""
         seen, out = set(), ""
         while self.process.returncode is None:
             seen |= listening(family(self.mark))
@@ -273,7 +273,7 @@ class Running:
         return out
 
     def end(self, seconds: float = 120) -> str:
-        """What it printed; none of its processes is left a little later."""
+        """Wait for the end, and return the output; no process may remain a little later."""
         out, _ = self.process.communicate(timeout=seconds)
         awaited(lambda: not family(self.mark), 10)
         return out
@@ -283,7 +283,7 @@ class Running:
 def running(
     *words: str | Path, launcher: Sequence[str] = (), env: Environment | None = None, cwd: Path = ROOT
 ) -> Iterator[Running]:
-    """A command, by `python` or by the launcher; none of its processes outlives the block."""
+    """Start a command, by `python` or by a launcher; none of its processes outlives the block."""
     run = Running(words, launcher, env or {}, cwd)
     try:
         yield run
@@ -296,13 +296,13 @@ def running(
 def started(
     root: Path, *flags: str | Path, launcher: Sequence[str] = (), env: Environment | None = None
 ) -> Iterator[Running]:
-    """A run of `fit` in a folder."""
+    """Start a run of `fit` in a folder."""
     with running("fit", "--run.root", root, *flags, launcher=launcher, env=env) as run:
         yield run
 
 
 def start_app(*args: str | Path, timeout: int = 240, env: Environment | None = None) -> tuple[int, str]:
-    """Run `python -m app …` as a process of its own: exit code, and what it printed."""
+    """Run `python -m app …` in a separate process; return exit code and output."""
     with running(*args, env=env) as run:
         out, _ = run.process.communicate(timeout=timeout)
         return run.process.returncode, out
@@ -349,7 +349,7 @@ for line in sys.stdin:
 
 
 class Forked:
-    """A command in a fork of a server, with what a starter of runs needs of `Popen`."""
+    """A command in a fork of a server, with the part of `Popen`'s interface that `run_fit` uses."""
 
     def __init__(self, server: subprocess.Popen[str], job: Mapping[str, Any]) -> None:
         assert server.stdin
@@ -375,12 +375,12 @@ class Forked:
 
 
 class ForkServer:
-    """Runs commands in processes that have imported everything: hundreds of them in minutes. One at a time.
+    """Server that runs commands one at a time in forks that have imported everything: hundreds in minutes.
 
     Args:
-        folder: Where their output is kept, one over the other.
-        cwd: Where they run; by default in that folder.
-        limit: Bytes of memory that each may take.
+        folder: Folder of the output file, which each command overwrites.
+        cwd: Current folder of the commands; by default `folder`.
+        limit: Maximum memory of each command in bytes.
     """
 
     def __init__(self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30) -> None:
@@ -398,16 +398,16 @@ class ForkServer:
         self.server.communicate()
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], out: Path, cwd: Path) -> Forked:
-        """Start a command, whose output goes into a file."""
+        """Start a command, and write its output into a file."""
         return Forked(self.server, {"argv": argv, "env": env, "out": str(out), "cwd": str(cwd), "limit": self.limit})
 
     def run(
         self, *args: str | Path, seconds: float = 60, signal_after: Signal = None, env: Environment | None = None
     ) -> tuple[int, str]:
-        """Exit code, below zero for a signal, and what it printed; it may be sent a signal after some seconds.
+        """Return exit code, negative for a signal, and output; optionally send a signal after some seconds.
 
         Raises:
-            TimeoutError: When it did not end in time.
+            TimeoutError: When the command does not end in time.
         """
         variables = {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None}
         forked = self.start([*map(str, args)], variables, self.out, self.cwd)
@@ -435,9 +435,9 @@ def _server() -> ForkServer:
 
 
 def fork_app(*args: str | Path, timeout: int = 240, env: Environment | None = None) -> tuple[int, str]:
-    """Run a command line as `start_app` does, in a fork of a process that has imported everything: 5 s less of it.
+    """Run a command line as `start_app` does, but 5 s faster: in a fork of a process that has imported everything.
 
-    For what does not ask how processes are started. Under `ddp_fork` its ranks begin so, too.
+    For tests in which the start of processes does not matter. Under `ddp_fork`, the ranks are forks, too.
     """
     return _server().run(*args, seconds=timeout, env={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})})
 

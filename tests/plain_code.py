@@ -1,4 +1,4 @@
-"""A module and data as a user of plain Lightning writes them."""
+"""A module and data such as users of plain Lightning write."""
 
 import random
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torchvision import transforms
 
 
 class PlainModel(LightningModule):
-    """A network as people train it: convolutions, BatchNorm, dropout."""
+    """A usual network: convolutions, BatchNorm, dropout."""
 
     def __init__(self, normalized: bool = True) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PlainModel(LightningModule):
 
 
 class WithBuffers(PlainModel):
-    """Keeps statistics in buffers: of instances, a moving mean, and a count of shards."""
+    """Keeps statistics in buffers: InstanceNorm's, a moving mean, and a count of shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class OwnSampler(SequentialSampler):
 
 
 class Streamed(IterableDataset[Any]):
-    """A data set without an order."""
+    """An iterable data set, which has no order."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([])
@@ -85,7 +85,7 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 
 
 class PlainData(LightningDataModule):
-    """Data as people write them: a shuffling DataLoader."""
+    """The usual data module, with a shuffling DataLoader."""
 
     def __init__(self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Classes of a user; each raises through two of its own frames."""
+"""User classes that raise an exception; each traceback has two frames of user code."""
 
 from typing import Any
 

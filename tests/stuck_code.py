@@ -1,4 +1,4 @@
-"""Models and data by which the highest rank is slower than the others, or hangs, from a step on."""
+"""Models and data that slow or hang the highest rank from some step on."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from app.data import Synthetic
 from app.modules import CIFARCNN
 
-HANGS = 12  # steps have been taken
+HANGS = 12  # number of steps before the hang
 
 
 def is_meant(trainer: Trainer) -> bool:
@@ -28,7 +28,7 @@ class SleepsInData(Synthetic):
 
 
 class SharesItsCore(Callback):
-    """Two processes that are always busy, and come first, have the core to which the last rank is pinned."""
+    """Pins the last rank to a core that two busy processes of higher priority share."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         cores = sorted(os.sched_getaffinity(0))
@@ -38,7 +38,7 @@ class SharesItsCore(Callback):
         self.busy = [context.Process(target=never_ends, daemon=True) for _ in range(2 * last)]
         for each in self.busy:
             each.start()
-        if last:  # else it is no slower than the first rank where other work of this machine has that one's core
+        if last:  # because other programs may slow the first rank's core, too
             os.nice(8)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -61,7 +61,7 @@ class LoopsInData(Synthetic):
 
 
 class LoopsInAWorker(nn.Module):
-    """An augmentation, which a worker process of the last of two ranks never ends."""
+    """Augmentation that never returns in a worker process of the last of two ranks."""
 
     def __init__(self) -> None:
         super().__init__()

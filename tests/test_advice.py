@@ -1,4 +1,4 @@
-"""What a comparison advises, on made-up results with known answers."""
+"""Advice of `compare`, on made-up results with known answers."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_advice_names_the_fastest() -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
 def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
-    """Nor where they are apart by less than the runs of one differ."""
+    """Variants whose medians differ by less than the runs of one variant are equally fast, too."""
     said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
     assert said.startswith("No winner: four and one are as fast as each other, within the spread of their runs\n")
     assert "**Take one**: it is as fast as any, on 1 device where others take 4." in said
@@ -55,7 +55,7 @@ def test_no_verdict_from_single_runs() -> None:
 
 
 def test_places() -> None:
-    """Those that are as fast as the fastest share the first."""
+    """Variants that are as fast as the fastest share the first place."""
     near, slow = FOUR | {"variant": "near", "samples_per_s": 3590.0}, ONE | {"samples_per_s": 500.0}
     assert ranks(made_up(slow, FOUR.copy(), near)) == {"four": 1, "near": 1, "one": 3}
 
@@ -72,16 +72,16 @@ def test_a_busy_machine_is_one_whose_cores_do_not_suffice() -> None:
 
 LOADS = [
     (0.0, 1, False),
-    (0.5, 1, False),  # without them it would be twice as fast at most
+    (0.5, 1, False),  # without the other programs, it would be at most twice as fast
     (0.75, 1, True),
     (3.0, 1, True),
-    (0.75, 2, False),  # half of the cores are free for it
+    (0.75, 2, False),  # half of the cores are free
 ]
 
 
 @pytest.mark.parametrize(("others", "one_thread", "explained"), LOADS)
 def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
-    """Other programs that take a part of a core delay a step by that part; on a whole core, without limit."""
+    """Programs that use part of a core delay a step by that part; a fully used core delays it without limit."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
     assert load_explains(made_up(FOUR | CPU | {"threads": 1}, slow), 4, 4) == explained
 
@@ -97,7 +97,7 @@ LIMITS = [
     ({"data_ms": 30.0}, "one is limited by data loading: "),
     ({"communication_ms": 30.0}, "one is limited by communication: "),
     ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
-    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # a GPU that waits for the host
+    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # on a GPU that waits for the host
     ({"memory_main_percent": 97.0}, "Memory limits one"),
     ({}, "one is limited by the model's own computation: "),
 ]

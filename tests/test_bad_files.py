@@ -1,4 +1,4 @@
-"""Data and checkpoints that are missing or broken: one line that names the file, exit code 2."""
+"""Missing or broken data and checkpoints: the error is one line that names the file, and the exit code 2."""
 
 import errno
 import io
@@ -152,12 +152,12 @@ def test_what_a_folder_of_images_must_not_hold(
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         return scandir(folder)
 
-    monkeypatch.setattr(os, "scandir", denied)  # a superuser may read all
+    monkeypatch.setattr(os, "scandir", denied)  # because a superuser may read all folders
     assert "train/dog cannot be read (Permission denied)" in error_of(*app(*images_at(image_root)))
 
 
 def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> None:
-    """Counted in the record, said once, the same for every rank; only where images are kept."""
+    """Skipped images are counted in the record, reported once and equal on all ranks; skipping needs the cache."""
     cats = image_root / "train" / "cat"
     (cats / "00.jpg").write_bytes(b"")
     (cats / "01.jpg").write_bytes((cats / "02.jpg").read_bytes()[:300])
@@ -181,7 +181,7 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
 
 
 def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None:
-    """CMYK, 16 bits, moving, of one pixel, under another ending; classes whose names are no UTF-8."""
+    """CMYK, 16 bits, animated, one pixel, a wrong suffix; class names that are not UTF-8."""
     cats = image_root / "train" / "cat"
     Image.new("CMYK", (20, 20), (1, 2, 3, 4)).save(cats / "cmyk.jpg")
     Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(cats / "deep.png")

@@ -1,4 +1,4 @@
-"""What an outside tester found to end in a traceback, or to be run: one line now, exit code 2, and nothing is run."""
+"""Inputs that once caused a traceback or ran foreign code: now one line, exit code 2, and no code runs."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ STEP = ["--model.scheduler", "StepLR"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A project folder, with modules that do what they should not."""
+    """A project folder with broken modules as the current folder."""
     place = tmp_path / "project"
     place.mkdir()
     (place / "broken_module.py").write_text("def (:\n")
@@ -153,7 +153,7 @@ def test_variables(name: str, value: str, said: str, app: App, monkeypatch: pyte
 
 
 def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the current folder is, unasked; one that is installed elsewhere, by name."""
+    """Modules in the current folder are trusted; installed ones only by `--trust`."""
     Path("mine.py").write_text("from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n")
     output_of(*app("fit", *TINY, "--model", "mine.Mine"))
     elsewhere = Path("../elsewhere")

@@ -1,4 +1,4 @@
-"""How ranks share the batches, and what their workers do to them."""
+"""Shares of global batches, and the work of loader workers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ TWO_STEPS = options(max_steps=2, max_epochs=1)
 
 
 def split(count: int) -> Split:
-    """Images that are told apart by their first pixel."""
+    """A split whose images differ in the first pixel."""
     images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4).contiguous()
     return Split(images, torch.arange(count))
 
@@ -58,9 +58,9 @@ def test_epochs_have_permutations_of_their_own() -> None:
 def test_a_rank_holds_only_its_share_of_what_is_not_shuffled() -> None:
     shared: dict[str, Any] = {"batch_size": 8, "world_size": 4, "placement": "device"}
     evaluated = GlobalBatches(split(37), torch.arange(37), rank=1, **shared)
-    assert len(evaluated._images) == 4 * 2 + 1  # of the last 5 it has one
+    assert len(evaluated._images) == 4 * 2 + 1  # one of the last batch's 5
     trained = GlobalBatches(split(37), torch.arange(30), rank=1, shuffle=True, **shared)
-    assert len(trained._images) == 30  # the permutation of an epoch may give it any
+    assert len(trained._images) == 30  # all images, because an epoch's permutation may assign any of them
 
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
@@ -120,7 +120,7 @@ def test_drop_last() -> None:
 
 
 def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels and draws of the epoch, and images, are copied once, into page-locked memory, while a batch is in use."""
+    """Images, labels and draws are copied once, into page-locked memory, while the previous batch is in use."""
     pinned: list[torch.Size] = []
 
     def without(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -132,7 +132,7 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest
 
         return made
 
-    for name in ("empty", "randint"):  # there may be no driver to page-lock with
+    for name in ("empty", "randint"):  # because page-locking needs a driver
         monkeypatch.setattr(torch, name, without(getattr(torch, name)))
     rows = torch.arange(3, 40)
     loader, reference = (

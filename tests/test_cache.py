@@ -1,4 +1,4 @@
-"""Images are decoded once, into a file that every rank maps."""
+"""The cache: images are decoded once, into a file that every rank maps."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many image files were decoded since the last time it was asked, in whatever process."""
+    """Return a function that counts the files decoded since its last call, in any process."""
     note, decode = tmp_path / "decoded", FileSplit.__getitem__
 
     def noting(self: FileSplit, index: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
 
 
 def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs: Any) -> torch.Tensor:
-    """The images of a split, as a start of the application gets them."""
+    """Return the images of a split as the application reads them at a start."""
     data = attach(
         ImageFolder(str(root), cache=str(cache), num_workers=0, **kwargs), "test" if name == "test" else "fit"
     )
@@ -124,7 +124,7 @@ def test_what_is_stale_is_decoded_again(image_root: Path, cache: Path, decoded: 
     assert decoded() == 36
     image.unlink()
     assert len(images_of(image_root, cache)) == 35
-    (image_root / "train" / "ant").mkdir()  # the labels of all others are higher by one
+    (image_root / "train" / "ant").mkdir()  # raises all other labels by one
     shutil.copy(image_root / "train" / "dog" / "00.jpg", image_root / "train" / "ant")
     images_of(image_root, cache)
     assert decoded() == 35 + 12 + 36
@@ -178,7 +178,7 @@ def test_what_is_broken_or_foreign_is_made_anew(image_root: Path, cache: Path, d
 
 
 def test_a_half_file_goes(image_root: Path, cache: Path) -> None:
-    """Of a process that was killed; not that of one that still writes."""
+    """Unfinished files of a killed process are removed; those of a writing process are kept."""
     images_of(image_root, cache)
     next(cache.glob("train-*")).write_bytes(b"")
     left = cache / f".train-x.0{PART}"
@@ -340,14 +340,14 @@ def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
-    """Of the training images, in `test`: rank zero's record asks for it where the others do not."""
+    """In `test`, only rank zero counts the training images, to record the batch size, a fraction of them."""
     flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
     output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
     output_of(*fork_app("test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"))
 
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:
-    """Those of a split, when they are named to be predicted."""
+    """Images of a split that are given as `predict_dir` have a cache file of their own."""
     kept = ImageCache(str(cache))
     unlabelled = ImageFolder(str(image_root), predict_dir=str(image_root / "test")).source
     kept.write(unlabelled, "predict", 0)

@@ -1,4 +1,4 @@
-"""A checkpoint is written whole or not at all, whatever becomes of the process or the disk; changed content is seen."""
+"""Checkpoints are written whole or not at all, even if the process or the disk fails; changed content is detected."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def test_every_change_of_the_content_is_seen(tmp_path: Path) -> None:
         found = None
         with suppress(UserError):
             found = read(path)
-        if found is not None:  # a bit beside the content
+        if found is not None:  # the bit lies outside of the content
             assert (found["global_step"], found["state_dict"]["weight"].tolist()) == (1, [1.0] * 40)
     for length in range(0, len(whole), 13):
         path.write_bytes(whole[:length])
@@ -45,12 +45,12 @@ def test_every_change_of_the_content_is_seen(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_others(tmp_path: Path) -> None:
-    """Without a checksum of ours; of the zip archive's own ones torch does not look at."""
+    """Checkpoints without our checksum; torch ignores the checksums of the zip archive."""
     path = tmp_path / "theirs.ckpt"
     TorchCheckpointIO().save_checkpoint(content(2, 4000), path)
     assert CheckpointFiles().load_checkpoint(path)["global_step"] == 2
     changed = bytearray(path.read_bytes())
-    changed[len(changed) // 2] ^= 1  # in the tensor
+    changed[len(changed) // 2] ^= 1  # inside the tensor
     path.write_bytes(changed)
     with pytest.raises(UserError, match=r"theirs.ckpt: damaged \(archive/data/0\)"):
         read(path)
@@ -77,7 +77,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there are no links; of other names nothing is kept."""
+    """The previous checkpoint is kept, also without hard links; that of other names is not."""
     last, previous, best = (tmp_path / name for name in (LAST, PREVIOUS, "best.ckpt"))
     files_ = CheckpointFiles()
     for step in range(4):
@@ -91,7 +91,7 @@ def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
-    """Then both names are of one file, and rename(2) would leave a third."""
+    """Both names then belong to one file, so that rename(2) would do nothing and leave a third name."""
     last, before = tmp_path / LAST, tmp_path / PREVIOUS
     CheckpointFiles().save_checkpoint(content(1), last)
     before.hardlink_to(last)
@@ -101,7 +101,7 @@ def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line; what was there before is untouched, and nothing else is left."""
+    """The error is one line, the earlier file is unchanged, and no unfinished file remains."""
     last = tmp_path / LAST
     CheckpointFiles().save_checkpoint(content(1), last)
 
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """The newest one is whole, and none that was saved is lost; the one before it is whole, too."""
+    """The newest checkpoint and the previous one are whole, and no saved checkpoint is lost."""
     place, folder, seed = tmp_path / "steps", tmp_path / "checkpoints", random.Random(0)
     left = 0
     for _ in range(KILLS):

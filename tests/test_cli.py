@@ -1,4 +1,4 @@
-"""What can be typed, and what is said when it was wrong: one line, exit code 2, never a traceback."""
+"""Command lines: valid ones, and the errors of wrong ones: one line, exit code 2, never a traceback."""
 
 import re
 import shlex
@@ -56,7 +56,7 @@ PAGES = [
 
 @pytest.mark.parametrize(("page", "flag"), PAGES)
 def test_pages_of_settings(page: list[str], flag: str, app: App) -> None:
-    """Each is named on the first page."""
+    """The first page names each of them."""
     assert " ".join(page) in app("fit", "--help")[1]
     assert flag in output_of(*app("fit", *page))
 
@@ -71,7 +71,7 @@ def test_print_config_is_a_config(app: App, tmp_path: Path) -> None:
 
 
 def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
-    """Configs and classes are read first, wherever they stand."""
+    """Configs and classes are read first, wherever they are in the command line."""
     (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")
     late = ["--data.like", "FashionMNIST", "--data.size=64", "--model.optimizer.lr", "0.5", "--model.repeats=1"]
     late += ["--trainer.strategy.bucket_cap_mb", "5", "--trainer.strategy", "ddp"]

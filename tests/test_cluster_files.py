@@ -1,4 +1,4 @@
-"""The shipped files for clusters and sweeps, as far as that goes without one; tests/test_slurm.py runs slurm.sbatch."""
+"""The shipped files for clusters and sweeps, tested without a cluster; tests/test_slurm.py runs slurm.sbatch."""
 
 import itertools
 import json
@@ -24,10 +24,10 @@ SMALL = [*tiny(60, 12, accelerator="cpu", test=False), "--model.network", "lenet
 
 
 def run_nodes(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], cwd: Path) -> list[str]:
-    """Run a command for each node at once; what each has printed.
+    """Run the nodes' commands at the same time, and return their outputs.
 
     Raises:
-        AssertionError: When one has failed, or is not done in time.
+        AssertionError: When a command fails, or does not end in time.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     nodes = [
@@ -69,7 +69,7 @@ def test_slurm_script() -> None:
 
 
 def test_containers(app: App) -> None:
-    """Both images have the Python, the files and the installation that pyproject.toml needs; their commands exist.
+    """Both images have the Python version, files and installation that pyproject.toml needs; their commands exist.
 
     Names of instructions and sections: docs.docker.com/reference/dockerfile, apptainer.org/docs/user/latest.
     """
@@ -139,7 +139,7 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_skypilot(tmp_path: Path) -> None:
-    """Its commands on two nodes of one device; when all are started again, they go on."""
+    """Its commands run on two nodes of one device, and continue the run after a restart."""
     task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
     known = {"name", "workdir", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
     assert task.keys() == known, "source: docs.skypilot.co/en/latest/reference/yaml-spec.html"
@@ -164,7 +164,7 @@ def test_skypilot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sweep(tmp_path: Path) -> None:
-    """Three trials as an agent of Weights & Biases starts them: each is one run, with the id and flags it was given."""
+    """Three trials, started as by an agent of Weights & Biases: each is one run with its assigned id and flags."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
     from wandb.sdk.lib.config_util import save_config_file_from_dict
 

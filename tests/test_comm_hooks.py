@@ -1,4 +1,4 @@
-"""How gradients travel: the ring, hooks on CPU, options of a strategy, and what is refused."""
+"""Communication of gradients: the ring, hooks on a CPU, options of strategies, and rejected ones."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ MEET = "--trainer.num_nodes 2 --cluster.init_method tcp://127.0.0.1:29500 --clus
 
 
 def forked(strategy: str, *options: str) -> list[str]:
-    """A strategy whose two processes start at once, for Python and torch are there already."""
+    """A strategy whose two processes start at once, because they are forks."""
     given = zip(options[::2], options[1::2], strict=True)
     words = [word for name, value in given for word in (f"--trainer.strategy.{name}", value)]
     return [*CPU, "--trainer.strategy", strategy, "--trainer.strategy.start_method", "fork", *words]
 
 
 def rings(rank: int, store: str) -> None:
-    """The ring against the built-in all-reduce, as one of eight processes."""
+    """Compare the ring with the built-in all-reduce, in one of eight processes."""
     dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world_size=8, rank=rank)
     groups: list[Sequence[int]] = [range(2), range(3), range(4), range(5), [6, 1, 4], range(8)]
     for ranks in groups:
@@ -83,14 +83,14 @@ EXACT = [*SMALL, *options(precision="64-true", max_epochs=4, test=False)]  # 16 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on one device in float64, where rounding hides nothing."""
+    """A run on one device in float64, so that rounding hides no difference."""
     root = tmp_path_factory.mktemp("exact")
     output_of(*fork_app("fit", *EXACT, "--run.root", root, "--run.name", "x"))
     return root / "x" / "version_0"
 
 
 def check_effect(root: Path, exact: Path, effect: bool) -> None:
-    """Weights differ from those of a single device where, and only where, gradients were changed; a little."""
+    """Check that weights differ slightly from those of one device if the hook changes gradients, and else not."""
     changed = difference(root / "x" / "version_0", exact)
     assert 1e-9 < changed < 1e-2 if effect else changed < 1e-12
 
@@ -158,7 +158,7 @@ def test_nodes_train_by_themselves_under_local_sgd(start: str, effect: bool, exa
 
 
 def strategy(*words: str) -> Namespace | str:
-    """What a command line means for the strategy."""
+    """Return the strategy of a command line."""
     return resolve(["fit", *SMALL, *words]).trainer.strategy
 
 

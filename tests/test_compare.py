@@ -1,4 +1,4 @@
-"""Comparing configurations: from an experiment file to the report, through the real command."""
+"""`compare`: from an experiment file to the report, by the real command."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(app: App, e
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the machine look idle to a comparison in this process."""
+    """Make the machine look idle to a comparison that runs in this process."""
     monkeypatch.setattr("app.runs.starter.busy_seconds", own_seconds)
 
 
@@ -136,7 +136,7 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     assert str(folder) in out
     for row in head["variants"]:
         whole = sum(row[f"{phase}_ms"] for phase in PHASES)
-        assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)  # they are rounded
+        assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)  # rounded
 
 
 def test_no_verdict_on_a_busy_machine(
@@ -172,7 +172,7 @@ def test_the_report_in_a_browser(app: App, experiment: Callable[..., Path]) -> N
     report.parent.mkdir()
     shutil.copy(path.parent / "compare" / "tiny" / "version_0" / "report.html", report)
     colours = seen_colours(report, "--window-size=1200,5000")
-    for drawn in ((0x2F, 0x62, 0xC9), (0xA9, 0xC1, 0xF0)):  # what is recommended, and the other
+    for drawn in ((0x2F, 0x62, 0xC9), (0xA9, 0xC1, 0xF0)):  # colours of the recommended variant and of the other
         assert colours.get(drawn, 0) > 1000
 
 
@@ -208,7 +208,7 @@ def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
 
 
 def test_curves_that_coincide_are_one_line() -> None:
-    """The others are drawn by themselves; what has been measured alone has nothing to coincide with."""
+    """Other curves are drawn separately; a single variant's curve coincides with nothing."""
 
     def coinciding(*losses: list[float]) -> str:
         table = pd.DataFrame({"variant": [str(i) for i in range(len(losses))], "samples_per_s": 1.0, "replicas": 1})
@@ -249,7 +249,7 @@ def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path
 
 @pytest.mark.slow
 def test_every_way_of_running_on_this_machine(app: App, tmp_path: Path) -> None:
-    """In the small form of the shipped experiment; all of them are read in test_experiment."""
+    """Run the shipped experiment with small sizes; test_experiment reads all shipped experiments."""
     path = ROOT / "configs" / "compare" / "this_machine.yaml"
     output_of(*app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path))
     folder = tmp_path / "compare" / path.stem / "version_0"

@@ -1,4 +1,4 @@
-"""The resolved configuration of a command line, and the devices and processes that it means."""
+"""The resolved configuration of a command line: strategy, devices and processes."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What a step costs, in counts that are the same on every machine: Python calls, operations, reads of the device.
+"""Cost of a step in counts that are equal on every machine: Python calls, operations, reads of the device.
 
-Times belong to `tests/benchmarks`. Every count is of the second epoch, from the first step to the last.
+`tests/benchmarks` measures times. Every count covers the second epoch, from its first step to its last.
 """
 
 import gc
@@ -34,7 +34,7 @@ STEP = ImageClassifier.training_step.__code__
 
 
 class Counting(TorchDispatchMode):
-    """Counts operations by name; views and what only makes an empty tensor are left out: they launch nothing."""
+    """Count operations by name, without views and empty tensors, because these launch no kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Counting(TorchDispatchMode):
 
 
 def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None:
-    """Call something when the second epoch is about to begin: the loader is told its number."""
+    """Call a function before the second epoch, when Lightning sets the loader's epoch."""
     set_epoch = GlobalBatches.set_epoch
 
     def told(self: GlobalBatches, epoch: int) -> None:
@@ -59,7 +59,7 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
 
 
 def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[int]:
-    """Python calls of each step of the second epoch: from one training_step to the next."""
+    """Return the Python calls of each step of the second epoch, from one training_step to the next."""
     count, marks = 0, []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
@@ -70,7 +70,7 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> l
             count += 1
 
     in_second_epoch(patch, lambda: sys.setprofile(profile))
-    gc.disable()  # hypothesis calls back at a collection
+    gc.disable()  # because hypothesis registers a callback for collections
     try:
         code, out = app("fit", *TWO_EPOCHS, *flags)
     finally:
@@ -81,7 +81,7 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> l
 
 
 def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[Counter[str]]:
-    """Tensor operations of each step of the second epoch: from one training_step to the next."""
+    """Return the tensor operations of each step of the second epoch, from one training_step to the next."""
     mode, marks = Counting(), []
     training_step = ImageClassifier.training_step
 
@@ -97,7 +97,7 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
         return counted
 
     with patch.context() as own:  # undo the patches, so that a test can count twice
-        for name in ("tolist", "cpu", "numpy"):  # which dispatch nothing on a CPU
+        for name in ("tolist", "cpu", "numpy"):  # on a CPU, these dispatch no operation
             own.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
         own.setattr(ImageClassifier, "training_step", step)
         in_second_epoch(own, lambda: (marks.clear(), mode.__enter__()))
@@ -110,7 +110,7 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
 
 
 def raw_operations() -> int:
-    """Operations of the same step of LeNet, written by hand: data as uint8, the mean of the losses, SGD."""
+    """Return the operations of LeNet's step written by hand: uint8 images, mean loss, SGD."""
     images, labels = torch.zeros(64, 3, 32, 32, dtype=torch.uint8), torch.zeros(64, dtype=torch.long)
     order, mean, std = torch.arange(64), torch.full((3, 1, 1), 127.5), torch.full((3, 1, 1), 127.5)
     network = LeNet().to(memory_format=torch.channels_last)
@@ -124,7 +124,7 @@ def raw_operations() -> int:
         loss.backward()
         optimizer.step()
 
-    step()  # after which there is momentum
+    step()  # the first step creates the momentum
     with Counting() as mode:
         step()
     return mode.counts.total()
@@ -132,7 +132,7 @@ def raw_operations() -> int:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the progress bar's clock stand still: it is drawn by time, and then reads what was logged."""
+    """Stop the progress bar's clock, because each drawing reads the logged values."""
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
@@ -150,7 +150,7 @@ def test_python_calls_of_the_fast_config(app: App, monkeypatch: pytest.MonkeyPat
 
 
 def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the Python calls of a step, those of what times it; what it does once in an epoch left out."""
+    """The step clock takes 1 % of a step's Python calls, without its work once per epoch."""
     ours: Counter[str] = Counter()
     steps = 0
 
@@ -170,13 +170,13 @@ def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -
 
 
 def check_reads(steps: list[Counter[str]]) -> None:
-    """None between two logging windows, nor between the last one and the end of the epoch."""
+    """Check that only the last step of a logging window reads the device."""
     reading = [index for index, step in enumerate(steps) if step["_local_scalar_dense"]]
     assert reading == [100 - 72 - 1], "72 steps of the first epoch; a window is 50"
 
 
 def test_operations(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of LeNet, and its reads; then of the augmentation by crop, flip and cutout."""
+    """Operations and reads of LeNet, then operations of the augmentation by crop, flip and cutout."""
     steps = operations_per_step(app, monkeypatch, *LENET)
     check_reads(steps)
     plain = median(step.total() for step in steps)
@@ -195,7 +195,7 @@ def test_reads_of_the_device(flags: list[str], app: App, monkeypatch: pytest.Mon
 
 
 class CountsReads(CIFARCNN):
-    """Writes how often each step of the second epoch reads a tensor, into a file for each rank."""
+    """Writes the number of tensor reads in each step of the second epoch, into a file per rank."""
 
     def on_train_epoch_start(self) -> None:
         self.reads, self.mode = [], Counting()
@@ -215,7 +215,7 @@ class CountsReads(CIFARCNN):
 
 @pytest.mark.slow
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
-    """Where they agree on whether to stop, too."""
+    """Includes the ranks' agreement whether to stop."""
     ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]
     output_of(*start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path))
     for rank in range(2):

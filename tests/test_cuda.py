@@ -1,4 +1,4 @@
-"""What CUDA lines do, as far as it shows without a GPU: on a torch that says it has one, on devices that are not."""
+"""Code for CUDA, tested without a GPU: torch is patched to report one, and devices are fakes."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU, which the run does not use and must not touch."""
+    """A machine with a GPU that the run does not use, and must not touch."""
 
     def touched(*_: Any) -> None:
         pytest.fail("took memory on the GPU")
@@ -65,18 +65,18 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pyt
 
 @pytest.mark.parametrize(("given", "then"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
 def test_nccl_leaves_the_process_to_python(given: str | None, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 is what torch elastic sets in each rank; any other value is a user's own."""
+    """Torch elastic sets 1 in each rank; the user has set any other value."""
     monkeypatch.delenv(ON_NCCL_ERROR, raising=False)
     if given is not None:
         monkeypatch.setenv(ON_NCCL_ERROR, given)
     assert main(["--help"]) == 0
     assert os.environ[ON_NCCL_ERROR] == then
-    monkeypatch.setenv(ON_NCCL_ERROR, "")  # which undoes what main has set
+    monkeypatch.setenv(ON_NCCL_ERROR, "")  # so that the test undoes main's change
 
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A process group of NCCL; what becomes of it."""
+    """A fake process group of NCCL, which records the calls."""
     left: list[str] = []
     group = SimpleNamespace(initialized=True)
 
@@ -91,7 +91,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def fail(error: BaseException) -> None:
-    """As Lightning does: it tells the callbacks, moves the model to the host, and raises again."""
+    """Handle an error as Lightning does: call the callbacks, move the model to the host, and raise again."""
     StopTogether(60.0).on_exception(None, None, error)  # type: ignore[arg-type]
     assert failures.distributed.is_initialized() is False, "nothing waits for the device"
     raise error
@@ -148,7 +148,7 @@ def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
     model = CIFARCNN()
     strategy.replica = Replica(model)
-    scores = strategy._forward(torch.zeros(2, 3, 32, 32))  # nothing is copied to a device that is not there
+    scores = strategy._forward(torch.zeros(2, 3, 32, 32))  # no copy to a missing device
     assert scores.shape == (2, 10)
 
 
@@ -169,7 +169,7 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path) -> None:
 @on_gpu
 @pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
 def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> None:
-    """By default, with TF32 off in convolutions, too: what lets every way of running take the same steps."""
+    """TF32 is off by default, in convolutions, too, so that all ways of running take the same steps."""
     like = ["--data.like", "FashionMNIST" if model == "FashionMLP" else "CIFAR10"]
     for name, device in (("cpu", CPU), ("gpu", ON_GPU)):
         output_of(*app("fit", "--model", model, *STEPS, *like, *device, "--run.name", name))
@@ -211,7 +211,7 @@ def test_deterministic_algorithms_serve_our_models(precision: str, app: App) -> 
 
 
 def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was asked for, what was free, and what takes less; in the record, too."""
+    """The line and the record have the requested and the free memory, and a setting that needs less."""
     said = (
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.56 MiB is "
         "free. Process 1 has 1.0 GiB memory in use. Of the allocated memory 1 GiB is allocated by PyTorch."

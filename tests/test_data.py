@@ -21,7 +21,7 @@ TWO_STEPS = [*options(max_steps=2, max_epochs=1), *QUIET]
 
 
 def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
-    """Set up as a trainer of one CPU process would."""
+    """Set up a data module as a trainer of one CPU process would."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce_boolean_decision=lambda mine, all: mine)
     loop = SimpleNamespace(batch_idx=-1)
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
@@ -80,7 +80,7 @@ def test_cifar10(cifar_root: Path) -> None:
 
 @pytest.mark.usefixtures("drawn")
 def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
-    """Of any size: a quarter of 54 training images is 14."""
+    """A batch size may be a fraction: a quarter of 54 training images is 14."""
     data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
     assert len(data.train_dataloader()) == 4
@@ -206,7 +206,7 @@ def test_sizes_that_make_no_sense(size: float) -> None:
 
 @pytest.mark.slow
 def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
-    """1 image for 2 ranks: the second one takes part with none, and the BatchNorm-free network does not mind."""
+    """1 image for 2 ranks: the second rank takes the step with an empty batch."""
     flags = tiny(73, 32, val_size=8, max_epochs=2, log_every_n_steps=1, root=tmp_path)
     for name, way in (("ddp", on_cpu("ddp_fork")), ("single", [])):
         output_of(*fork_app("fit", *flags, *way, "--run.name", name))

@@ -1,4 +1,4 @@
-"""A disk that fills up, or a folder that goes away, while a model is trained."""
+"""A disk that fills up, or a folder that disappears, during training."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ BIG = ["--model.hidden", "[500]"]  # 4.6 MiB with Adam's state
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own, 16 MiB."""
+    """A separate disk of 16 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], check=True, timeout=20)
@@ -38,7 +38,7 @@ def leftovers(root: Path) -> list[Path]:
 
 @pytest.mark.cluster
 def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> None:
-    """Three checkpoints fit; of the fourth nothing stays, and the run ends with a line and a record that say so."""
+    """Three checkpoints fit. The fourth leaves no file; line and record name the reason."""
     filler = disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
     said = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
@@ -58,7 +58,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
 
 @pytest.mark.cluster
 def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: Path) -> None:
-    """Metrics and record are written when there is room again; training goes on."""
+    """Training continues, and metrics and record are written once there is room again."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.size", "2000"]
     flags += ["--last_checkpoint.every_n_train_steps", "null", "--last_checkpoint.dirpath", tmp_path / "last"]
     flags += ["--best_checkpoint.dirpath", tmp_path / "best"]
@@ -80,7 +80,7 @@ def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: P
 @pytest.mark.cluster
 @pytest.mark.parametrize("devices", [1, 2])
 def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_path: Path) -> None:
-    """A full $TMPDIR is no reason to lose a run whose folder has room."""
+    """A full $TMPDIR does not stop a run whose own folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
     flags = [*FIT, *BIG, "--trainer.accelerator", "cpu", "--trainer.devices", devices, "--run.root", tmp_path / "runs"]
     output_of(*start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)}))
@@ -90,7 +90,7 @@ def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_p
 
 
 def test_a_folder_that_goes_away(tmp_path: Path) -> None:
-    """It is made anew for the next checkpoint; what it held is gone, and the run ends well."""
+    """The next checkpoint creates the folder again, and the run completes without the earlier files."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "30", "--run.test", "false"]
     with started(tmp_path, *flags) as run:
         run.trained(2)

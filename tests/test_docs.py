@@ -1,4 +1,4 @@
-"""Every command, flag, link and example of every document is taken from its text and checked.
+"""Every command, flag, link and example of every document is extracted and checked.
 
 A command of `fit` is read as the command line reads it, with the classes and config files that it names; those that
 need no cluster are run, too, with small sizes. What starts others (torchrun, sbatch, …) is read by its own parser where
@@ -44,19 +44,19 @@ CONFIGS = sorted(path for kind in KINDS for path in ROOT.glob(f"configs/**/{kind
 DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
 PROGRAMS = "python|pip|apptainer|docker|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
 START = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) ")
-# what a reader puts in: a fixture's, or any that can be read
+# values for placeholders: from a fixture, or any valid ones
 PLACES = {"MY_IMAGES": "images", "NEW_IMAGES": "images/test", "ROOT": "images", "HOST": "127.0.0.1", "PORT": "29400"}
 PLACES |= {"HOST:PORT": "127.0.0.1:29400", "tcp://HOST:PORT": "tcp://127.0.0.1:29400"}
-# SLURM's own, which are read where SLURM is: tests/test_slurm.py
+# SLURM's own flags, which tests/test_slurm.py checks with SLURM's parser
 SLURM = {"--nodes", "--time", "--ntasks-per-node", "--gres", "--nodelist", "--signal", "--requeue", "--ntasks"}
-# of programs that are not here, or of our own beside the parsers
+# flags of programs that are not installed, or of our scripts without a parser
 OTHERS = {"--env", "--verbose", "--trust", "--help", "--shm-size", "--ipc", "--kill-on-bad-exit"}
-OTHERS |= {"--gpus", "--nr", "--num_processes"}  # where a reader comes from
+OTHERS |= {"--gpus", "--nr", "--num_processes"}  # flags in the table "Coming from"
 NAME = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 
 def text(document: Path) -> str:
-    """What a document says, as Markdown: of a config, its comment."""
+    """Return a document's text as Markdown; of a config, its opening comment."""
     content = document.read_text()
     if document.suffix == ".ipynb":
         cells = json.loads(content)["cells"]
@@ -74,13 +74,13 @@ def blocks(document: Path, *languages: str) -> list[str]:
 
 
 def spans(document: Path) -> list[str]:
-    """What stands between backticks in the prose."""
+    """Return the texts between backticks in the prose."""
     prose = re.sub(r"^```.*?^```", "", text(document), flags=re.MULTILINE | re.DOTALL)
     return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", prose)]
 
 
 def commands(document: Path) -> list[str]:
-    """Every command of a document, as it stands: all lines of a `bash` block, and what looks like one elsewhere."""
+    """Return every command of a document: all lines of `bash` blocks, and texts elsewhere that look like commands."""
     found = []
     for language in ("bash", ""):
         for block in blocks(document, language):
@@ -92,7 +92,7 @@ def commands(document: Path) -> list[str]:
 
 
 def words_of(command: str) -> list[str]:
-    """Its words, without what stands for more, and without the variables before it."""
+    """Return a command's words, without ellipses and leading environment variables."""
     words = [PLACES.get(word, word) for word in shlex.split(command) if word != "…"]
     while re.fullmatch(r"\w+=.*", words[0]):
         words.pop(0)
@@ -100,18 +100,18 @@ def words_of(command: str) -> list[str]:
 
 
 def check(command: str) -> None:
-    """Read a command as the program reads it that it names."""
+    """Parse a command with the parser of the program that it names."""
     match words_of(command):
         case ["python", "-m", "app", *arguments]:
             check_app(arguments)
         case ["python", "tests/benchmarks/speed.py", *arguments]:
             speed.read(arguments)
         case ["python" | "bash", file] | ["kubectl", "apply" | "delete", "-f", file]:
-            assert (ROOT / file).is_file()  # what a cluster says to it: tests/test_cluster_files.py
+            assert (ROOT / file).is_file()  # tests/test_cluster_files.py checks its content
         case ["srun", *started] | ["apptainer", "exec", "--nv", "lab.sif", *started]:
             check(shlex.join(started))
         case ["apptainer", "build", "lab.sif", file] | ["docker", "build", "-t", _, "-f", file, "."]:
-            assert (ROOT / file).is_file()  # what it says: tests/test_cluster_files.py
+            assert (ROOT / file).is_file()  # tests/test_cluster_files.py checks its content, too
         case ["docker", "run", *rest]:
             check(shlex.join(rest[rest.index("python") :])) if "python" in rest else None
         case ["torchrun", *arguments]:
@@ -144,7 +144,7 @@ def check(command: str) -> None:
             marks = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
             assert set(re.findall(r"\w+", marks)) - {"or", "and", "not"} <= {mark.partition(":")[0] for mark in known}
             assert all((ROOT / word).is_file() for word in arguments if word.startswith("tests"))
-        case ["ruff" | "mypy" as program, *_]:  # .ci/run runs them
+        case ["ruff" | "mypy" as program, *_]:  # .ci/run runs these
             assert shutil.which(program)
         case ["kubectl", "logs", "-f", *_]:
             pass
@@ -155,7 +155,7 @@ def check(command: str) -> None:
 
 
 def check_app(arguments: list[str]) -> None:
-    """Read a command line of ours, with the flags of `fit` in it."""
+    """Parse one of our command lines, with its flags of `fit`."""
     if not arguments or arguments[0].startswith("--"):
         assert arguments in ([], ["--help"])
         return
@@ -185,7 +185,7 @@ def check_app(arguments: list[str]) -> None:
 
 
 def own_flags(command: str) -> list[str]:
-    """Flags of a command that is no command of Lightning's, as its help lists them."""
+    """Return the flags that the help of one of our own commands lists."""
     with redirect_stdout(StringIO()) as out, suppress(SystemExit):
         main([command, "--help"])
     return re.findall(r"--\w+", out.getvalue())
@@ -193,7 +193,7 @@ def own_flags(command: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder such as a reader has: the configs, images, and the examples of the documents as files."""
+    """A folder such as a reader has: configs, images, and the documents' examples as files."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("configs", "tests"):
         (folder / name).symlink_to(ROOT / name)
@@ -213,7 +213,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reader(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, as the current folder."""
+    """The reader's folder as the current folder."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
     return place
@@ -263,7 +263,7 @@ def test_a_wrong_command_is_found(command: str, reader: Path) -> None:
 
 @pytest.mark.slow
 def test_flags_in_the_prose() -> None:
-    """A flag that a text names is one of ours, or of a program that it starts."""
+    """Each flag in the prose belongs to one of our commands, or to a program that a document starts."""
     from torch.distributed.run import get_args_parser
 
     parser = capture_parser(Flags, ["fit"])
@@ -276,7 +276,7 @@ def test_flags_in_the_prose() -> None:
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
         known |= {f"--{section}.{name}" for cls in (base, *subclasses(base)) for name in parameters(cls)}
-    # settings of what a flag names are checked with the commands that have them
+    # the settings of a class are checked with the commands that use them
     deeper = ("--model.optimizer.", "--model.scheduler.", "--trainer.callbacks", "--trainer.strategy.")
     for document in DOCUMENTS:
         for span in spans(document):
@@ -285,9 +285,9 @@ def test_flags_in_the_prose() -> None:
 
 
 def small(command: str) -> list[str] | None:
-    """A command of `fit`, `validate`, `test` or `predict` with few images, one epoch and what there is here, if it can.
+    """Return a command of `fit`, `validate`, `test` or `predict` with small sizes for this machine, or None.
 
-    Processes are forked: that `ddp` starts them otherwise is not what is asked here.
+    Processes are forked, because the start of processes is not tested here.
     """
     words = words_of(command)
     if words[:3] != ["python", "-m", "app"] or words[3:4] not in (["fit"], ["validate"], ["test"], ["predict"]):
@@ -321,7 +321,7 @@ def small(command: str) -> list[str] | None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("drawn")
 def test_commands_run(reader: Path, tmp_path: Path) -> None:
-    """What can run on one machine does, from a reader's folder; commands that are alike when they are small, once."""
+    """Commands for one machine run from a reader's folder; commands that are equal with small sizes run once."""
     begin_here = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "app/fit/README.md", *ROOT.glob("notebooks/*")]
     found = [command for document in begin_here for command in commands(document)]
     chosen = [words for words in map(small, dict.fromkeys(found)) if words]
@@ -336,7 +336,7 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
 
 
 def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Path) -> None:
-    """The README's script and the module that it becomes, on CIFAR-10's files."""
+    """The README's script and the module that replaces it run on files in CIFAR-10's format."""
     before = reader / "train.py"
     assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15
     (reader / "data").symlink_to(cifar_root)
@@ -358,7 +358,7 @@ def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Pa
 
 @pytest.mark.parametrize("document", MARKDOWN, **NAME)
 def test_links(document: Path) -> None:
-    """They lead to a file, and to a heading of it."""
+    """Each link leads to a file, and to a heading in it."""
     for link in re.findall(r"\]\(([^)\s]+)\)", text(document)):
         if link.startswith("http"):
             continue
@@ -372,7 +372,7 @@ def test_links(document: Path) -> None:
 
 
 def test_examples_in_other_languages(reader: Path) -> None:
-    """Experiments and ways are read; examples in Python compile, and import what there is."""
+    """Experiments parse; Python examples compile, and import existing names."""
     for document in MARKDOWN:
         for block in blocks(document, "yaml"):
             (reader / "example.yaml").write_text(block)

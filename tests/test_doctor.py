@@ -1,4 +1,4 @@
-"""What this machine has and what will work on it."""
+"""`doctor`: the checks of this machine."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def under_load(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
     [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 64, True), (1.5, 1, 2, True)],
 )
 def test_busy(load: float, usable: int, there: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where too few cores are free for what this process may use."""
+    """A machine is busy if too few cores are free for those that this process may use."""
     under_load(load, monkeypatch)
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
     monkeypatch.setattr(os, "cpu_count", lambda: there)
@@ -118,7 +118,7 @@ def test_busy(load: float, usable: int, there: int, is_busy: bool, monkeypatch: 
 
 
 def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The tightest of a group and those around it counts."""
+    """The smallest quota among a control group and its parents counts."""
     own = machine._control_groups
     monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
@@ -134,7 +134,7 @@ def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
-    """Outcomes of the self-test's runs, by strategy; others are copies of the first one, which is made."""
+    """Outcomes of the self-test's runs, by strategy: the first run is real, the others are copies of it."""
     outcomes: dict[str, Record] = {}
 
     def run(flags: list[str], limit: float, folder: Path) -> Record:

@@ -1,4 +1,4 @@
-"""torch elastic's agent in the process of the command: who is started, what is seen of it, how it is started again."""
+"""Torch elastic's agent in the command's process: the started ranks, their output, and restarts."""
 
 import os
 import pty
@@ -19,7 +19,7 @@ SHORT = options(max_epochs=1, test=False)
 
 
 def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
-    """As a terminal, for reading too; the other rank passes the breakpoint and is not heard."""
+    """Rank zero uses the terminal, for input, too; the other rank skips the breakpoint, and prints nothing there."""
     here, there = pty.openpty()
     flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--model.stops", "true", "--run.root", str(tmp_path)]
     process = subprocess.Popen(
@@ -35,7 +35,7 @@ def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
         while True:
             try:
                 said += os.read(here, 4096)
-            except OSError:  # EIO: nobody has the other end any more
+            except OSError:  # EIO: the other end is closed
                 break
         assert process.wait(60) == 0, said
     finally:
@@ -63,7 +63,7 @@ def test_each_rank_s_output_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verbose", [True, False])
 def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
-    """Only what a user can act on, unless --verbose asks for the rest; no folder of its own stays behind."""
+    """The agent prints only what a user can act on, unless --verbose is given, and leaves no folder behind."""
     env = {"TMPDIR": str(tmp_path), "APP_DEBUG": "1" if verbose else None}
     with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs", "100000", env=env) as run:
         run.trained(1)
@@ -86,7 +86,7 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """By our agent and by torchrun."""
+    """Both our agent and torchrun restart it."""
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
     flags += options(max_epochs=30, test=False)

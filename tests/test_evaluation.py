@@ -1,4 +1,4 @@
-"""Validate, test and predict see every sample exactly once, whatever the world size; fit's validation: test_parity."""
+"""Validate, test and predict see every sample exactly once, for any world size; test_parity checks fit."""
 
 import csv
 import shutil
@@ -11,7 +11,7 @@ from PIL import Image
 from app.data.synthetic import SHAPES
 from app.modules import CIFARCNN
 
-# 1,003 test images in batches of 64: 15 whole ones and one of 43, which neither 2 nor 4 divides
+# 1,003 test images in batches of 64: 15 full ones and one of 43, which neither 2 nor 4 divides
 DATA = tiny(5015, 64, val_size=1003)
 SLOW = pytest.mark.slow
 

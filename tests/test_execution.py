@@ -1,4 +1,4 @@
-"""Flags that change how a model is executed, and nothing of what it learns beyond rounding."""
+"""Flags that change how a model is executed, and its results only by rounding."""
 
 import shutil
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SMALL = tiny(203, 20)
 STEPS = options(max_epochs=3, log_every_n_steps=1, test=False)
 CNN = ["--model", "CIFARCNN"]
 MLP_FLAGS = ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"]
-# BatchNorm over few images makes much of rounding
+# BatchNorm over few images amplifies rounding
 RESNET = [*CNN, "--model.network=resnet18_cifar", *options(size=14, batch_size=4, drop_last=True, precision="64-true")]
 SLOW = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def test_the_same_training(
 
 @pytest.mark.parametrize("before", ["true", "false"])
 def test_a_checkpoint_of_another_layout(before: str, app: App, tmp_path: Path) -> None:
-    """Its momentum takes the layout of the weights that it goes on with."""
+    """The momentum is converted to the memory layout of the resumed run's weights."""
     flags = ["fit", *SMALL, *CNN, *STEPS, "--run.name", "x"]
     output_of(*app(*flags, "--trainer.max_epochs", "1", "--model.channels_last", before))
     after = "false" if before == "true" else "true"
@@ -87,7 +87,7 @@ def test_the_layout_by_default() -> None:
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU, and what is set of torch for it."""
+    """A fake GPU, which records torch's settings."""
     found = SimpleNamespace(capability=(8, 0), precision=None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
@@ -111,7 +111,7 @@ def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("cls", ["SGD", "Adam", "AdamW"])
 def test_fused_by_default_on_a_gpu(cls: str) -> None:
-    """With the same settings; not on a CPU, and not where something else was asked for."""
+    """Fused on a GPU, with the same settings; not on a CPU, and not if the user chose otherwise."""
     model = nn.Linear(2, 2)
 
     def make(**options: Any) -> torch.optim.Optimizer:
@@ -128,13 +128,13 @@ def test_fused_by_default_on_a_gpu(cls: str) -> None:
         fastest(make(foreach=True), CUDA, False),
     ):
         assert not made.param_groups[0]["fused"]
-    for other in (torch.optim.RMSprop, torch.optim.Adagrad):  # which have none for GPUs
+    for other in (torch.optim.RMSprop, torch.optim.Adagrad):  # these have no fused implementation for GPUs
         assert not fastest(other(model.parameters()), CUDA, False).param_groups[0].get("fused")
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
-    """As from a GPU to a CPU and back: the step goes on, computed as this run does it."""
+    """Between a GPU and a CPU: the resumed run uses its own implementation of the step."""
     model = nn.Linear(2, 2)
     saved = torch.optim.Adam(model.parameters(), lr=0.25, fused=not fused)
     model(torch.ones(1, 2)).sum().backward()
@@ -225,7 +225,7 @@ def test_where_images_are_kept(device: str, free: int, placement: str, monkeypat
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Graphs on the CPU, which do nothing when they are made, and all of it on each replay: the replays of each."""
+    """Fake graphs on the CPU, whose replay runs the captured code; returns each graph's number of replays."""
     replays: list[int] = []
 
     class Recorded:
@@ -243,7 +243,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 GRAPH = GRAPHED.split()
-# 203 images less 20 for validation: 9 whole batches to an epoch, and one of 3
+# 203 images less 20 for validation: 9 full batches per epoch, and one of 3
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
 EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 
@@ -260,7 +260,7 @@ REPLAYED = [
 def test_a_step_as_one_graph(
     flags: list[str], replayed: list[int], graphs: list[int], app: App, tmp_path: Path
 ) -> None:
-    """To the last bit: the first three steps and the last batch of each epoch are as ever, the others replayed."""
+    """Bits are the same. The first three steps and each epoch's last batch run as usual; the others are replayed."""
     for name, more in (("plain", []), ("graph", GRAPH)):
         output_of(*app("fit", *SMALL, *STEPS, *EVERY, *flags, *more, "--run.name", name))
     plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))

@@ -1,4 +1,4 @@
-"""What an experiment file means: variants, grids and their commands; what is wrong with one."""
+"""Experiment files: variants, grids and their commands, and errors of wrong files."""
 
 import re
 from collections.abc import Callable

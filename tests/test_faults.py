@@ -1,4 +1,4 @@
-"""Faults in bulk: kills, signals, odd command lines; how many held is printed at the end, as in the README.
+"""Many faults: kills, signals, odd command lines. A table at the end counts the survived ones, as in the README.
 
 The slow set takes some of each; `FAULTS=10 pytest -m slow tests/test_faults.py` takes ten times as many.
 """
@@ -39,12 +39,12 @@ def server(tmp_path: Path) -> Iterator[ForkServer]:
 
 
 def newest(root: Path) -> Path:
-    """The last checkpoint of the run that went on last."""
+    """Return the last checkpoint of the run that continued last."""
     return max(root.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    """Whenever it is killed, the newest checkpoint loads, and the run that goes on ends as one never disturbed."""
+    """After a kill at any moment, the newest checkpoint loads, and the resumed run ends like an undisturbed one."""
     kills, seed = 0, random.Random(7)
     flags = [*FIT, *SAVES, "--trainer.max_epochs", "6", "--run.root", tmp_path / "runs"]
     elsewhere = Path("/dev/shm/app-faults")  # $TMPDIR on another file system
@@ -96,7 +96,7 @@ def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) ->
 
 
 def test_signals_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    """Ctrl-C or SIGTERM: the exit code says it, from the first moment to the last; what is saved goes on."""
+    """After Ctrl-C or SIGTERM at any moment, the exit code names the signal, and the saved run resumes."""
     seed, count = random.Random(5), 10 * TIMES
     flags = [*FIT, *SAVES, "--trainer.max_epochs", "4", "--run.root", tmp_path / "runs"]
     for turn in range(count):
@@ -118,7 +118,7 @@ COMMANDS = st.sampled_from(["fit", "fit", "fit", "validate", "test", "predict", 
 
 
 def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    """Through the whole command: it works, or says in one line what is wrong; in 30 s, 4 GiB and its own folder."""
+    """The real command works or prints one line about the error, within 30 s, 4 GiB and its own folder."""
     short = tiny(64, max_epochs=1, max_time="00:00:00:05")
     done = []
 
@@ -133,7 +133,7 @@ def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> 
         if command in ("validate", "test", "predict"):
             argv = [command, *argv[1:]]
         elif command != "fit":
-            argv = [command, *odd, *["--dry_run"] * (command == "compare")]  # which would measure for minutes
+            argv = [command, *odd, *["--dry_run"] * (command == "compare")]  # a measurement would take minutes
         if any("\0" in part for part in odd):
             return
         code, out = server.run(*argv, seconds=30)
@@ -150,7 +150,7 @@ def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> 
 
 
 def damage(content: bytes, seed: random.Random) -> bytes:
-    """Cut off, overwritten with zeros, or with some bits changed."""
+    """Truncate a file, overwrite a part with zeros, or change some bits."""
     place, kind = seed.randrange(len(content)), seed.choice(["cut", "zeros", "bits"])
     if kind == "cut":
         return content[:place]
@@ -171,7 +171,7 @@ def test_damaged_data(
     tally: Tally,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Files of every kind: read, or refused by name; a damaged cache file is made anew."""
+    """Damaged files of every kind are read, or rejected by name; a damaged cache file is rebuilt."""
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 0)
     seed, cache, count = random.Random(13), tmp_path / "cache", 0
     sets = {
@@ -202,7 +202,7 @@ def test_damaged_data(
 
 
 def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
-    """None hangs; no process, port or file is left, whether it ends by itself or is told to at any moment."""
+    """No run hangs or leaves a process, port or file, whether it completes or a signal ends it at any moment."""
     seed, count = random.Random(11), 2 * TIMES
     flags = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
     temporary = tmp_path / "temporary"
@@ -220,7 +220,7 @@ def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
 
 
 def test_a_long_run(tmp_path: Path, tally: Tally) -> None:
-    """Memory, threads and open files of each rank do not grow, with all that is on by default."""
+    """Memory, threads and open files of each rank do not grow, with all default features."""
     flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[8]", "--data", "Synthetic"]
     flags += ["--data.like", "FashionMNIST", "--data.size", "2000", "--data.batch_size", "8", "--data.flip", "true"]
     flags += ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--last_checkpoint.every_n_train_steps", "50"]
@@ -241,7 +241,7 @@ def test_a_long_run(tmp_path: Path, tally: Tally) -> None:
             time.sleep(0.05)
         out = run.end()
     assert run.process.returncode == 0, out
-    early, late = states[len(states) // 4], states[-2]  # after the last epoch come the pictures
+    early, late = states[len(states) // 4], states[-2]  # after the last epoch, the pictures are drawn
     for (memory, threads, files), (memory_late, threads_late, files_late) in zip(early, late, strict=True):
         assert memory_late - memory < 16 * 2**20
         assert (threads_late, files_late) <= (threads + 1, files + 2)

@@ -1,4 +1,4 @@
-"""Command lines, configs and experiments made at random: each works, or is refused in one line that names the flag.
+"""Random command lines, configs and experiments: each works, or is rejected in one line that names the flag.
 
 `FAULTS=10` takes ten times as many.
 """
@@ -25,7 +25,7 @@ EXAMPLES = 100 * int(os.environ.get("FAULTS", "1"))
 
 
 def examples(times: int) -> settings:
-    """So many times a hundred, the same ones every time."""
+    """Run a multiple of a hundred examples, the same ones every time."""
     return settings(
         max_examples=times * EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -74,7 +74,7 @@ COMMANDS = ("fit", "validate", "test", "predict")
 
 
 def refused(call: Any, *args: Any) -> str | None:
-    """The one line with which a call refuses its arguments, or None."""
+    """Return the line with which a call rejects its arguments, or None."""
     try:
         call(*args)
     except UserError as error:
@@ -87,7 +87,7 @@ def refused(call: Any, *args: Any) -> str | None:
 
 
 def written(place: pytest.TempPathFactory, content: str) -> Path:
-    """A file with this content, as far as it is Unicode."""
+    """Write a file with this content, as far as it is Unicode."""
     path = place.getbasetemp() / "example.yaml"
     path.write_bytes(content.encode(errors="replace"))
     return path

@@ -1,4 +1,4 @@
-"""The measurements for a machine with a GPU run to their end on one without."""
+"""The GPU measurements of tests/benchmarks run to their end on a machine without a GPU."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Several hosts, each with a network, a name and processes of its own: meeting, parity, and what breaks."""
+"""Several simulated hosts with separate networks, names and processes: rendezvous, parity, failures."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ SMALL = tiny(203, 20, flip=True)
 STEPS = [*SMALL, *options(accelerator="cpu", log_every_n_steps=1, test=False)]
 TCP = [*options(num_nodes=2, devices=1), "--cluster.init_method", "tcp://h1:29500"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
-ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # with torch 2.15 a node that joins would wait in vain otherwise
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # otherwise a joining node would wait in vain with torch 2.15
 SILENCE = "error: no answer from another rank within --cluster.timeout: "
 CUT = f"{SILENCE}it hangs, or the link to it is cut"
 Process = subprocess.Popen[str]
@@ -42,18 +42,18 @@ def torchrun(processes: int, nodes: str = "2") -> list[str]:
 
 
 def two_nodes(hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None) -> list[Process]:
-    """A run of two nodes by plain addresses."""
+    """Start a run of two nodes by plain addresses."""
     both = enumerate((hosts.hosts["h1"], hosts.hosts["h2"]))
     return [fit(host, "--run.root", root, *TCP, "--cluster.node_rank", node, *flags, env=env) for node, host in both]
 
 
 def inner(process: Process) -> psutil.Process:
-    """The command itself: what was started is nsenter."""
+    """Return the command's own process, a child of the started nsenter."""
     return psutil.Process(process.pid).children()[0]
 
 
 def a_rank(process: Process) -> psutil.Process:
-    """The first rank that a node's agent has started, ours or torchrun's."""
+    """Return the first rank that a node's agent, ours or torchrun's, has started."""
     return next(child for child in inner(process).children() if "RANK" in child.environ())
 
 
@@ -65,13 +65,13 @@ def trained(root: Path, processes: list[Process], epochs: int, version: int = 0)
 
 
 def ended(processes: list[Process], seconds: float) -> list[str]:
-    """What each printed; all of them must end in time."""
+    """Wait for all commands to end in time, and return their outputs."""
     limit = time.monotonic() + seconds
     return [process.communicate(timeout=max(limit - time.monotonic(), 0.1))[0] for process in processes]
 
 
 def end_by_a_cut(processes: list[Process]) -> None:
-    """Each ends within a little more than the timeout, with one line."""
+    """Check that each node ends soon after the timeout, with one line."""
     for process, said in zip(processes, ended(processes, 20 + 20), strict=True):
         assert process.returncode == 1, said
         assert CUT in said
@@ -79,7 +79,7 @@ def end_by_a_cut(processes: list[Process]) -> None:
 
 
 def orphans(host: Host) -> list[str]:
-    """Command lines of the processes that are left on a host: its first one inherits them."""
+    """Return the command lines of the processes that remain on a host, whose first process inherits them."""
     living = [p for p in psutil.Process(host.pid).children(recursive=True) if not gone(p)]
     return [line for line in (" ".join(p.cmdline()) for p in living) if line != "sleep infinity"]
 
@@ -93,7 +93,7 @@ def gone(process: psutil.Process) -> bool:
 
 @pytest.fixture(autouse=True)
 def clean(hosts: Network) -> Any:
-    """No process of a run and no segment of shared memory is left when a test is over."""
+    """Check that a test leaves no process and no segment of shared memory."""
     yield
     for host in hosts.hosts.values():
         if host.outer.poll() is None:
@@ -103,7 +103,7 @@ def clean(hosts: Network) -> Any:
 
 @pytest.mark.parametrize("way", ["torchrun", "env", "ddp_dp"])
 def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
-    """2 × 2 ranks, the second host first, against one device; gloo finds the right interface by itself."""
+    """2 × 2 ranks equal one device, even if the second host starts first; gloo finds the right interface."""
     root, epochs = tmp_path / "hosts", ["--trainer.max_epochs", "2"]
     processes = []
     for node in (1, 0):
@@ -112,7 +112,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
         if way == "torchrun":
             launcher = torchrun(2)
         elif way == "env":
-            if node == 0:  # as Debian's installer leaves it
+            if node == 0:  # Debian's installer writes such a line
                 host.run("sh", "-c", f"sed 's/10.77.0.1/127.0.1.1/' /etc/hosts > {tmp_path}/etc-hosts")
                 host.run("mount", "--bind", tmp_path / "etc-hosts", "/etc/hosts")
             env = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500", "NODE_RANK": str(node)}
@@ -136,7 +136,7 @@ def test_a_link_that_is_cut_for_five_seconds(hosts: Network, tmp_path: Path) -> 
     hosts.link("h2", "up")
     before = len(record(tmp_path)["epochs"])
     trained(tmp_path, processes, before + 5)
-    inner(processes[1]).send_signal(signal.SIGINT)  # on one node stops both
+    inner(processes[1]).send_signal(signal.SIGINT)  # Ctrl-C on one node stops both
     out = ended(processes, 30)
     assert [process.returncode for process in processes] == [130, 130], out
     assert record(tmp_path)["status"] == "interrupted"
@@ -152,7 +152,7 @@ def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path) -> None:
-    """The others wait for the one that reads, as long as it takes; a link that is gone is another matter."""
+    """The other rank waits without a timeout for a long read, but a cut link ends the run."""
     reads = ["--data", "user_code.ReadsWhenTold", "--cluster.timeout", "20"]
     processes = two_nodes(hosts, tmp_path, *reads, env={"TEST_PLACE": str(tmp_path)})
     awaited((tmp_path / "reads").exists, 120)
@@ -163,7 +163,7 @@ def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path
 
 @pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("torchrun", 1)])
 def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Network, tmp_path: Path) -> None:
-    """Nobody but a process of its own can end it there."""
+    """Only a process on the same host can end the stopped rank."""
     flags = [*FOR_EVER, "--cluster.timeout", "20"]
     if way == "tcp":
         processes = two_nodes(hosts, tmp_path, *flags)
@@ -174,17 +174,17 @@ def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Ne
     stopped = a_rank(processes[node])
     stopped.suspend()
     awaited(lambda: gone(stopped), 20 + 10 + 5)
-    processes[node].send_signal(signal.SIGCONT)  # nsenter stops with what it has started
+    processes[node].send_signal(signal.SIGCONT)  # nsenter stops together with its child
     out = ended(processes, 10)
     assert f"{SILENCE}rank {node} is in step " in out[1 - node]
-    assert f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]  # gradients, or whether to stop
+    assert f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]  # gradients or vote
     assert ", stopped (SIGSTOP); the other ranks timed out, and it was killed" in out[node]
     assert all(process.returncode for process in processes)
-    assert "Traceback" not in "".join(out) or way == "torchrun"  # its own
+    assert "Traceback" not in "".join(out) or way == "torchrun"  # torchrun prints its own traceback
 
 
 def test_a_rank_alone_on_its_host_that_loops(hosts: Network, tmp_path: Path) -> None:
-    """It is ended when the other one has left it."""
+    """The looping rank is killed once the other one has left."""
     processes = two_nodes(hosts, tmp_path, "--data", "stuck_code.LoopsInData", "--cluster.timeout", "10", *FOR_EVER)
     out = ended(processes, 120)
     where = r"rank 1 is in step 13, stuck_code.py:\d+ on_after_batch_transfer"
@@ -195,7 +195,7 @@ def test_a_rank_alone_on_its_host_that_loops(hosts: Network, tmp_path: Path) -> 
 
 
 def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None:
-    """Node 0 keeps the run; the best weights, which the other has not, are not tested."""
+    """Node 0 stores the run. The best weights are missing on the other node, so that the last ones are tested."""
     root = tmp_path / "runs"
     root.mkdir()
     for name in ("h1", "h2"):
@@ -232,9 +232,9 @@ def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path)
 
 
 def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App, tmp_path: Path) -> None:
-    """One host loses power, another one joins and is told to go: the steps are those of one device, all the same.
+    """One host loses power; another one joins, and is stopped. The steps are still those of one device.
 
-    In float64, where rounding does not hide a step that is left out or taken twice; the record's losses are float32.
+    In float64, rounding cannot hide a skipped or repeated step; the record's losses are float32.
     """
     root = tmp_path / "hosts"
     exact = ["--trainer.precision", "64-true", "--last_checkpoint.every_n_train_steps", "5"]
@@ -248,7 +248,7 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
         return len(list((root / "LeNet-Synthetic").glob("version_*"))) - 1
 
     def trains(world_size: int, since: int) -> bool:
-        """Whether a run of so many ranks has trained two epochs more."""
+        """Return whether a run of some number of ranks has trained two more epochs."""
         found = record(root, newest())
         return len(found["epochs"]) >= since + 2 and found["world_size"] == world_size
 

@@ -1,4 +1,4 @@
-"""`app.load`, `app.fit` and `export`: a trained classifier outside of a run."""
+"""`app.load`, `app.fit` and `export`: use of a trained classifier outside of a run."""
 
 import contextlib
 import csv
@@ -22,7 +22,7 @@ NAMES = ("cat", "dog", "eel")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a network on image files of other sizes, and its predictions of the test split; then the images go."""
+    """A run on image files of different sizes, and its predictions of the test split; the images are then deleted."""
     folder = tmp_path_factory.mktemp("trained")
     images = draw_images(folder / "images", NAMES, train=12, test=4)
     flags = ["--run.root", folder / "runs", "--run.name", "x", *options(max_epochs=1, accelerator="cpu"), *QUIET]
@@ -126,7 +126,7 @@ def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_pa
 
 @pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])
 def test_export(kind: str, file: str, trained: Path, model: Classifier, app: App) -> None:
-    """The lines that it prints load the file, and predict what the model predicts, for a batch of another size."""
+    """The printed lines load the file, and give the model's predictions for a batch of another size."""
     best = ["--ckpt_path", "best", "--run.root", trained.parents[1], "--run.name", "x"]
     out = output_of(*app("export", *best, "--format", kind))
     assert "checked   on 64 random images: probabilities differ by at most" in out
@@ -148,7 +148,7 @@ def test_export_of_nothing(app: App, trained: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_fit_is_a_function(tmp_path: Path) -> None:
-    """It takes the command's flags by their last name; the record is the new run's, also beside an earlier one."""
+    """`app.fit` takes the flags by their last name, and returns the new run's record, also beside an earlier run."""
     fit, flags = package.fit, {"data": "Synthetic", "size": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"}
     assert fit is importlib.import_module("app.fit")
     with pytest.raises(UserError, match=r"'run.balance': true"):
@@ -166,7 +166,7 @@ def test_fit_is_a_function(tmp_path: Path) -> None:
 
 
 def test_tensorboard(app: App, tmp_path: Path) -> None:
-    """The flags of app/monitor/README.md."""
+    """The flags in app/monitor/README.md write TensorBoard's files."""
     logger = ["--trainer.logger+=TensorBoardLogger", f"--trainer.logger.save_dir={tmp_path / 'board'}"]
     output_of(*app("fit", *tiny(60, 20, max_epochs=1, test=False), *logger))
     assert list((tmp_path / "board").rglob("events.out.tfevents.*"))

@@ -1,4 +1,4 @@
-"""The house: which package may import which, and that documents name what there is."""
+"""Structure: the allowed imports of each package, and documents that name only existing modules."""
 
 import ast
 import pkgutil

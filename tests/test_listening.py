@@ -1,6 +1,6 @@
-"""Who can connect to a run while it trains: nobody from another machine, unless an address was given for that.
+"""Ports of a running command: no other machine can connect, unless the user gives an address for it.
 
-Of runs on one machine, `Running.trained` looks at each.
+`Running.trained` checks every run on one machine, too.
 """
 
 import ipaddress
@@ -29,7 +29,7 @@ def test_nodes_listen_on_the_given_address(scheme: str, tmp_path: Path) -> None:
     assert found - loopback <= (set(own_addresses()) if scheme == "file" else set())
 
 
-COMMANDS = {  # of doctor: test_doctor
+COMMANDS = {  # test_doctor checks doctor
     "fit": ["fit", *FLAGS[:4], *on_cpu("ddp", max_steps=4)],
     "compare": ["compare", "--experiment", "tiny.yaml"],
     "verify": ["verify", "--data", "Synthetic", "--steps", "4", "--quick"],

@@ -1,4 +1,4 @@
-"""The rendezvous of nodes: what is said while they wait, and what is refused."""
+"""The rendezvous of nodes: lines printed while nodes wait, and rejected nodes."""
 
 import json
 import re
@@ -24,7 +24,7 @@ Go = Callable[..., Future[NodeRendezvous]]
 
 @pytest.fixture
 def go() -> Iterator[Go]:
-    """Start the rendezvous of a node in a thread."""
+    """Start a node's rendezvous in a thread."""
     with ThreadPoolExecutor(8) as pool:
 
         def start(method: str, node: int, nodes: int = 2, devices: int = 1, timeout: float = 20) -> Future[Any]:
@@ -84,7 +84,7 @@ def test_node_0_that_is_not_there(go: Go) -> None:
 
 
 def test_a_foreign_listener(go: Go) -> None:
-    """One that is silent, and one that talks nonsense; node 0 cannot have the port, the other waits in vain."""
+    """A silent or nonsensical foreign program has the port: node 0 cannot open it, the other node waits in vain."""
     for talk in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"):
         with socket.create_server(("127.0.0.1", 0)) as foreign:
             port = foreign.getsockname()[1]
@@ -205,13 +205,13 @@ SAID = {
     "decision": ["UserError: no such checkpoint"] * 3,
     "user 1": [f"UserError: {which}no such checkpoint here" for which in ("node 1: ", "", "node 1: ")],
     "settings": ["UserError: --model.optimizer.lr is 0.2 on node 0 and 0.1 on node 2: give the same"] * 3,
-    "check 2": ["UserError: node 2: PermissionError"] * 2 + ["PermissionError: "],  # an error without a text
+    "check 2": ["UserError: node 2: PermissionError"] * 2 + ["PermissionError: "],  # an error without a message
 }
 
 
 @pytest.mark.slow
 def test_nodes_agree(tmp_path: Path) -> None:
-    """What node 0 decides, all do; what will not do on one of them is said on every one."""
+    """All nodes follow node 0's decision; if one node rejects it, every node prints the reason."""
     nodes = [
         subprocess.Popen([sys.executable, "-c", AGREES, tmp_path, str(n), *SAID], stdout=subprocess.PIPE, text=True)
         for n in range(3)
@@ -236,8 +236,8 @@ def test_a_node_is_known_by_its_whole_address() -> None:
         ("from 10.0.0.2:1234", "node 1"),
         ("[fe80::1]:12", "node 0"),
         ("[10.0.0.21]:3", None),
-        ("[10.0.0.3]:1", None),  # this one
-        ("[172.17.0.1]:3", None),  # of two
+        ("[10.0.0.3]:1", None),  # this node
+        ("[172.17.0.1]:3", None),  # of two candidates
     ):
         assert node_of(said) == name
     name_nodes([], this_node=0)

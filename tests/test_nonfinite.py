@@ -1,4 +1,4 @@
-"""A loss that is infinite or NaN: said with step, batch and rank; no checkpoint has it; or the step is left out."""
+"""An infinite or NaN loss: the run stops with its step, batch and rank, saves no such weights, or skips the step."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from harness import App, error_of, fork_app, on_cpu, output_of, record_of, tiny, weights
 
 DATA = tiny(400, 24, max_epochs=2)
-POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the seventh of the first epoch is the bad one
+POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the first epoch's seventh has the NaN
 
 
 def record(root: Path) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def record(root: Path) -> dict[str, Any]:
     "every", [[], ["--last_checkpoint.every_n_train_steps", "1"], ["--trainer.log_every_n_steps", "4"]]
 )
 def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
-    """When the window ends, or the epoch, or before it would be saved."""
+    """The run stops at the end of the window or epoch, or before a checkpoint would be saved."""
     said = error_of(*app("fit", *POISONED, *every))
     since = "step 7 (batch 7 of epoch 1, rank 0)"
     assert said.startswith(f"error: the training loss is not finite since {since}: lower the")
@@ -43,7 +43,7 @@ def test_it_names_the_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", ["false", "true"])
 def test_weights_that_are_not_finite_are_not_saved(alone: str, app: App, tmp_path: Path) -> None:
-    """After the last step of a run no loss would tell; Lightning tells callbacks nothing of weights alone."""
+    """No later loss shows the last step's weights; Lightning calls no callback for weights-only checkpoints."""
     flags = ["--trainer.max_steps", "1"]
     flags += [part for name in ("best", "last") for part in (f"--{name}_checkpoint.save_weights_only", alone)]
     said = error_of(*app("fit", "--model", "user_code.PoisonedUpdate", *DATA, *flags))
@@ -60,7 +60,7 @@ def test_it_goes_on(app: App, tmp_path: Path) -> None:
 
 
 def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
-    """The weights are those of a run without that step."""
+    """The weights equal those of a run without the skipped step."""
     flags = ["--run.on_nonfinite", "skip", "--last_checkpoint.every_n_train_steps", "1"]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
     flags += ["--model.optimizer.momentum", "0.9"]

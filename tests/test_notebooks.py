@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom with small parameters, and is kept without outputs."""
+"""Every notebook runs from top to bottom with small parameters, and is committed without outputs."""
 
 import os
 import signal

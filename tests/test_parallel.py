@@ -1,4 +1,4 @@
-"""The `dp` strategy, what every strategy does with a user's own code, and precisions."""
+"""The `dp` strategy, users' code under every strategy, and precisions."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ COMMUNICATION = [
 
 @pytest.mark.parametrize(("said", "meant"), COMMUNICATION)
 def test_what_an_error_of_a_communication_tells(said: str, meant: str | None) -> None:
-    """NCCL's are those in its library's text: no test here meets them."""
+    """NCCL's messages are copied from its source, because no test here can provoke them."""
     kinds = {"gone": RankLostError, "silent": RankSilentError}
     assert type(lost(said)) is kinds.get(str(meant), type(None))
 
@@ -77,7 +77,7 @@ def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
 
 
 def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
-    """As `nn.DataParallel`: the buffers and attributes of the other replicas are lost."""
+    """As in `nn.DataParallel`, the other replicas' buffers and attributes are lost."""
     model = Normalises()
     trainer = Trainer(
         accelerator="cpu", strategy="dp", devices=2, max_steps=1, limit_val_batches=0,
@@ -116,7 +116,7 @@ def test_every_precision_trains_both_models(
     like = "CIFAR10" if model == "CIFARCNN" else "FashionMNIST"
     flags = ["--model", model, *SMALL, "--data.like", like, *on_cpu(strategy, 2 if strategy == "dp" else 1)]
     flags += ["--data.crop_padding", "4", "--data.flip", "true"]
-    flags += ["--run.on_nonfinite", "warn"]  # Adam's 1e-8 is 0 in 16 bits
+    flags += ["--run.on_nonfinite", "warn"]  # Adam's eps of 1e-8 is 0 in 16 bits
     output_of(*app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1"))
     (run,) = tmp_path.glob("runs/*/version_0")
     saved = {value.dtype for value in weights(run).values()}
@@ -137,7 +137,7 @@ def test_batch_shapes_under_dp(app: App) -> None:
     out = output_of(*app("fit", *SMALL, "--data.batch_size", "30", *on_cpu("dp", 2), *SHAPES))
     said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     expected = []
-    for n in (4, 15, 2):  # half of the sanity check of validation, of a batch, of the last one: 64 - 2 · 30
+    for n in (4, 15, 2):  # half of: the sanity check's batch, a batch, the last batch of 64 - 2 · 30
         expected += [f"rank 0, replica {index}: input [{n}, 3, 32, 32] -> output [{n}, 10]" for index in (0, 1)]
         expected += [f"gathered: [{2 * n}, 10]"]
     assert said == expected
@@ -148,7 +148,7 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     flags = [*SMALL, "--data.batch_size", "30", *on_cpu("ddp_fork", 2), *SHAPES]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
     said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
-    seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]  # after the sanity check, after the epoch
+    seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]  # sanity check, then the epoch
     assert said == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for rank, n in seen]
     last = tmp_path / "LeNet-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     for command in ("test", "predict"):

@@ -1,4 +1,4 @@
-"""Every way of running takes the same steps: per-step global loss and final weights, over 60 steps."""
+"""Parity: every way of running takes the same steps; global loss of each step and final weights, over 60 steps."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
 RECORDING += ["--trainer.callbacks.steps=60", "--trainer.callbacks.epoch_steps=15"]
 STEPS = options(max_epochs=4, log_every_n_steps=1, test=False)
 IMAGES = tiny(1006, 64, val_size=103, flip=True, crop_padding=2)
-# float64: Adam takes a whole step also where a gradient is nothing but rounding, of either sign
+# float64, because Adam takes full steps even for gradients that are only rounding errors
 MLP = ["--model", "FashionMLP", "--model.repeats", "2", *options(like="FashionMNIST", precision="64-true")]
 CNN = [*IMAGES, "--model", "CIFARCNN"]
 MODELS = {"cnn": CNN, "mlp": [*IMAGES, *MLP], "recipe": [*CNN, *RECIPE, *options(gradient_clip_val=1)]}
@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow
 
 
 def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
-    """As `verify` does: samples, learning rates, losses, gradients, weights, evaluation, optimizer, over 60 steps."""
+    """Compare samples, rates, losses, gradients, weights, evaluation and optimizer over 60 steps, as `verify` does."""
     np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=tolerance)
     here, there = Recorded(run), Recorded(expected)
     assert len(here.steps) == len(there.steps) == 60
@@ -35,7 +35,7 @@ def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
 
 @pytest.fixture(scope="module")
 def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A run on one device: the name of its model, and its directory."""
+    """A run on one device: its model's name, and its directory."""
     root = tmp_path_factory.mktemp(request.param)
     output_of(*fork_app("fit", *MODELS[request.param], *STEPS, *RECORDING, "--run.root", root, "--run.name", "single"))
     return request.param, root / "single" / "version_0"
@@ -65,7 +65,7 @@ ACCUMULATED += [pytest.param(2, 5, "ddp_fork", marks=SLOW)]
 def test_accumulated_gradients(
     single: tuple[str, Path], batches: int, micro_batch: int | None, strategy: str, app: App, tmp_path: Path
 ) -> None:
-    """Of batches and parts of batches, weighted by their samples: the last window has fewer, and smaller ones."""
+    """Batches and micro-batches are weighted by their samples; the last window has fewer and smaller ones."""
     model, expected = single
     way = on_cpu(strategy, 1 if strategy == "auto" else 2, batch_size=64 // batches, accumulate_grad_batches=batches)
     way += options(root=tmp_path, name="x", **({"micro_batch": micro_batch} if micro_batch else {}))
@@ -94,7 +94,7 @@ def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
     train = source.load("train")
     pixels, labels = train.tensor(0).float(), train.labels
     images = (pixels / 255 - 0.5) / 0.5 if model == "cnn" else pixels / 256
-    rows = torch.randperm(1006, generator=stream(7, 0))[103:].sort().values  # the first 103 validate
+    rows = torch.randperm(1006, generator=stream(7, 0))[103:].sort().values  # the first 103 are for validation
     steps = []
     for epoch in range(4):
         for batch in rows[torch.randperm(903, generator=stream(7, 1, epoch))].split(64):

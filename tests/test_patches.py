@@ -1,4 +1,4 @@
-"""What our patches expect of Lightning and torch is there; an upgrade that takes it away fails here, with its name."""
+"""Private names of libraries: every declared name exists; after an upgrade, this test lists missing names."""
 
 import ast
 import importlib
@@ -20,7 +20,7 @@ from app.system.patches import EXPECTED, expects
 MODULES = [module.name for module in pkgutil.walk_packages(app.__path__, "app.") if module.name != "app.__main__"]
 for name in MODULES:
     importlib.import_module(name)  # runs its `expects` declarations
-PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # of named tuples and os; made by ABCMeta
+PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # public in named tuples and os, or made by ABCMeta
 SMALL = tiny()
 
 
@@ -87,7 +87,7 @@ def test_private_names_of_libraries_are_declared() -> None:
 
 
 GONE = [
-    "lightning.pytorch.trainer.trainer:Trainer._gone",  # a method, or what __init__ sets
+    "lightning.pytorch.trainer.trainer:Trainer._gone",  # neither a method nor set in __init__
     "lightning.pytorch.loops.fit_loop:_FitLoop.epoch_progress._gone",
     "torch.distributed:_gone",
     "lightning.gone:Trainer",
@@ -98,7 +98,7 @@ GONE = [
 def test_a_name_that_is_gone_is_said(name: str) -> None:
     library = name.partition(".")[0]
 
-    @expects("torch.nn:Module._parameters", name)  # only annotated: found all the same
+    @expects("torch.nn:Module._parameters", name)  # exists as an annotation only
     def patch() -> None: ...
 
     key = f"{__name__}.patch"
@@ -206,7 +206,7 @@ assert torch._dynamo.utils.__spec__.origin
 
 
 def test_what_few_need_is_imported_when_something_needs_it() -> None:
-    """What plots and counts, and then the compiler."""
+    """First the plots and the FLOP counter, then the compiler."""
     in_a_new_process(EAGER + PLOTS + COMPILES)
 
 

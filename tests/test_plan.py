@@ -1,4 +1,4 @@
-"""Predicting how training scales: the mathematics by hand, the command, and predictions against measurement."""
+"""`plan`: formulas against hand calculations, the command, and predictions against measurements."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ FREE = Link(math.inf, 0.0)
 
 
 def step(**parts: object) -> Step:
-    """A step that takes no time, but for some of its parts."""
+    """Return a step of zero seconds, except for the given phases."""
     given = {"data": ZERO, "forward": ZERO, "backward": ZERO, "update": 0.0, "rest": 0.0, "buckets": ()} | parts
     return Step(**given)  # type: ignore[arg-type]
 
@@ -44,16 +44,16 @@ def test_a_ring_all_reduce() -> None:
 
 
 def test_communication_overlaps_with_the_backward_pass() -> None:
-    """The backward pass of 10 s; buckets of 200 bytes after 2 s and 10 s, which take 2 s + 1 s each on two ranks."""
+    """A backward pass of 10 s has buckets of 200 bytes after 2 s and 10 s; each takes 2 s + 1 s on two ranks."""
     parts = {"backward": Line(10.0, 0.0), "buckets": (Bucket(200, 0.2), Bucket(200, 1.0))}
     assert step(**parts).ddp(64, 1, SLOW) == 10
     agreed = SLOW.all_reduce(AGREEMENT, 2)
-    # the first is done at 5, the second goes from 10 to 13
+    # the first bucket ends at 5, the second takes from 10 to 13
     assert step(**parts).ddp(64, 2, SLOW) == pytest.approx(13 + agreed)
-    # the first goes from 2 to 13, the second from 13 to 16
+    # the first bucket takes from 2 to 13, the second from 13 to 16
     parts["buckets"] = (Bucket(1000, 0.2), Bucket(200, 1.0))
     assert step(**parts).ddp(64, 2, SLOW) == pytest.approx(16 + agreed)
-    # all of it is hidden: 2 to 5, 5 to 8
+    # the backward pass hides both buckets: 2 to 5, 5 to 8
     parts["buckets"] = (Bucket(200, 0.2), Bucket(200, 0.3))
     assert step(**parts).ddp(64, 2, SLOW) == pytest.approx(10 + agreed)
 
@@ -64,9 +64,9 @@ def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
     assert one.single(10) == pytest.approx(1 + 1 + 2 + 2 + 3 + 3 + 4 + 5)
     assert one.ddp(10, 2, FREE) == pytest.approx(1 + 0.5 + 2 + 1 + 3 + 1.5 + 4 + 5)
     assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5), "the largest part: 3 of 10"
-    # dp: data of the whole batch, launches one after the other, 2·(100/100 + 0.5) of copies
+    # dp: data of the whole batch, launches one after the other, and copies of 2·(100/100 + 0.5)
     assert one.dp(10, 2, SLOW) == pytest.approx(1 + 1 + 2 * (2 + 3) + 1 + 1.5 + 3 + 4 + 5)
-    # on a CPU nothing is copied, and one thread takes the backward pass of both
+    # on a CPU, dp copies nothing, and one thread runs both backward passes
     assert one.dp(10, 2, SLOW, shared=True) == pytest.approx(one.dp(10, 2, SLOW) - 3 + 1.5)
 
 
@@ -112,7 +112,7 @@ def test_predictions_cost_and_nodes() -> None:
     assert alone["samples_per_s"] == pytest.approx(100 / 3)
     assert alone["cost_per_million_samples"] == pytest.approx(1e6 * 3 / 100 * 0.001)
     assert (ddp["speed_up"], ddp["efficiency"], ddp["waiting_ms"]) == pytest.approx((2, 1, 0))
-    waiting = 1.5 + 6 * 0.5 + SLOW.all_reduce(AGREEMENT, 4)  # the slow link of the ring counts
+    waiting = 1.5 + 6 * 0.5 + SLOW.all_reduce(AGREEMENT, 4)  # the ring's slowest link determines the time
     assert nodes["step_ms"] == pytest.approx(1000 * (0.75 + waiting))
     assert nodes["waiting_ms"] == pytest.approx(1000 * waiting)
     scaled = predict(one, 100, [4], machines, scale_batch=True).iloc[0]
@@ -120,7 +120,7 @@ def test_predictions_cost_and_nodes() -> None:
 
 
 def test_a_range_from_what_was_measured() -> None:
-    """Steps 10 % off a line, their windows 20 % off, and all-reduces that lie beside theirs."""
+    """Steps deviate by 10 % from a line, their windows by 20 %, and all-reduces from their own line."""
     parts = dict.fromkeys(("data", "optimizer", "rest"), 0.0)
     measured = [(10, 11.0), (20, 18.0), (40, 44.0)]
     timed = [Timed(b, {**parts, "forward_backward": ms}, windows=(0.8, 1.2)) for b, ms in measured]
@@ -149,7 +149,7 @@ def test_a_range_from_what_was_measured() -> None:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run of which a plan can be made."""
+    """Directory of a short run, on which a plan can be based."""
     root = tmp_path_factory.mktemp("run")
     output_of(*fork_app("fit", *tiny(640, 64, root=root, name="x", test=False, max_steps=12)))
     return root / "x" / "version_0"
@@ -226,7 +226,7 @@ def test_a_plan_that_cannot_be(app: App, words: list[str], message: str) -> None
 @pytest.mark.slow
 @pytest.mark.skipif(usable_cores() < 2, reason="two processes need two cores")
 def test_a_plan_from_steps_measured_here(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, which it says."""
+    """The machine is busy, and the plan mentions it."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
     out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2"))
@@ -242,7 +242,7 @@ CONFIG = {"model": {"class_path": "app.modules.CIFARCNN", "init_args": {"network
 
 
 def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
-    """Title and advice for a training that divides without loss among four devices."""
+    """Return title and advice for a training that scales perfectly to four devices."""
     one = replace(step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), buckets=(Bucket(1, 1.0),)), spread=spread)
     table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE, shared=True))
     return heading(table, CONFIG, 64), " ".join(advice(table, scaled=False))
@@ -264,7 +264,7 @@ MLP += options(accelerator="cpu", like="FashionMNIST", size=4000, batch_size=128
 
 
 def compared(what: str, predicted: float, measured: float) -> float:
-    """Say how far a prediction was off, where it is seen after the tests; the ratio."""
+    """Print a prediction's error after the tests, and return the ratio."""
     text = f"{what}: predicted {1000 * predicted:.2f} ms, measured {1000 * measured:.2f} ms a step"
     warnings.warn(f"{text}, error {predicted / measured - 1:+.0%}", stacklevel=2)
     return predicted / measured

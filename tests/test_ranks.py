@@ -1,4 +1,4 @@
-"""Which rank is slow, and which one hangs: what is measured, and what is said."""
+"""Slow and hung ranks: their detection, and the lines about them."""
 
 import inspect
 import re
@@ -55,7 +55,7 @@ CHANCES = [
 
 @pytest.mark.parametrize(("places", "noise", "longer", "delay", "named"), CHANCES)
 def test_who_is_called_slow(places: str, noise: float, longer: float, delay: float, named: int) -> None:
-    """In 50 runs of 100 windows, rank 1 has more to do, or waits for a core; rank 0 is never called slow."""
+    """In 50 simulated runs of 100 windows, rank 1 computes more or waits for a core; rank 0 is never slow."""
     rng = np.random.default_rng(0)
     found = 0
     for _ in range(50):
@@ -72,7 +72,7 @@ def test_who_is_called_slow(places: str, noise: float, longer: float, delay: flo
 
 
 def check_slow(root: Path, out: str, ranks: int, part: str) -> None:
-    """The last rank was found to be slow, while it ran and in the end."""
+    """Check that the run reported the last rank as slow, during training and at the end."""
     last = ranks - 1
     said = re.findall(rf"rank {last} \(node \d\): \d+ % slower than the median, in {part}", out)
     assert len(said) >= 2, out
@@ -94,7 +94,7 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_busy_core(tmp_path: Path) -> None:
-    # of steps that take longer than a slice of the scheduler's time, which a rank that has waited gets at once
+    # steps longer than a time slice of the scheduler, because a rank that has waited gets a slice at once
     flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *DDP]
     flags += ["--trainer.max_epochs", "7"]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
@@ -136,7 +136,7 @@ HANGING = {
     ],
 )
 def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
-    """It is said in the last line and in the record; the stacks are there; nobody waits for longer than the timeout."""
+    """The last line and the record name the rank, the stacks are written, and no rank waits beyond the timeout."""
     thing = getattr(stuck_code, name)
     which = "--data" if name.endswith("Data") else "--model"
     flags = [which, f"stuck_code.{name}", *(["--data", "Synthetic"] if which == "--model" else [])]
@@ -168,7 +168,7 @@ WORKER = ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorke
     ("flags", "where"),
     [
         (["--data", "stuck_code.LoopsInSetup"], f"in stuck_code.py:({AT}|{AT + 1}) setup; rank 0 waits for its answer"),
-        # its rank only waits for it; it is its code that is named
+        # the worker's code is named, because the rank only waits for the worker
         (["--data", "Synthetic", *WORKER], r"in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"),
     ],
 )
@@ -182,7 +182,7 @@ def test_who_hangs_elsewhere(flags: list[str], where: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
-    """A rank that is slow, and not for too long, is let go."""
+    """A rank that is slow for less than the timeout continues."""
     flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, "--trainer.max_epochs", "1"]
     slow = ["--model", "user_code.SlowOnRank1", "--cluster.timeout", "4"]
     output_of(*fork_app("fit", *slow, *flags, "--run.root", tmp_path))
@@ -209,7 +209,7 @@ TORCH = '  File "/x/site-packages/torch/autograd/graph.py", line 5 in run\n'
 
 
 def test_what_stacks_say(tmp_path: Path) -> None:
-    """Of a rank that waits for a worker of its loader, one that is stopped, and those that wait for both."""
+    """One rank waits for its loader's worker, one is stopped, and the others wait for both."""
     assert where(tmp_path) is None
     waits, data = (WAITS.format(step=1204, phase=phase, frames=TORCH) for phase in ("its gradients", "its data"))
     texts = [waits, data + OF_A_WORKER, waits]

@@ -1,6 +1,6 @@
 """Recipes: any network, pretrained weights, frozen blocks, schedules, losses, mixed images, balanced classes.
 
-That every way of running trains a recipe alike, and resumes it exactly: test_parity.py, test_resume.py.
+test_parity.py and test_resume.py train a recipe in every way of running, and resume it.
 """
 
 import re
@@ -27,7 +27,7 @@ QUICK = [*tiny(40, 16), *options(max_epochs=1, test=False, accelerator="cpu")]
 
 
 class Net(nn.Module):
-    """Network of a user, without `image_shape`."""
+    """A user's network, without `image_shape`."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Pat
         "network.fc.weight",
         "network.fc.bias",
     }
-    # not even the statistics of a frozen BatchNorm move
+    # the statistics of a frozen BatchNorm do not change, either
     assert all(torch.equal(before[name], after[name]) for name in before if ".fc." not in name)
 
 
@@ -148,7 +148,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def test_the_images_of_published_weights() -> None:
-    """They are known without a download."""
+    """The settings of the images are known without a download."""
     known = image_settings("DEFAULT", "resnet50")
     assert known == {
         "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bilinear", "size": 224,
@@ -224,7 +224,7 @@ def test_mixing() -> None:
     mixed, targets = Mix(0.75, None)(images, labels, 3)
     torch.testing.assert_close(mixed[:, 0, 0, 0], torch.tensor([0.25, 1.25]))
     torch.testing.assert_close(targets, torch.tensor([[0.75, 0.25, 0], [0, 0.75, 0.25]]))
-    mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)  # the box's left half is outside
+    mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)  # the left half of the box is outside
     assert mixed[0, 0].tolist() == [[0] * 4, [1, 0, 0, 0], [1, 0, 0, 0], [0] * 4]
     torch.testing.assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
     kinds = Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))

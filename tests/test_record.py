@@ -1,4 +1,4 @@
-"""The run's directory and its record, also of runs that fail or are interrupted."""
+"""A run's directory and record, also if the run fails or is interrupted."""
 
 import multiprocessing
 import os
@@ -51,7 +51,7 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert 0 <= found["test"]["acc"] <= 1
     assert found["tested"] == found["checkpoint"]["best"]
     assert min(found["setup_s"], found["train_s"]) > 0
-    # 9 steps of an epoch are 4 windows of 2; the first of the 12 is left out
+    # 9 steps per epoch make 4 windows of 2; the first of 12 windows is excluded
     speed = found["throughput"]
     assert (speed["n"], speed["unit"]) == (11, "samples/s")
     assert speed["min"] <= speed["median"] <= speed["max"]
@@ -89,7 +89,7 @@ def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
 
 
 def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
-    """The process may be an older shell: `bash -c "sleep 30 && python -m app fit"` replaces itself."""
+    """The process may be older: in `bash -c "sleep 30 && python -m app fit"`, the shell becomes Python."""
     flags = [*SMALL, *options(max_steps=2, test=False, root=tmp_path, name="x")]
     waits = "import os, sys, time; p = sys.executable; time.sleep(5); os.execv(p, [p, '-m', 'app', *sys.argv[1:]])"
     began = time.time()
@@ -99,7 +99,7 @@ def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp", marks=SLOW)])
 def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
-    """The phases make up the whole, and what ranks or replicas exchange is seen."""
+    """The phases add up to the step, and communication shows between ranks or replicas."""
     flags = on_cpu(strategy, max_steps=60, log_every_n_steps=5, test=False, root=tmp_path, name="x")
     output_of(*fork_app("fit", *SMALL, *flags))
     found = record_of(tmp_path / "x" / "version_0")
@@ -129,7 +129,7 @@ def test_a_profiler_of_the_users_own_is_left_alone(app: App, tmp_path: Path) -> 
 
 
 def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
-    """As in a notebook: a checkpoint loads without a trainer, and drawing leaves the notebook's pyplot alone."""
+    """In a notebook, a checkpoint loads without a trainer, and drawing does not change pyplot's state."""
     import matplotlib
 
     from app.modules import CIFARCNN
@@ -176,7 +176,7 @@ FAILING = [
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize(("model", "way", "said"), FAILING)
 def test_a_failed_run_says_why(model: str, way: list[str], said: str, tmp_path: Path) -> None:
-    """In its last line, record and report; on one rank, too, where rank zero can say nothing any more."""
+    """Last line, record and report have the reason, also if one rank fails and rank zero cannot write."""
     code, out = fork_app("fit", "--model", f"user_code.{model}", *THEIRS, *way, "--run.root", tmp_path)
     assert code == 1, out
     assert re.search(said, out)
@@ -187,7 +187,7 @@ def test_a_failed_run_says_why(model: str, way: list[str], said: str, tmp_path: 
 
 
 def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
-    """Each has a folder of its own."""
+    """Each run has its own folder."""
     together = threading.Barrier(20)
 
     def claim(_: int) -> str:
@@ -200,7 +200,7 @@ def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_beside_one_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Which removes the folder of its name before this one has made its own there."""
+    """The rejected run removes the parent folder before the other run creates its folder in it."""
     made, make = [], os.mkdir
 
     def beside(path: Path, *mode: int) -> None:

@@ -1,4 +1,4 @@
-"""Several nodes without a launcher, by the command: what they train, and what is refused."""
+"""Several nodes without a launcher, by the real command: parity, and rejected settings."""
 
 import re
 import socket
@@ -61,7 +61,7 @@ def test_a_port_that_is_none(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for, it is refused where processes would meet there; one process does not need it."""
+    """A taken port is rejected if processes would meet there; a single process needs no port."""
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2")
@@ -90,7 +90,7 @@ def run_nodes(
 
 @SLOW
 def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
-    """And the test at the end, and `predict`, run the same way."""
+    """Two nodes train, test and predict like one device."""
     file = tmp_path / "meet"
     methods = [["--cluster.init_method", f"file://{file}", "--cluster.node_rank", node] for node in "01"]
     way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
@@ -109,7 +109,7 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
     assert records[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
     assert records[0]["world_size"] == 2
     assert not file.exists()
-    way[1] = "ddp"  # which starts no further process
+    way[1] = "ddp"  # ddp starts no further process
     ways = run_nodes(["predict", *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best"], methods)
     assert [code for code, _ in ways] == [0, 0], ways
     assert record_of(ours / "predict_1")["status"] == "completed"
@@ -120,7 +120,7 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
 
 @SLOW
 def test_nodes_that_would_train_different_things(tmp_path: Path) -> None:
-    """Refused before the first step, on every node, with the first flag that differs."""
+    """Every node rejects the run before the first step, and names the first flag that differs."""
     way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
     way += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--run.root", str(tmp_path)]
     other = ["--data.data_seed", "1", "--model.optimizer.lr", "0.5"]
@@ -133,7 +133,7 @@ def test_nodes_that_would_train_different_things(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_launcher_of_the_users_own(tmp_path: Path) -> None:
-    """Its processes keep one run, as those of torchrun do."""
+    """The launcher's processes share one run, like torchrun's."""
     way = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.plugins", "user_code.OwnLauncher"]
     port = str(free_port())
     flags = ["fit", *SMALL, *STEPS, *way, "--run.root", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""`replay`: a step of a run again, and its samples ranked by loss."""
+"""`replay`: repeats a step of a run, and ranks its samples by loss."""
 
 import json
 import random
@@ -16,7 +16,7 @@ THEIRS += ["--run.name", "poisoned", "--run.threads", "1", "--trainer.log_every_
 
 
 class Poisoned(LightningDataModule):
-    """Images of noise. One overflows; or three, with other labels, are the same and far too large."""
+    """Images of noise: one overflows; or three equal ones, with different labels, have far too large pixels."""
 
     def __init__(self, bad: int, value: float, count: int = 2000) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class Poisoned(LightningDataModule):
 
 
 def largest(out: str) -> str:
-    """The line of the sample with the largest loss."""
+    """Return the line of the sample with the largest loss."""
     return next(line for line in out.splitlines() if line.startswith("largest loss"))
 
 
 @pytest.mark.usefixtures("drawn")
 def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
-    """The step has the loss that the run logged, all of its samples, and a gradient norm for each shard."""
+    """The repeated step has the run's logged loss, all samples, and a gradient norm for each shard."""
     output_of(*app("fit", *RUN, "--run.name", "run"))
     folder = tmp_path / "runs" / "run" / "version_0"
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "7"))
@@ -52,7 +52,7 @@ def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["1e39", "1e4"])
 def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
-    """It is named, whether the loss is NaN, which ends the run, or only high, which it is for two of three labels."""
+    """The image is named if its loss is NaN, which ends the run, or only high, as for two of three labels."""
     bad = random.randrange(1997)
     flags = [*THEIRS, "--trainer.max_epochs", "1", "--data.bad", str(bad), "--data.value", value]
     flags += ["--model.normalized", str(value == "1e39").lower()]

@@ -1,4 +1,4 @@
-"""The page that every training leaves behind: what is in it, and that nothing that fails there ends a run."""
+"""The report of a training: its content, and failures to write it, which do not end a run."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ WINDOWS = ["--trainer.log_every_n_steps", "4"]
 
 
 class Reader(HTMLParser):
-    """Reads a page: its title, the names of its pictures, what it would load, and whether every tag is closed."""
+    """Parser of a page: title, picture names and loaded files; checks that every tag is closed."""
 
     VOID = ("meta", "img", "br", "hr")
 
@@ -76,8 +76,9 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
     accuracy = f"{100 * record['test']['acc']:.2f} %"
     assert found.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"
     assert found.pictures == [
-        "Training and validation loss against epochs, the learning rate below",
+        "Training and validation loss against epochs",
         "Training and validation accuracy against epochs",
+        "Learning rate against epochs",
         "Counts of label against prediction",
         "Test images, each with its label and its prediction",
         "Samples/s of each logging window, over time",
@@ -177,7 +178,7 @@ NAME = "<img src=x onerror=alert(1)> ![](http://e.com/a.png) [x](http://e.com) *
 
 
 def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
-    """Whatever is in them: HTML, Markdown, or mathematics."""
+    """Names are shown literally, even if they contain HTML, Markdown or mathematics."""
     found = Reader(page(NAME, plain(NAME), [Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)], {}))
     assert not found.loaded
     assert found.text.count(NAME) == 6
@@ -198,7 +199,7 @@ def test_figures_stand_alone_as_png_too() -> None:
 
 
 def test_the_course_of_a_long_run() -> None:
-    """No more points than a picture shows, evenly spaced, from the beginning to the end."""
+    """The number of points is limited; they are evenly spaced from the beginning to the end."""
     course = Course()
     for number in range(10 * MOST + 7):
         course.add(number, number)
@@ -222,5 +223,5 @@ def test_in_a_browser(scheme: int, app: App, tmp_path: Path) -> None:
     colours = seen_colours(report, *flags)
     papers, blues = ((0x14, 0x18, 0x1D), (255, 255, 255)), ((0x6E, 0xA2, 0xFF), (0x2F, 0x62, 0xC9))
     assert max(colours, key=lambda colour: colours[colour]) == papers[scheme]
-    # of the lines, which are longer or shorter with what was measured; the other scheme's is not there
+    # pixels of the lines, whose length varies with the measurement; the other scheme's colour is absent
     assert colours.get(blues[scheme], 0) > 100 > colours.get(blues[1 - scheme], 0)

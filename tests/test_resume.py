@@ -1,6 +1,6 @@
-"""A run that was stopped and resumed ends with the weights of one that never stopped, bit for bit on CPU.
+"""A stopped and resumed run ends with the weights of an uninterrupted one, bit for bit on the CPU.
 
-The checkpoint to resume from is the one that an undisturbed run wrote on its way.
+The run resumes from a checkpoint that an uninterrupted run has written.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ from harness import (
 from app.networks import LeNet
 from app.verify.differences import Recorded, differences
 
-# 453 images after validation: 15 steps of an epoch, the last one of 5 images
+# 453 training images: 15 steps per epoch, the last one with 5 images
 DATA = tiny(503, 32, flip=True)
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
 RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
@@ -52,12 +52,12 @@ MODELS = {
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
-    """Checkpoints of a run by step."""
+    """Return a run's checkpoints by step."""
     return {int(path.stem.removeprefix("step=")): path for path in (run / "checkpoints").glob("step=*.ckpt")}
 
 
 def epochs(run: Path) -> list[tuple[int, float, float, float]]:
-    """What the record says of each epoch."""
+    """Return the record's rows of the epochs."""
     rows = record_of(run)["epochs"]
     return [(row["epoch"], row["train_loss"], row["val_loss"], row["val_acc"]) for row in rows]
 
@@ -81,7 +81,7 @@ def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None
 
 
 def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
-    """`--ckpt_path last`, for a longer training; the best checkpoint so far is not forgotten."""
+    """`--ckpt_path last` continues a training for longer, and remembers the best checkpoint so far."""
     flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
     for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # of version_1
@@ -96,7 +96,7 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
 
 
 def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -> None:
-    """A learning rate that spoils the weights of a trained model: what comes after the resume is worse."""
+    """The resumed part has a learning rate that spoils the weights, so that the earlier checkpoint stays best."""
     flags = [*CNN[:-2], *options(test=False, on_nonfinite="warn", name="x"), "--trainer.max_epochs"]
     plan = ["--model.scheduler", "StepLR", "--model.scheduler.step_size", "6", "--model.scheduler.gamma", "1000"]
     output_of(*app("fit", *flags, "6", *plan))
@@ -108,7 +108,7 @@ def test_the_best_checkpoint_so_far_is_not_forgotten(app: App, tmp_path: Path) -
 
 
 def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
-    """And not the newest one of its name; a finished training is refused."""
+    """A run's config selects this run instead of the newest of its name; a finished training is rejected."""
     flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
     for seed in ("1", "2"):
@@ -130,7 +130,7 @@ UP_TO_TWO = [*CNN[:-2], *options(test=False, max_epochs=2)]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs, which is not stopped."""
+    """An uninterrupted run of two epochs."""
     root = tmp_path_factory.mktemp("whole")
     output_of(*fork_app("fit", *UP_TO_TWO, "--run.root", root, "--run.name", "x"))
     return root / "x" / "version_0"
@@ -138,9 +138,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("steps", "every"), [((3, 16), 0), ((1, 20, 29), 0), ((7, 15, 20), 0), ((15,), 5)], ids=str)
 def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, whole: Path, app: App, tmp_path: Path) -> None:
-    """Anywhere in an epoch, or at the end of one, by the usual checkpoint; and again.
+    """Stop within an epoch or at its end, resume from the usual checkpoint, and do so again.
 
-    One that is due after the last step of an epoch waits for its end, and has its validation and its mean loss.
+    A checkpoint due after an epoch's last step is written at the epoch's end, with validation and mean loss.
     """
     flags = [*UP_TO_TWO, *(["--last_checkpoint.every_n_train_steps", str(every)] if every else [])]
     ends = [["--trainer.max_steps", str(step)] for step in steps]
@@ -152,7 +152,7 @@ def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, whole: Path, a
 
 
 def test_stopped_early(app: App, tmp_path: Path) -> None:
-    """By a validation in the middle of an epoch; or not yet, and then no step is kept on the way."""
+    """Early stopping ends the run by a validation in mid-epoch, or not yet; then no step is saved before."""
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
     early += ["--trainer.callbacks.min_delta=100", "--trainer.callbacks.patience=1"]
     flags, runs = [*CNN[:-2], "--run.test", "false", *early], tmp_path / "runs"
@@ -164,7 +164,7 @@ def test_stopped_early(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_across_strategies(app: App, tmp_path: Path) -> None:
-    """A checkpoint written under ddp resumes under ddp to the bit, and under others within rounding."""
+    """A checkpoint written under ddp resumes under ddp bit for bit, and under other strategies up to rounding."""
     for name in ("whole", "resumed"):
         resume = ["--ckpt_path", str(checkpoints(tmp_path / "whole" / "version_0")[21])] if name == "resumed" else []
         output_of(*fork_app("fit", *CNN, *STEPS, *on_cpu("ddp_fork", root=tmp_path, name=name), *resume))
@@ -186,7 +186,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_p
 
 
 def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
-    """A setting of the training, an earlier checkpoint, or that the run still goes on; said in one line."""
+    """A changed setting, an earlier checkpoint, or a run that still goes on begins a new run; one line says why."""
     runs, newest = tmp_path / "runs" / "x", ["--ckpt_path", "auto"]
     flags = [*CNN, *EVERY, *options(test=False, name="x"), "--trainer.max_epochs"]
     output_of(*app("fit", *flags, "1"))
@@ -206,7 +206,7 @@ def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """As a run that goes on holds it."""
+    """Hold the folder's lock, as a run that goes on does."""
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield
@@ -214,7 +214,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def test_auto(app: App, tmp_path: Path) -> None:
-    """The newest that can be read, or none; one at the end of its training has still to be tested."""
+    """`auto` takes the newest readable checkpoint, or none; a finished training is only tested."""
     flags = [*CNN[:-2], "--run.name", "x", "--ckpt_path", "auto", "--trainer.max_epochs"]
     runs = tmp_path / "runs" / "x"
     last, first = runs / "version_0" / "checkpoints" / "last.ckpt", {}
@@ -232,7 +232,7 @@ def test_auto(app: App, tmp_path: Path) -> None:
             last.with_name("newer.ckpt").write_bytes(last.read_bytes()[:1000])
     assert f"resuming from {last}" in out
     assert set(first) == set(record)
-    (runs / "version_0" / "run.json").write_text("")  # after a loss of power
+    (runs / "version_0" / "run.json").write_text("")  # as after a loss of power
     assert f"resuming from {last}" in output_of(*app("fit", *flags, "2"))
 
 
@@ -246,7 +246,7 @@ def bit_flipped(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
-    """By name or path it is refused; `auto` puts it aside and takes the one before, and never begins anew unasked."""
+    """By name or path, it is rejected; `auto` renames it and takes the previous one, but never starts over."""
     folder = tmp_path / "runs" / "x" / "version_0" / "checkpoints"
     output_of(*app("fit", *FLAGS, "2"))
     assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last-1.ckpt", "last.ckpt"]
@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
-    """Whole, but not to go on from: said in one line, with what is missing."""
+    """An intact checkpoint without a needed part is rejected in one line that names the part."""
     output_of(*app("fit", *FLAGS, "1"))
     good = torch.load(tmp_path / "runs/x/version_0/checkpoints/last.ckpt", weights_only=True)
     bad = tmp_path / "bad.ckpt"
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> None:
-    """Its record knows of no checkpoint yet; the file is there."""
+    """The record does not list the checkpoint yet, but the file exists."""
     output_of(*app("fit", *FLAGS, "1"))
     run = tmp_path / "runs" / "x" / "version_0"
     record = record_of(run)

@@ -1,4 +1,4 @@
-"""Whether a run can work is decided before anything is built, in one table."""
+"""Rules that reject a run before anything is built, in one table."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ def config() -> Namespace:
 
 
 def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
-    """The configuration with other settings, as if they had been typed."""
+    """Return the configuration with changed settings, as if given on the command line."""
     config = config.clone()
     for key, value in settings.items():
         config[key] = value
@@ -104,7 +104,7 @@ def test_what_works(
 
 @pytest.mark.parametrize("value", ["nan", "1e400", ".inf"])
 def test_a_learning_rate_that_is_no_number(value: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing was built to find out."""
+    """The rate is rejected before anything is built."""
     monkeypatch.setattr("lightning.pytorch.trainer.trainer._AcceleratorConnector", lambda **_: pytest.fail("built"))
     said = error_of(*app(*SMALL, f"--model.optimizer.lr={value}"))
     assert said.startswith("error: --model.optimizer.lr ")
@@ -112,7 +112,7 @@ def test_a_learning_rate_that_is_no_number(value: str, app: App, monkeypatch: py
 
 
 def test_rules_of_flags_hold_on_any_machine() -> None:
-    """`resolve`, and so compare, refuses them; what this machine lacks is for `check` to say."""
+    """`resolve`, which `compare` uses, rejects such flags; only `check` rejects what this machine lacks."""
     with pytest.raises(UserError, match="give 1 or more"):
         resolve([*SMALL, "--trainer.accumulate_grad_batches", "0"])
     assert resolve([*SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"]).trainer.devices == "64"

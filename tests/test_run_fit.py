@@ -1,4 +1,4 @@
-"""The record of a run, and the function that makes one."""
+"""`run_fit`: runs a training, and returns its record."""
 
 import subprocess
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def test_a_run_as_a_function(tmp_path: Path) -> None:
 
 
 def test_a_run_that_completes_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may complete while it is being stopped."""
+    """A run may complete while it is being stopped."""
 
     def complete(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         stop(processes)

@@ -1,4 +1,4 @@
-"""Images of different sizes: resize, crops, their cache, and augmentation by name; the same for any number of ranks."""
+"""Images of different sizes: resize, crops, cache, and augmentation by name; equal for any number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def sample(path: Path) -> torch.Tensor:
 
 
 def test_aspect_ratio_is_kept(image_root: Path) -> None:
-    """Evaluation is torchvision's own, and `squash` alone distorts."""
+    """Evaluation equals torchvision's transforms; only `squash` distorts."""
     reference = v2.Compose([v2.Resize(20), v2.CenterCrop(16)])
     data = attach(ImageFolder(str(image_root), size=16, resize=20, cache="off"), "test")
     split = data._splits["test"][0]
@@ -42,7 +42,7 @@ def test_aspect_ratio_is_kept(image_root: Path) -> None:
 
 
 def test_training_images_are_kept_larger(image_root: Path, cache: Path, decoded: Any) -> None:  # noqa: F811
-    """From 23 pixels of the shorter side, exactly 20 for `random`; their validation images have a centre crop."""
+    """The shorter side is kept at 23 pixels, or exactly 20 for `random`; validation uses a centre crop."""
     for crop, sides in (("random_resized", (23,)), ("random", (20,))):
         flags = {**RESIZED, "crop": crop, "cache": str(cache)}
         data = attach(ImageFolder(str(image_root), **flags))

@@ -1,4 +1,4 @@
-"""The shipped batch script on a real SLURM of four nodes."""
+"""The shipped batch script on a real SLURM with four simulated nodes."""
 
 import os
 import shlex
@@ -24,7 +24,7 @@ PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["P
 
 @pytest.fixture
 def clean(slurm: Slurm) -> Iterator[None]:
-    """No segment of shared memory is left when a test is over."""
+    """Check that a test leaves no segment of shared memory."""
     yield
     living = [node for node in slurm.nodes.values() if node.outer.poll() is None]
     assert [name for node in living for name in node.shared_memory()] == []
@@ -55,15 +55,15 @@ def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
 
 @pytest.mark.usefixtures("clean")
 def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
-    """2 nodes × 2 tasks without a flag for them: the losses of one device, and the same weights after two requeues.
+    """2 nodes × 2 tasks have the losses of one device, and after two requeues the same weights, without further flags.
 
-    In float64: four ranks add up in another order after a restart, since DDP arranges its buckets after a first step;
-    Lightning loads weights through float32.
+    In float64, because four ranks add up in another order after a restart: DDP rearranges its buckets after the first
+    step. Lightning loads weights through float32.
     """
     stopped = tmp_path / "stopped"
     job = submit(slurm, stopped, *EXACT, shape=SHAPE, WANDB_MODE="offline")
     trained(slurm, job, stopped, 3)
-    # as `--signal=SIGUSR1@90` does, some time before the end: the run asks for the requeue
+    # as `--signal=SIGUSR1@90` does before the time limit: the run requeues the job
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
     slurm.start_again(job)
     trained(slurm, job, stopped, 6)
@@ -102,19 +102,19 @@ def test_scancel_saves_and_leaves_no_process(slurm: Slurm, tmp_path: Path) -> No
 
 
 def test_a_node_that_fails(slurm: Slurm, tmp_path: Path) -> None:
-    """SLURM requeues the job by itself; it goes on from the last checkpoint, on other nodes."""
+    """SLURM requeues the job, which continues from the last checkpoint on other nodes."""
     job = submit(slurm, tmp_path, epochs=40)
     trained(slurm, job, tmp_path, 3)
     slurm.nodes["h2"].end()
     slurm.start_again(job, seconds=120)
     assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
-    newest = last(tmp_path), last(tmp_path).with_name("best.ckpt")  # where the node failed between the two
+    newest = last(tmp_path), last(tmp_path).with_name("best.ckpt")  # if the node failed between the two writes
     assert Path(record(tmp_path)["resumed_from"]) in newest
     assert [row["epoch"] for row in record(tmp_path)["epochs"]] == list(range(40))
 
 
 def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
-    """And never two rank zeros in one directory."""
+    """A wrong job fails at once; two rank zeros never share a directory."""
     fit = ["python", "-m", "app", "fit", *STEPS, "--run.root", str(tmp_path)]
     alone = "error: this SLURM job has 4 tasks, but the command was started once: put srun before it"
     unequal = "error: srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4: leave"
@@ -132,11 +132,11 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     assert alone in out
     assert not list(tmp_path.glob("LeNet-Synthetic/version_*"))
     once = shlex.join([*fit, "--trainer.max_epochs", "1"])
-    # two steps at once, on ports of their own; then one process that starts its own, as from a shell on a node
+    # two srun steps at once, on separate ports; then one process that starts its ranks, as from a node's shell
     srun = "srun --overlap --ntasks=2 --ntasks-per-node=1"
     steps = f"{srun} {once} & {srun} {once}; other=$?; wait $! && test $other = 0"
     shell = f"srun --overlap --nodes=1 --ntasks=1 {once} --trainer.devices 2 --trainer.strategy ddp"
-    # the shell that salloc opens on a node, where a site has it so
+    # as in the shell that salloc opens on a node at some sites
     on_node = f"srun --interactive --preserve-env {shlex.join(fit)}; test $? = 2"
     out = slurm.run(*session, "sh", "-c", f"{steps} && {shell}", env=PATH, timeout=280)
     assert alone in slurm.run(*session, "sh", "-c", on_node, env=PATH, timeout=200)
@@ -158,7 +158,7 @@ def test_a_job_that_may_not_be_requeued(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preempted", [True, False])
 def test_requeued_if_preempted(preempted: bool, slurm: Slurm, tmp_path: Path) -> None:
-    """While there is time left SLURM does not requeue by itself a job whose ranks end; here they end as they should."""
+    """SLURM does not requeue a job whose ranks end early; after a preemption, they end as SLURM expects."""
     python = tmp_path / "python"
     python.write_text("#!/bin/bash\ntrap 'exit 143' TERM\necho up\nwhile :; do sleep 0.1; done\n")
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: every process ends, the record says why, and the run continues from there to the bit."""
+"""Ctrl-C and SIGTERM: every process ends, the record has the reason, and the resumed run has the same bits."""
 
 import os
 import re
@@ -21,7 +21,7 @@ SLOW = pytest.mark.slow
 
 
 SIGNALS = [
-    ("disk", "SIGTERM", "group"),  # with worker processes, which the signal reaches, too
+    ("disk", "SIGTERM", "group"),  # the signal reaches worker processes, too
     *(("auto", "SIGTERM", "main"), ("ddp", "SIGINT", "group")),
     *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
     pytest.param("dp", "SIGINT", "group", marks=SLOW),
@@ -48,7 +48,7 @@ def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> 
 
 
 def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
-    """Wherever it was hit: the step, and with it the place in the epoch, are not of the test's choosing."""
+    """The signal hits an arbitrary step, and so any place in an epoch."""
     flags = ["--trainer.max_epochs", "20", "--run.test", "false"]
     with started(tmp_path / "stopped", *SMALL, *flags, "--trainer.log_every_n_steps", "1") as run:
         run.trained(3)
@@ -73,7 +73,7 @@ EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_
     ids=["early-stopping", "validation-due", "accumulating"],
 )
 def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_path: Path) -> None:
-    """After the fourth optimizer step, whatever else looks at the end of a step or of an epoch."""
+    """The run ends after the fourth optimizer step, whatever other callbacks do at the end of a step or epoch."""
     flags = [*SMALL, "--model", "user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
     code, out = app("fit", *flags)
     assert code == 130, out
@@ -95,7 +95,7 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
 
 @SLOW
 def test_several_ranks_end_one_step_later(tmp_path: Path) -> None:
-    """One is told in the fourth step, after which they ask each other; after the fifth all know."""
+    """One rank gets the signal in the fourth step; the ranks exchange it after that step, and stop after the fifth."""
     flags = [*SMALL, *DDP, *options(max_epochs=2, test=False), "--model", "user_code.StopsOneRank"]
     with started(tmp_path, *flags) as run:
         out = run.end()
@@ -140,11 +140,11 @@ def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
         out = run.end()
     assert run.process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name], out
     assert "Traceback" not in out
-    assert run.record.get("status") in (None, "interrupted")  # none where it had no directory yet
+    assert run.record.get("status") in (None, "interrupted")  # no record if the run had no directory yet
 
 
 def is_started_rank(process: int) -> bool:
-    """Whether the main process has started it as a rank, and not as one of its helpers."""
+    """Return whether a process is a rank that the main process has started, and no helper."""
     try:
         found = psutil.Process(process)
         return "LOCAL_RANK" in found.environ() or "spawn_main" in " ".join(found.cmdline())
@@ -173,7 +173,7 @@ def test_a_rank_that_is_killed_is_named(strategy: str, rank: int, tmp_path: Path
 @SLOW
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp_fork", 1)])
 def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
-    """Longer than the timeout: the other one says so, and no process is left, not even the stopped one."""
+    """A rank hangs longer than the timeout: the other one reports it, and even the stopped process is gone."""
     flags = [*SMALL, *SAYS, tmp_path, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15"]
     with started(tmp_path, *flags) as run:
         run.trained(2)
@@ -186,7 +186,7 @@ def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
 
 @SLOW
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
-    """That is no failure, after which they would be started again."""
+    """The stop is no failure, so that the agent does not restart the ranks."""
     with started(tmp_path, *SMALL, *SAYS, tmp_path, *DDP, *FOR_EVER, "--cluster.max_restarts", "2") as run:
         run.trained(2)
         os.kill(int((tmp_path / "rank1").read_text()), signal.SIGTERM)
@@ -198,7 +198,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
-    """As in a collective call of NCCL, which does not notice; the reason is the other rank's."""
+    """Rank zero hangs as in a collective call of NCCL; the reason is the other rank's exception."""
     with started(tmp_path, *SMALL, "--model", "user_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end()
     assert run.process.returncode == 1, out

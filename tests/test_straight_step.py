@@ -1,4 +1,4 @@
-"""The straight step and Lightning's own: the same calls in the same order, the same losses and checkpoints."""
+"""The straight step against Lightning's: the same calls in the same order, the same losses and checkpoints."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ MODULE_HOOKS = [
 
 
 class Calls(list[tuple[Any, ...]]):
-    """What was called, each with the hook that `self.log` would have logged for, and the numbers it was given."""
+    """Recorded calls, each with the hook that `self.log` would belong to, and its numeric arguments."""
 
     def note(self, hook: str, module: Any, *args: Any) -> None:
         fx = module._current_fx_name if module is not None else None
@@ -50,7 +50,7 @@ def _told(value: Any) -> Any:
 
 
 def recorder(calls: Calls, hooks: list[str]) -> Callback:
-    """A callback that overrides these hooks, and notes their calls."""
+    """Return a callback that overrides these hooks, and records their calls."""
 
     def overriding(name: str) -> Callable[..., None]:
         return lambda self, trainer, module, *args, **kwargs: calls.note(f"callback.{name}", module, *args, kwargs)
@@ -59,7 +59,7 @@ def recorder(calls: Calls, hooks: list[str]) -> Callback:
 
 
 def recording(calls: Calls, base: type, hooks: list[str], whose: str) -> type:
-    """A class of modules or data modules that overrides these hooks, and notes their calls."""
+    """Return a subclass of a module or data module that overrides these hooks, and records their calls."""
 
     def overriding(name: str) -> Callable[..., Any]:
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def recording(calls: Calls, base: type, hooks: list[str], whose: str) -> type:
 
 
 class Plain(pl.LightningModule):
-    """Logs in its steps, as most do."""
+    """Logs in its steps, as most modules do."""
 
     scheduler: Callable[[Any], Any] | None = None
     monitor: str | None = None
@@ -143,7 +143,7 @@ class Stops(Callback):
 
 
 class ReplacesCallbacks(Callback):
-    """In the middle of an epoch."""
+    """Replaces the trainer's callbacks in the middle of an epoch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and trainer.current_epoch == 1:
@@ -151,7 +151,7 @@ class ReplacesCallbacks(Callback):
 
 
 class Stream(IterableDataset[Any]):
-    """Does not know its length."""
+    """A data set without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(TensorDataset(*TheirData().dataset.tensors))
@@ -168,7 +168,7 @@ CALLS = Calls()
 def trained(
     straight: bool, folder: Path, model: type = Plain, data: type = TheirData, hooks: Any = CALLBACK_HOOKS, **flags: Any
 ) -> tuple[Calls, dict[str, Any], str | None]:
-    """Train two epochs of five batches: what was called, the checkpoint, and why the step was not straight."""
+    """Train two epochs of five batches; return the calls, the checkpoint, and the reason for Lightning's step."""
     CALLS.clear()
     shutil.rmtree(folder, ignore_errors=True)
     callbacks, plugins = flags.pop("callbacks", []), flags.pop("plugins", [])
@@ -191,7 +191,7 @@ def trained(
 
 
 def same_checkpoint(saved: dict[str, Any], found: dict[str, Any]) -> None:
-    """Whether all that a training goes on from is the same."""
+    """Return whether two checkpoints resume the same training."""
     for key in ("global_step", "epoch", "loops", "lr_schedulers"):
         assert found[key] == saved[key], key
     assert difference(found["state_dict"], saved["state_dict"]) == 0
@@ -260,7 +260,7 @@ def test_hooks_of_a_module(hooks: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
 def test_a_hook_of_a_data_module(hook: str, tmp_path: Path) -> None:
-    """Which comes before the same hook of the module."""
+    """The data module's hook is called before the module's."""
     model = recording(CALLS, Plain, [hook], "module")
     assert_alike(tmp_path, model=model, data=recording(CALLS, TheirData, [hook], "data"), hooks=[])
 
@@ -308,7 +308,7 @@ def test_what_is_left_to_lightning(reason: str, settings: dict[str, Any], tmp_pa
 
 # -- through the command ----------------------------------------------------------------------------------------
 
-RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))  # it has seconds
+RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))  # with seconds
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
 
 
@@ -331,12 +331,12 @@ def test_every_config(
     if "network: resnet50" in config.read_text():
         flags += ["--model.network", "resnet18", *options(size=32, resize=36)]
     flags += options(max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x")
-    flags += ["--run.virtual_devices", "null"]  # of which Lightning's step knows nothing
+    flags += ["--run.virtual_devices", "null"]  # because Lightning's step has no virtual devices
     assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)
 
 
 def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
-    """The second run is by the config that the first has left."""
+    """Check that two loops agree; the second run uses the first run's saved config."""
     CALLS.clear()
     output_of(*app("fit", *flags, *RECORDED))
     calls = Calls(CALLS)

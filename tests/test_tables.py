@@ -17,7 +17,7 @@ FLAGS = [*options(max_epochs=1, batch_size=8, num_workers=0, log_every_n_steps=1
 
 @pytest.fixture
 def table(image_root: Path) -> pd.DataFrame:
-    """The images of a folder, in the order of its classes, and the file `all.csv` beside it."""
+    """Write `all.csv` beside a folder: its images, in the order of the classes."""
     files = [file for split in ("train", "test") for file in sorted((image_root / split).rglob("*.*"))]
     names = {"file": [str(file.relative_to(image_root)) for file in files], "label": [f.parent.name for f in files]}
     made = pd.DataFrame({**names, "split": [file.parts[-3] for file in files]})
@@ -26,7 +26,7 @@ def table(image_root: Path) -> pd.DataFrame:
 
 
 def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path) -> None:
-    """With the same classes, splits, pixels and losses; a split may have another name, and a column, too."""
+    """A table gives the folder's classes, splits, pixels and losses; splits and columns may have other names."""
     output_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *FLAGS))
     output_of(*app("fit", "--data", "ImageTable", "--data.csv", image_root / "all.csv", *FLAGS))
     folder, ours = (tmp_path / "runs" / f"LeNet-{name}" / "version_0" for name in ("ImageFolder", "ImageTable"))
@@ -40,7 +40,7 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tm
 
 
 def test_labels_of_a_table_are_read_again(image_root: Path, table: pd.DataFrame) -> None:
-    """Numbers in their order, without splits; a changed label counts."""
+    """Numeric labels are in numeric order; without a split column; a changed label takes effect."""
     numbered = table.drop(columns="split").assign(label=[str(8 + row % 4) for row in range(len(table))])
     for first in ("8", "11"):
         numbered.loc[0, "label"] = first
@@ -80,14 +80,14 @@ def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App, 
 
 @pytest.fixture
 def saved(image_root: Path) -> Path:
-    """The same images as a data set of Hugging Face, saved to disk."""
+    """The same images as a saved data set of Hugging Face."""
     made = datasets.load_dataset("imagefolder", data_dir=str(image_root), cache_dir=str(image_root / "arrow"))
     made.save_to_disk(str(image_root / "saved"))
     return image_root / "saved"
 
 
 def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp_path: Path) -> None:
-    """From disk and from Parquet; decoded once, with the pixels, labels and figures of the folder."""
+    """From disk and from Parquet, images are decoded once, with the folder's pixels, labels and results."""
     flags = ["--data", "HuggingFace", "--data.path", saved, *FLAGS]
     out = output_of(*app("fit", *flags))
     assert "Decoding 36 images" in out

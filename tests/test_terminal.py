@@ -1,4 +1,4 @@
-"""What a run says: its header, a line for each epoch, the progress bar, and what to try next."""
+"""Printed lines of a run: header, epochs, progress bar, and the next commands."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ def test_the_summary_shows_the_layers(app: App) -> None:
 
 
 def test_a_line_for_each_epoch(app: App) -> None:
-    """Also in a pipe, where the progress bar shows at its end."""
+    """Each epoch has its line, also in a pipe."""
     out = output_of(*app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false"))
     said = [line for line in out.splitlines() if line.startswith("epoch ")]
     assert [line.split("  ")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
@@ -38,7 +38,7 @@ def test_a_line_for_each_epoch(app: App) -> None:
 
 
 def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps there are; its last state is the last step, and a bar of one's own is left alone."""
+    """The bar is updated by time, and after an epoch's last step; a user's own bar is not changed."""
     noted: list[tuple[type, int]] = []
     metrics: list[dict[str, Any]] = []
     then = RichProgressBar.on_train_batch_end
@@ -50,7 +50,7 @@ def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.M
 
     monkeypatch.setattr(RichProgressBar, "on_train_batch_end", note)
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 1.0))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes a pipe for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # with it, rich treats a pipe as a terminal
     flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
     out = output_of(*app(*flags))
     assert noted == [(ProgressBar, index) for index in (0, 8, 8)], "the first step, and the last of each epoch"

@@ -1,4 +1,4 @@
-"""Under torchrun: the same training, gone when its agent is. That a killed worker is started again: test_elastic.py."""
+"""torchrun: parity, and ranks that end with their agent; test_elastic.py kills and restarts workers."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ SAYS = ["--model", "user_code.SaysItsProcess", "--model.directory"]
 
 
 def test_parity(app: App, tmp_path: Path) -> None:
-    """Nodes and devices are torchrun's without a flag; given ones must be the same."""
+    """Nodes and devices come from torchrun; flags for them must agree."""
     flags = [*SMALL, *STEPS, "--trainer.max_epochs", "2"]
     with started(tmp_path / "torchrun", *flags, launcher=TORCHRUN) as run:
         out = run.end(120)
@@ -27,22 +27,22 @@ def test_parity(app: App, tmp_path: Path) -> None:
     assert_same(run.directory, single)
 
 
-# a rule, by each rank; the others stand in test_rules.py
+# a rule, which each rank checks; test_rules.py has the others
 STARTED = "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.num_nodes 1 of 3"
-MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # by rank zero, for all
+MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks it for all ranks
 
 
 @pytest.mark.parametrize(("flags", "said"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)])
 def test_what_is_wrong_is_said_at_once(flags: str, said: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *STEPS, flags, launcher=TORCHRUN) as run:
         out = run.end(120)
-    assert run.process.returncode == 1, out  # torchrun's own
+    assert run.process.returncode == 1, out  # torchrun's exit code
     assert f"error: {said}" in out
     assert not list(tmp_path.glob("*/version_*"))
 
 
 def test_a_new_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
-    """Only what the same torchrun has started goes on by itself; `--ckpt_path auto` takes any, or none."""
+    """A restart by the same torchrun continues its run; a new torchrun continues one only with `--ckpt_path auto`."""
     flags = [*SMALL, *STEPS, "--trainer.max_epochs"]
     auto = ["--ckpt_path", "auto"]
     for epochs, more, resumed in (("1", auto, None), ("2", [], None), ("3", auto, "version_1")):

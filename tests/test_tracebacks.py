@@ -1,4 +1,4 @@
-"""Errors from an object that a flag made, and from the user's code."""
+"""Errors of objects that a flag created, and of the user's code."""
 
 import shlex
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_an_object_that_a_flag_made(flags: str, said: str, app: App) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
-    """The error is printed once."""
+    """Each rank raises the error, which is printed once."""
     way = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
     assert error_of(*fork_app("fit", *SMALL, *way, *CROP.split())) == TOO_LARGE
 
@@ -74,7 +74,7 @@ CODE = [
 
 @pytest.mark.parametrize("flags", CODE)
 def test_code_of_the_user(flags: str, tmp_path: Path) -> None:
-    """The traceback has the user's frames and their caller, once."""
+    """The traceback has only the user's frames and their caller, and is printed once."""
     code, out = fork_app("fit", *SMALL, "--run.root", tmp_path, *flags.split())
     assert code == 1, out
     assert out.count("Traceback") == 1, out

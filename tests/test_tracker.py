@@ -1,4 +1,4 @@
-"""Weights & Biases: one offline run holds everything, and a tracker that fails stops no training."""
+"""Weights & Biases: one offline run per training has all results; a failing tracker never stops training."""
 
 import json
 import re
@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 
 
 def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
-    """Read an offline run with the tracker's own tool: its file, and its summary."""
+    """Read an offline run with wandb's own tool; return its file and its summary."""
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(file)]
     read = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -98,7 +98,7 @@ def test_without_a_key_it_is_offline_and_disabled_is_obeyed(tmp_path: Path) -> N
 
 
 class OutOfQuota(BaseHTTPRequestHandler):
-    """Weights & Biases with no room left, to whatever is asked."""
+    """Server of Weights & Biases that answers every request with an exceeded quota."""
 
     def _answer(self) -> None:
         said = json.dumps({"errors": [{"message": "storage limit reached"}]}).encode()
@@ -119,7 +119,7 @@ class Dripping(OutOfQuota):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # the client has disconnected
             for _ in range(10_000):
                 self.wfile.write(b" ")
                 time.sleep(0.1)
@@ -130,7 +130,7 @@ SERVERS = {"is out of quota": OutOfQuota, "drips": Dripping}
 
 @contextmanager
 def tracker(server: str) -> Iterator[str]:
-    """The address of a server of Weights & Biases that does not take the run."""
+    """Start a server of Weights & Biases that does not accept the run; yield its address."""
     if server in SERVERS:
         with ThreadingHTTPServer(("127.0.0.1", 0), SERVERS[server]) as running:
             threading.Thread(target=running.serve_forever, daemon=True).start()
@@ -150,15 +150,14 @@ DOWN = ["drips", *(pytest.param(how, marks=SLOW) for how in ("refuses", "never a
 
 @pytest.mark.parametrize("server", DOWN)
 def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
-    """The run stays complete offline, the printed command uploads it, and it begins and ends within seconds."""
+    """The run is complete offline, the printed command uploads it, and training waits at most half a minute."""
     with tracker(server) as url:
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
         flags = [*SMALL, *options(max_epochs=2, root=tmp_path, wandb="online")]
         code, out = fork_app("fit", *flags, env=env, timeout=120)
     assert code == 0, out
     assert out.count("Weights & Biases") == 1, "it is said once"
-    said = "does not start (.*limit reached.*)" if server == "is out of quota" else "does not answer"
-    assert re.search(f"Weights & Biases {said}: offline from here on", out)
+    assert re.search("Weights & Biases does not start (.*): offline from here on", out)
     run = tmp_path / "LeNet-Synthetic" / "version_0"
     file, summary = inspect(run)
     assert f"wandb sync {file.parent}\n" in out
@@ -182,10 +181,8 @@ def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.
 
     init = wandb.init
     monkeypatch.setattr(wandb, "init", broken)
-    with pytest.warns(UserWarning, match="the tracker is down"):
-        code, out = app("fit", *SMALL, "--trainer.max_epochs", "1")
-    assert code == 0, out
-    assert calls
+    out = output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1"))
+    assert out.count("Weights & Biases does not start (the tracker is down)") == len(calls) == 2
     run = tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert record_of(run)["status"] == "completed"
     assert (run / "metrics.csv").exists()

@@ -1,4 +1,4 @@
-"""`verify`: what is the same is found to be so, and each mistake is named."""
+"""`verify`: equal trainings pass, and each mistake is named."""
 
 import json
 from pathlib import Path
@@ -24,12 +24,12 @@ WAYS = {
     "accumulation": ["--trainer.accumulate_grad_batches", "2", "--data.batch_size", "4"],
     "ragged": ["--trainer.accumulate_grad_batches", "2", "--data.batch_size", "10"],
 }
-RECORDED: dict[tuple[str, ...], Recorded] = {}  # references, which several tests share
+RECORDED: dict[tuple[str, ...], Recorded] = {}  # recorded references, shared by several tests
 REFERENCES = {"ragged": ["--data.batch_size", "20"]}
 
 
 class Runs:
-    """Runs of one training in several ways, compared as `verify` does."""
+    """Runs of one training in several variants, compared as `verify` does."""
 
     def __init__(self, root: Path, model: str, data: str, *flags: str) -> None:
         self.root, self.key = root, (model, data, *flags)
@@ -60,7 +60,7 @@ class Runs:
 
 @pytest.mark.parametrize("way", ["ddp", "dp"])
 def test_a_right_one(way: str, tmp_path: Path) -> None:
-    """Whatever divides the batch, and its smaller last one."""
+    """A correct training passes for any world size, also with a smaller last batch."""
     assert Runs(tmp_path, "Model", "Data").case(way) == ({}, [])
 
 
@@ -108,7 +108,7 @@ def test_a_mistake_is_named(model: str, data: str, way: str, columns: set[str], 
 
 
 def test_what_a_callback_loses(tmp_path: Path) -> None:
-    """An average of the weights that it keeps for itself."""
+    """The callback's average of the weights is in no checkpoint."""
     averaged = ["--trainer.callbacks+=faulty_code.Average"]
     found, named = Runs(tmp_path, "Model", "Data").case("resume", *averaged)
     assert "evaluation" in found
@@ -148,7 +148,7 @@ def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     ],
 )
 def test_causes_behind_other_samples(model: str, data: str, named: list[str], removed: str) -> None:
-    """An ordinary loader hides the other mistakes, until its samples are dealt in the reference's order."""
+    """An ordinary loader hides other mistakes until `verify` deals its samples in the reference's order."""
     flags = {"trainer.accelerator": "cpu", "data.batch_size": 8}
     found = same_training(f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=flags)
     causes = found.results[0].by_effect
@@ -205,7 +205,7 @@ def test_a_padded_sample_is_the_same_in_any_batch() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("drawn")
 def test_every_way(app: App, tmp_path: Path) -> None:
-    """And one more, which is not the same."""
+    """Every variant passes, except an added one that differs."""
     (tmp_path / "ways.yaml").write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
     found, out = verdict(app, tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "20", code=1)
     same = {way["name"]: way["same"] for way in found["ways"]}
@@ -221,7 +221,7 @@ def test_every_way(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_mlp(app: App, tmp_path: Path) -> None:
-    """Adam, a schedule, augmentation, and an evaluation whose shares are unequal."""
+    """The MLP with Adam, a schedule, augmentation, and unequal shares in evaluation."""
     flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.scheduler", "StepLR", "--data", "Synthetic"]
     flags += ["--model.scheduler.step_size", "1", "--data.like", "FashionMNIST", "--data.crop_padding", "2"]
     found, out = verdict(app, tmp_path, *flags, *OURS[2:], "--quick", "true", "--steps", "20")
@@ -231,7 +231,7 @@ def test_the_mlp(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rounding_is_proven(app: App, tmp_path: Path) -> None:
-    """A high learning rate makes much of the last digit; in float64 it is not to be seen."""
+    """A high learning rate amplifies rounding errors; in float64, the difference vanishes."""
     flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", "--data.size", "403"]
     flags += ["--quick", "true", "--steps", "60"]
     found, out = verdict(app, tmp_path, *OURS, *flags)
@@ -265,7 +265,7 @@ def test_what_cannot_be(flags: list[str], said: str, app: App, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_runs")
 def test_in_a_test_of_ones_own() -> None:
-    """As the README has it. Lightning's own message explains a variant that does not run."""
+    """A user's own test, as the guide shows it. Lightning's own message explains a variant that does not run."""
     flags = {"trainer.use_distributed_sampler": "false", "trainer.accelerator": "cpu"}
     found = same_training("faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags)
     assert not found

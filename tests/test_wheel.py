@@ -1,4 +1,4 @@
-"""An installed wheel needs nothing of the checkout: its configs are in it."""
+"""An installed wheel contains the configs, and works without the checkout."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What a user of the application may bring along: a model and data that know nothing of it."""
+"""Models, data and callbacks of a user; most know nothing of this application."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from app.modules import CIFARCNN, ImageClassifier
 
 
 class TheirModel(LightningModule):
-    """A plain module, with names of its own."""
+    """A plain LightningModule, with attribute names of its own."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class TheirModel(LightningModule):
 
 
 class Poisoned(CIFARCNN):
-    """Its loss is NaN in one batch of the first epoch, on the last rank."""
+    """The loss of one batch of the first epoch is NaN on the last rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -65,7 +65,7 @@ class Poisoned(CIFARCNN):
 
 
 class Unrepeatable(CIFARCNN):
-    """Calls an operation that torch has in no deterministic version."""
+    """Calls an operation that has no deterministic version in torch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
@@ -82,7 +82,7 @@ class SlowRank(CIFARCNN):
 
 
 class PoisonedUpdate(CIFARCNN):
-    """Its loss is finite, and its weights are not any more."""
+    """The loss is finite, but an update makes the weights non-finite."""
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -90,7 +90,7 @@ class PoisonedUpdate(CIFARCNN):
 
 
 class SkipsForward(TheirModel):
-    """Calls its network, not itself: dp has nothing to split."""
+    """Calls its network instead of itself, so that dp has no call to split."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -113,26 +113,26 @@ class TheirData(LightningDataModule):
 
 
 class TheirTestedData(TheirData):
-    """Their data, with test images."""
+    """TheirData with test images."""
 
     test_dataloader = TheirData.val_dataloader
 
 
 class TwoLoaders(TheirData):
-    """Their data, with two validation loaders."""
+    """TheirData with two validation loaders."""
 
     def val_dataloader(self) -> Any:
         return [super(TwoLoaders, self).val_dataloader() for _ in range(2)]
 
 
 class NoValidation(TheirData):
-    """Their data, with training images only."""
+    """TheirData with training images only."""
 
     val_dataloader = LightningDataModule.val_dataloader
 
 
 class OddModel(TheirModel):
-    """Model whose defaults are nulls, and numbers that this application's flags refuse."""
+    """Model whose defaults are nulls, or numbers that this application's own flags reject."""
 
     def __init__(
         self,
@@ -162,14 +162,14 @@ class OfTorchvision(ImageClassifier):
 
 
 class Float16(MixedPrecision):
-    """Float16 with a scaler, which Lightning has on a GPU only."""
+    """Float16 with a gradient scaler on the CPU; Lightning's works on a GPU only."""
 
     def __init__(self) -> None:
         super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 class OneCycle(CIFARCNN):
-    """Reads the number of steps before the checkpoint's loop state is there: Lightning's issue 20550."""
+    """Reads the number of steps before Lightning restores the loop's state: Lightning's issue 20550."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -179,7 +179,7 @@ class OneCycle(CIFARCNN):
 
 
 class StopsItself(CIFARCNN):
-    """Gets a Ctrl-C in its fourth step."""
+    """Sends itself Ctrl-C in the fourth step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_step == 3 and not getattr(self, "told", False):
@@ -189,7 +189,7 @@ class StopsItself(CIFARCNN):
 
 
 class StopsOneRank(CIFARCNN):
-    """Has rank 1 told to end in its fourth step, the first time."""
+    """Rank 1 sends itself SIGTERM in the fourth step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_step == 3 and self.global_rank == 1:
@@ -198,7 +198,7 @@ class StopsOneRank(CIFARCNN):
 
 
 class CannotBePickled(CIFARCNN):
-    """Keeps a function that has no name to find it by."""
+    """Stores a function that pickle cannot find by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class CannotBePickled(CIFARCNN):
 
 
 class SaysItsProcess(CIFARCNN):
-    """Leaves the id of its process in a file for each rank."""
+    """Writes the process id into a file per rank."""
 
     def __init__(self, directory: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -217,7 +217,7 @@ class SaysItsProcess(CIFARCNN):
 
 
 class FailsWhileRankZeroIsStuck(CIFARCNN):
-    """Breaks in one process; the other one waits, and not for the first."""
+    """Fails in one process while the other one hangs, without waiting for the first."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == 1:
@@ -227,7 +227,7 @@ class FailsWhileRankZeroIsStuck(CIFARCNN):
 
 
 class SlowOnRank1(CIFARCNN):
-    """Keeps the others waiting."""
+    """Makes the other ranks wait for rank 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == 1:
@@ -236,7 +236,7 @@ class SlowOnRank1(CIFARCNN):
 
 
 class NotesPrecision(TheirModel):
-    """Says in which precision its forward computes."""
+    """Prints the precision of its forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.net(x)
@@ -245,11 +245,11 @@ class NotesPrecision(TheirModel):
 
 
 class Normalises(TheirModel):
-    """Keeps running statistics, and counts its forwards on itself."""
+    """Has BatchNorm, and counts its forward passes in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), self.net)  # momentum 1: those of the last batch
+        self.net = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), self.net)  # of the last batch only
         self.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class Normalises(TheirModel):
 
 
 class LogsLossOnly(TheirModel):
-    """Tests, but logs no accuracy."""
+    """Has a test_step, but logs no accuracy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class TwoOptimizers(TheirModel):
 
 
 class FailsOnRank1(TheirModel):
-    """Breaks in one process of several."""
+    """Fails on rank 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == 1 and batch_idx == 1:
@@ -327,7 +327,7 @@ class FailsOnRank1(TheirModel):
 
 
 class Fails(TheirModel):
-    """Breaks in its third step."""
+    """Fails in the third step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 2:
@@ -336,7 +336,7 @@ class Fails(TheirModel):
 
 
 class FailingModel(CIFARCNN):
-    """Breaks in its first step."""
+    """Fails in the first step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise RuntimeError("this model fails")
@@ -350,7 +350,7 @@ class NeverReady(CIFARCNN):
 
 
 class HangingModel(CIFARCNN):
-    """Never comes to the end of its first step, nor to that of the process when it is told to."""
+    """Never finishes the first step, and ignores SIGTERM."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -359,20 +359,20 @@ class HangingModel(CIFARCNN):
 
 
 def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Says each bucket of gradients that it averages."""
+    """Print a line for each bucket of gradients, and average it."""
     print("averaged a bucket\n", end="", flush=True)  # in one write: other ranks print, too
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 
 class TakesItsTime(Callback):
-    """Five seconds more for each step."""
+    """Lengthens each step by five seconds."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         threading.Event().wait(5)
 
 
 class SaysWhereImagesLie(Callback):
-    """Notes for each rank which mapping of its memory holds the training images, and what they come to."""
+    """Writes, for each rank, the memory mapping that holds the training images, and their sum."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -391,7 +391,7 @@ class SaysWhereImagesLie(Callback):
 
 
 class NotingSource(CIFAR10Source):
-    """Says in which process it reads, and takes the files for right."""
+    """Prints the process that reads, and accepts files with other checksums."""
 
     def load(self, split: SplitName) -> Split:
         print(f"{split} is read by process {os.getpid()}\n", end="", flush=True)
@@ -401,14 +401,14 @@ class NotingSource(CIFAR10Source):
 
 
 class TinyCIFAR10(ImageData):
-    """CIFAR-10's files, read by a source that says where."""
+    """Files in CIFAR-10's format, with other content than the published files."""
 
     def __init__(self, root: str, **kwargs: Any) -> None:
         super().__init__(NotingSource(root), **kwargs)
 
 
 class FillsUpOnRank1(Synthetic):
-    """Finds no memory left on one rank."""
+    """Reports no free memory on rank 1."""
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
@@ -418,7 +418,7 @@ class FillsUpOnRank1(Synthetic):
 
 
 class ReadsWhenTold(Synthetic):
-    """Rank zero is long in reading."""
+    """Waits on rank zero until the test allows it to read."""
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
@@ -430,7 +430,7 @@ class ReadsWhenTold(Synthetic):
 
 
 class OwnLauncher(LightningEnvironment):
-    """Somebody's own: it has started the processes, and tells them what they are by variables of its own."""
+    """A user's launcher, which has started the processes and sets variables of its own."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -450,7 +450,7 @@ class OwnLauncher(LightningEnvironment):
 
 
 class Talks(CIFARCNN):
-    """Says where it runs and what it writes to, on every rank, and stops in the debugger on its first step."""
+    """Prints rank and terminal on every rank, and enters the debugger in the first step."""
 
     def __init__(self, stops: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -467,7 +467,7 @@ class Talks(CIFARCNN):
 
 
 class FailsOnce(Callback):
-    """Fails on rank 1, until an agent has started the ranks again."""
+    """Fails on rank 1 until an agent has restarted the ranks."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -475,7 +475,7 @@ class FailsOnce(Callback):
 
 
 class CountsLabels(CIFARCNN):
-    """Counts in an integer buffer, whose mean over shards would be rounded."""
+    """Counts labels in an integer buffer, whose mean over shards would be rounded."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes=num_classes)
@@ -487,7 +487,7 @@ class CountsLabels(CIFARCNN):
 
 
 class Inverted(nn.Module):
-    """An augmentation of the user's own."""
+    """A user's own augmentation."""
 
     def forward(self, image: Tensor) -> Tensor:
         return 255 - image

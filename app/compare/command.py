@@ -26,7 +26,7 @@ from app.monitor.loggers import make_loggers, next_version, trackers, tracking_m
 from app.runs import CommandLine
 from app.system.files import read_json, write_json
 from app.system.machine import busy, driver, hardware, usable_cores, versions
-from app.system.terminal import make_console, working
+from app.system.terminal import make_console
 from app.variant import INHERITED, Variant
 
 DEFAULT = "configs/compare/this_machine.yaml"
@@ -179,11 +179,11 @@ def _follow(runner: Runner, console: Console) -> None:
     for outcome in runner.outcomes:
         if outcome.records or outcome.reason:
             report(outcome)
-    with working(console) as activity:
+    with console.status("") as status:
         for repeat, outcome in runner.todo():
             if not outcome.records:
                 console.print(runner.commands(outcome.variant, repeat), style="dim")
-            activity(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
+            status.update(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
             runner.run(repeat, outcome)
             report(outcome)
 

@@ -35,7 +35,7 @@ class Shards(list[Any]):
     Args:
         shards: The shards.
         first: Global index of the first shard.
-        counts: Number of samples of each shard. A shard with 0 samples may hold a stand-in.
+        counts: Number of samples of each shard. A shard without samples may hold a stand-in, which does not count.
         samples: Number of samples of the global batch.
     """
 
@@ -69,7 +69,10 @@ def shards_beyond(virtual_devices: int, batch_size: int) -> str:
 
 
 class GlobalOrder:
-    """Global order of samples, and a rank's share of each global batch: one of `world_size` parts, or several shards.
+    """Global order of an epoch's samples, and this rank's share of each global batch.
+
+    A global batch is cut into parts of nearly equal size: one for each rank, or one for each virtual device. A rank's
+    share is one part, or the consecutive parts of its virtual devices.
 
     Args:
         samples: Number of samples of an epoch.
@@ -184,7 +187,7 @@ class RawBatch(NamedTuple):
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
         draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
-        mix: Mixing of each sample with the next one, or None. A mixed batch has one more sample at its end.
+        mix: Mixing of each sample with the next one, or None. To be mixed, a batch has one more sample at its end.
     """
 
     images: Tensor
@@ -205,8 +208,8 @@ class Reader:
 
     Args:
         split: The images.
-        crop: Function from an image, uint8 (C, h, w), to (C, H, W), with torch's global random state, or None.
-        augment: Augmentations of an image, uint8 (C, H, W), with torch's global random state. They must keep the shape.
+        crop: Function from an image, uint8 (C, h, w), to (C, H, W), by torch's global random state; or None.
+        augment: Augmentations of an image, uint8 (C, H, W), by torch's global random state. They must keep the shape.
     """
 
     def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
@@ -278,7 +281,7 @@ class GlobalBatches(GlobalOrder):
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 
-    batch_sampler = None  # Lightning requires it beside a `sampler`
+    batch_sampler = None  # Lightning reads this attribute of any loader with a `sampler`
 
     def __init__(
         self,
@@ -377,7 +380,7 @@ class GlobalBatches(GlobalOrder):
 
     def _cut(self, batch: RawBatch, step: int) -> Shards:
         bounds = self.bounds(step)
-        more = batch.mix is not None  # a mixed shard includes the first sample of the next one
+        more = batch.mix is not None  # a mixed shard includes the first sample of the next shard
         places = [slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)]
         images, labels, draws, mix = batch
         return self.shards(

@@ -43,16 +43,16 @@ class EncodedImages(ImageData):
 
     Args:
         source: The source of the images.
-        size: Height and width of the network's images.
+        size: Height and width of the images that the network gets.
         channels: 3 for colour, 1 for grey.
-        mean: Per channel, of pixels scaled to 0…1; by default 0.5.
-        std: Per channel, of pixels scaled to 0…1; by default 0.5.
+        mean: Mean of each channel, for pixels scaled to 0…1; by default 0.5.
+        std: Standard deviation of each channel, for pixels scaled to 0…1; by default 0.5.
         resize: Shorter side of an image before the centre crop to `size`, by default `size`; `squash` resizes to `size`
             without a crop, and distorts.
         interpolation: Interpolation of all resizing, with antialiasing.
-        crop: Training crop by the worker processes: `random` of `size` after `resize`; `random_resized` of a random
-            part, resized to `size`; `none`: as in evaluation.
-        scale: Range of the area of a `random_resized` crop, relative to the image's.
+        crop: Training crop by the worker processes. `random`: a random part of `size`, after `resize`.
+            `random_resized`: a part of random area, resized to `size`. `none`: the centre, as in evaluation.
+        scale: Range of the area of a `random_resized` crop, relative to the image's area.
         ratio: Range of width / height of a `random_resized` crop.
         cache_size: Shorter side to which larger images are reduced before `random_resized` crops; by default 1.15 times
             `resize`.

@@ -17,13 +17,13 @@ class Geometry:
     """Sizes of images between file and network.
 
     Args:
-        size: Height and width of the network's images.
+        size: Height and width of the images that the network gets.
         resize: Shorter side before the centre crop; None: the smallest that covers `size`; `squash`: no crop.
         interpolation: Interpolation of all resizing.
         crop: Training crop.
-        scale: Range of the area of `random_resized`, relative to the image's.
+        scale: Range of the area of `random_resized`, relative to the image's area.
         ratio: Range of width / height of `random_resized`.
-        cache_size: Shorter side of larger images when they are kept for `random_resized`.
+        cache_size: Shorter side to which larger images are reduced before they are kept for `random_resized`.
 
     Raises:
         UserError: When settings contradict each other.
@@ -57,7 +57,7 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that an image of the training crop covers when it is kept."""
+        """Height and width that a kept training image must cover, so that crops find enough pixels."""
         side = self.cache_size or round(1.15 * max(self._cover))
         return (side, side) if self.crop == "random_resized" else self._cover
 

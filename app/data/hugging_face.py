@@ -38,7 +38,9 @@ class RowSplit(FileSplit):
 
 
 class HuggingFaceSource(EncodedSource):
-    """Source of a data set on disk, behind a URL, or of the Hub: memory-mapped, so that it may be larger than memory.
+    """Source of a Hugging Face data set on disk, behind a URL, or on the Hub.
+
+    The library maps its tables, so that they may be larger than memory.
 
     Args:
         path: Folder, file, URL or name of the data set.
@@ -62,7 +64,7 @@ class HuggingFaceSource(EncodedSource):
                 made = datasets.load_dataset("parquet", data_files=path)
             else:
                 made = (datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset)(path)
-        except Exception as error:  # of the library, its file systems and its builders
+        except Exception as error:  # the library, its file systems and builders raise many types
             raise UserError(f"--data.path {path} cannot be read ({one_line(str(error))[:200]})") from error
         tables = made if isinstance(made, dict) else {"train": made}
         if "train" not in tables:

@@ -49,8 +49,8 @@ class FileSplit(Split):
         names: Path of each image.
         labels: Label of each image.
         image_shape: Shape of an image, (C, H, W); C is 1 (grey) or 3 (RGB).
-        geometry: Sizes of the images.
-        ragged: Sizes of the training crop, for which images keep different sizes; None for images of one size.
+        geometry: Resizing and cropping of the images.
+        ragged: Geometry of the training crop if the images keep different sizes; None if all are resized to one size.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FileSplit(Split):
         channels = self.image_shape[0]
         try:
             with self._open(index) as file:
-                if self.ragged is not None:  # decode a JPEG file at half its size or less
+                if self.ragged is not None:  # let PIL decode a JPEG file at reduced size
                     file.draft("L" if channels == 1 else None, self.ragged.kept_size(*file.size[::-1])[::-1])
                 image = pixels(file, channels)
         except Exception as error:  # PIL's decoders raise any type on a damaged file
@@ -122,11 +122,11 @@ class EncodedSource(Source):
     """Source of encoded images, such as JPEG files.
 
     Attributes:
-        geometry: Sizes of the images.
+        geometry: Resizing and cropping of the images.
         predict_dir: Images and folders of images for `predict`; None for the test split.
     """
 
-    geometry: Geometry  # set by EncodedImages, as image_shape, mean, std and skips are
+    geometry: Geometry  # set by EncodedImages, like image_shape, mean, std and skips
     predict_dir: str | Sequence[str] | None = None
 
     def ragged(self, split: SplitName) -> Geometry | None:  # noqa: D102
@@ -247,14 +247,15 @@ class TableSource(EncodedSource):
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
         files = super().encoded(split)
-        return files if split == "predict" and self.predict_dir is not None else [self.root, *files]  # labels are there
+        # the cache depends on the table, too, because the table holds the labels
+        return files if split == "predict" and self.predict_dir is not None else [self.root, *files]
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         return self._rows[split]
 
 
 def sorted_names(labels: Iterable[str]) -> list[str]:
-    """Return the names of classes in order, whole numbers by their value."""
+    """Return the distinct class names in order; if all are whole numbers, in the order of their values."""
     names = {*labels} - {""}
     return sorted(names, key=int if all(map(str.isdecimal, names)) else None)
 
@@ -302,7 +303,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     """Return the sorted, visible entries of a folder.
 
     Raises:
-        UserError: When the folder is unreadable, or contains a broken link or a pipe, because a pipe blocks.
+        UserError: When the folder is unreadable, or contains a broken link, or a pipe, whose reader would block.
     """
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]

@@ -22,7 +22,7 @@ from app.data.transforms import Transform
 from app.errors import UserError
 from app.system.machine import usable_cores
 
-# splits that a stage reads; fit ends with a test
+# splits that a stage reads; `fit` includes the final test
 READS: dict[str, Sequence[SplitName]] = {
     "fit": ("train", "val", "test"),
     "validate": ("train", "val"),
@@ -45,15 +45,15 @@ class ImageData(LightningDataModule):
         cache: Folder for decoded images, shared by a node's ranks. `auto`: in the user's cache directory. `off`: each
             rank decodes at every start.
         num_workers: Worker processes of each rank for reading and decoding; `auto`: the rank's number of cores.
-        crop_padding: Augmentation: width in pixels of a border added before a random crop.
+        crop_padding: Augmentation: width in pixels of a border that is added before a random crop.
         flip: Augmentation: mirror half of the images.
         cutout: Augmentation: side in pixels of a random square that is set to the mean.
         augment: Augmentation by the worker processes, image by image, on the CPU: one or a list of torchvision's v2
             transforms, such as `RandAugment`, or of your own modules by their import path. Needs placement `disk`.
-        mixup: Augmentation: mix each image with another, by weights of a beta distribution with this parameter, such as
-            0.2.
-        cutmix: Augmentation: paste a box of another image, of a size drawn likewise, such as 1.0. With both, each is
-            applied to half of the batches.
+        mixup: Augmentation: blend each image with another. The weight is drawn from a beta distribution with this
+            parameter, such as 0.2.
+        cutmix: Augmentation: paste a box of another image into each image. The box's area is drawn from a beta
+            distribution with this parameter, such as 1.0. With mixup and cutmix, each applies to half of the batches.
         balance: Whether an epoch draws images with replacement, so that all classes are equally frequent.
         drop_last: Whether to drop the last, smaller batch of a training epoch.
         seed: Seed of the split, the order and the augmentation; by default `--seed_everything`.
@@ -163,7 +163,7 @@ class ImageData(LightningDataModule):
             size, world = self.global_batch_size, self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
-            if size % world and self.virtual_devices is None:  # a fraction becomes a count only here
+            if size % world and self.virtual_devices is None:  # not in __init__, where a fraction is not yet a count
                 raise UserError(
                     f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
                     f"{self.nearest_shares(size, world)}, or another --trainer.devices"
@@ -241,7 +241,7 @@ class ImageData(LightningDataModule):
         return f"{below} or {below + world}" if below else f"{world}"
 
     def _place(self) -> Placement:
-        """Return one placement for all ranks, although their free memory differs."""
+        """Return the placement of the images: the same on all ranks, although their free memory differs."""
         if self.requested_placement != "auto":
             return self.requested_placement
         if self._worked:

@@ -46,16 +46,17 @@ Images = Tensor | RaggedImages  # the tensor is uint8 (n, C, H, W)
 
 def work_apart(worker: int) -> None:
     """Move this loader worker into its own process group, so that Ctrl-C and SIGTERM reach only the rank."""
-    if sys.platform == "linux":  # kill a hung worker with its rank; 1 is PR_SET_PDEATHSIG in linux/prctl.h
+    if sys.platform == "linux":  # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setpgrp()
 
 
 class _Items(Dataset[Any]):
-    """Data set that returns a UserError as an item, because DataLoader would turn its message into a traceback."""
+    """Data set that returns a UserError as an item, because DataLoader would raise it with a traceback as message."""
 
     def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int] | None) -> None:
-        self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY  # for spawned workers
+        # store MADE_BY in the data set, because a spawned worker's own MADE_BY is empty
+        self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
         try:
@@ -132,7 +133,7 @@ class Split(Dataset[Tensor]):
         left_out: Number of images that could not be read.
 
     Attributes:
-        ragged: Sizes of the training crop, for items of different sizes (C, h, w); else None.
+        ragged: Geometry of the training crop if items have different sizes (C, h, w); else None.
     """
 
     ragged: Geometry | None = None
@@ -205,7 +206,7 @@ class RaggedSplit(Split):
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's images, uint8 (N, C, H, W); read-only, because private pages would count as memory."""
+    """Map a file's images, uint8 (N, C, H, W). Read-only, because writable pages would count as the rank's memory."""
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -242,7 +243,7 @@ class Source(ABC):
         """
 
     def ragged(self, split: SplitName) -> Geometry | None:
-        """Return the sizes of the training crop for a split whose images keep different sizes; else None."""
+        """Return the geometry of the training crop if the split's images keep different sizes, else None."""
         return None
 
     def settings(self, split: SplitName) -> Sequence[Any]:
@@ -307,7 +308,7 @@ class FashionMNISTSource(Source):
     class_names = tuple(torchvision.datasets.FashionMNIST.classes)
     image_shape = (1, 28, 28)
     mean = (0.0,)
-    std = (256 / 255,)  # pixels are divided by 256
+    std = (256 / 255,)  # for pixels / 255, so that the result is pixels / 256
 
     def __init__(self, root: str) -> None:
         self.root = root

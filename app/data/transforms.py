@@ -92,8 +92,8 @@ class Transform:
     Every random choice comes from the sample's own draws, never from global random state.
 
     Args:
-        mean: Per channel, of pixels scaled to 0…1.
-        std: Per channel, of pixels scaled to 0…1.
+        mean: Mean of each channel, for pixels scaled to 0…1.
+        std: Standard deviation of each channel, for pixels scaled to 0…1.
         crop_padding: Width in pixels of a black border added before a random crop to the original size; 0: no crop.
         flip: Whether to mirror half of the images.
         cutout: Side in pixels of a square set to the mean; 0: no square. Source: DeVries and Taylor,

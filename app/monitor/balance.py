@@ -9,13 +9,13 @@ from app.data.global_order import order_of
 from app.loop.shards import ShardedLoop
 from app.monitor.rank_times import RankTimes
 
-GAIN = 0.95  # the shards are divided again if the step time falls to this share of the current one
+GAIN = 0.95  # redistribute the shards only if the predicted step time is at most this share of the current one
 
 
 class Balance(Callback):
     """Callback that gives slow ranks fewer shards, from one epoch to the next.
 
-    The result keeps its bits, because a shard's gradients do not depend on the rank that computes them.
+    Losses and weights keep the same bits, because a shard's gradients do not depend on the rank that computes them.
 
     Args:
         ranks: Step times of all ranks, identical on every rank.
@@ -25,7 +25,7 @@ class Balance(Callback):
         self.ranks = ranks
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Assign the shards to the ranks again if that shortens the step, before the epoch's loader starts."""
+        """Redistribute the shards if that shortens a step. The epoch's loader starts only after this hook."""
         loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return
@@ -44,11 +44,14 @@ class Balance(Callback):
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Return the number of shards of each rank for which the slowest rank finishes earliest.
+    """Distribute shards so that the slowest rank finishes as early as possible, and each rank has at least one.
 
     Args:
         seconds: Seconds per shard of each rank.
-        count: Number of shards; each rank gets at least one.
+        count: Number of shards.
+
+    Returns:
+        Number of shards of each rank.
     """
     shares = [1] * len(seconds)
     for _ in range(count - len(shares)):

@@ -1,7 +1,7 @@
 """Time series of measurements over a run."""
 
-MOST = 200  # largest number of points in a series, as many as a plot shows
-NUMBERS = 12_800  # largest number of values in a series, over all its points
+MOST = 200  # maximum number of points in a series, because a plot shows no more
+NUMBERS = 12_800  # maximum number of values in a series: points times values per point
 
 
 class Course:

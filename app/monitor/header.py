@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from app.data.global_order import order_of
 from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
@@ -43,33 +42,17 @@ class Header(RichModelSummary):
         """Print the header."""
         if trainer.is_global_zero:
             for name, text in lines(trainer, self._network):
-                show(name, text)
+                get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
         if "APP_DEBUG" in os.environ:
             super().on_fit_start(trainer, pl_module)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the batch size of the user's loader, which Lightning creates only now."""
-        loader, data = trainer.train_dataloader, getattr(trainer, "datamodule", None)
-        size = getattr(loader, "batch_size", None)
-        if not trainer.is_global_zero or isinstance(data, ImageData):
-            return
-        if (order := order_of(loader)) is not None:
-            record = Record(**resolved_configuration(trainer) | {"global_batch_size": order.batch_size})
-            show("batch", f"{batch(record)}, in one global order")
-        elif size is not None and trainer.world_size > 1:
-            show("batch", f"{size} in each of {trainer.world_size} processes")
-
-
-def show(name: str, text: str) -> None:
-    """Print a line of the header."""
-    get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
 
 
 def counted(network: nn.Module) -> str:
     """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
     known = [each for each in network.parameters() if not isinstance(each, nn.UninitializedParameter)]
-    total, learn = (sum(each.numel() for each in known if each.requires_grad or not only) for only in (False, True))
-    return f"{total:,} parameters" + (f", {learn:,} of them trainable" if learn < total else "")
+    total = sum(each.numel() for each in known)
+    trainable = sum(each.numel() for each in known if each.requires_grad)
+    return f"{total:,} parameters" + (f", {trainable:,} of them trainable" if trainable < total else "")
 
 
 def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
@@ -99,7 +82,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         then = "".join(f"; {_schedule(each.scheduler, each.interval)}" for each in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
     yield "precision", str(record.precision)
-    if trainer.logger is not None:  # not `trainer.log_dir`, which is collective
+    if trainer.logger is not None:  # `trainer.log_dir` would be collective
         yield "folder", str(trainer.logger.log_dir)
     for tracker in trackers(trainer.loggers):
         yield "tracked", tracker.where()
@@ -112,7 +95,7 @@ SHOWN = ("lr", "momentum", "betas", "weight_decay")  # optimizer settings to pri
 def describe(optimizer: Optimizer) -> str:
     """Format an optimizer's class and its first group's settings, such as `SGD, lr 0.1, momentum 0.9`."""
     group = optimizer.param_groups[0]
-    group = {**group, "lr": group.get("initial_lr", group["lr"])}  # not a warm-up's current rate
+    group = {**group, "lr": group.get("initial_lr", group["lr"])}  # the base rate, because a warm-up starts lower
     shown = [f"{name} {_number(group[name])}" for name in SHOWN if group.get(name)]
     return ", ".join([type(optimizer).__name__, *shown])
 

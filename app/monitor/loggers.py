@@ -6,13 +6,11 @@ import os
 import re
 import shlex
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import yaml
@@ -27,18 +25,17 @@ from torch import Tensor
 
 from app.errors import UserError, one_line
 from app.record import Record
-from app.system.files import open_file, whole, write_text
+from app.system.files import open_file, whole, write_csv
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.wandb_patches import forget_run, skip_launch_inputs
 
 Prediction = tuple[Tensor, str, str, float]  # image (C, H, W), label, predicted class, its probability
-PROBE_TIMEOUT = 3  # seconds to wait for a server's first answer
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
 WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a tracker's method: on an exception, warn and stop tracking, so that training continues."""
+    """Wrap a tracker's method so that an exception ends tracking with a warning, and training continues."""
 
     @wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
@@ -54,7 +51,7 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def tracking_mode(flag: str | bool | None) -> str:
-    """Return the tracker's mode: the more private of flag and WANDB_MODE, or `offline` without either.
+    """Return the tracker's mode: the more private of flag and WANDB_MODE, or `offline` if neither is set.
 
     Args:
         flag: Value of `--run.wandb`; YAML reads `on` and `off` as booleans.
@@ -62,26 +59,6 @@ def tracking_mode(flag: str | bool | None) -> str:
     requested = ("off", "offline")[flag] if isinstance(flag, bool) else flag
     given = [mode for mode in (requested, WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))) if mode]
     return min(given, key=MODES.index, default="offline")
-
-
-def logged_in() -> bool:
-    """Return whether an API key of Weights & Biases is configured, without contacting the server."""
-    import wandb
-
-    try:
-        return wandb.login(prompt=False, verify=False)
-    except Exception as error:
-        rank_zero_warn(f"Weights & Biases does not accept the key: {one_line(str(error))}")
-        return False
-
-
-def probe(url: str, answered: Event) -> None:
-    """Set an event when the server answers. wandb's own timeout is longer than a minute."""
-    import requests
-
-    with suppress(requests.RequestException):
-        requests.get(url, timeout=PROBE_TIMEOUT)
-        answered.set()
 
 
 def trial() -> str | None:
@@ -92,8 +69,8 @@ def trial() -> str | None:
 class Tracker(WandbLogger):
     """Logger for Weights & Biases. A training is one wandb run, for any world size.
 
-    The run switches to offline mode if the server does not answer. Training never waits for the server: unsent data
-    stays in the run's directory for a later upload.
+    If the server does not accept the run within 20 seconds, the run is offline. Training never waits for uploads, and
+    unsent data stays in the run's directory.
 
     Args:
         run_dir: Directory of the run; the tracker writes into its `wandb` folder.
@@ -108,12 +85,12 @@ class Tracker(WandbLogger):
 
     def __init__(self, run_dir: str, mode: str, resumed: str | None = None, **options: Any) -> None:
         variables = {
-            "WANDB_ERROR_REPORTING": "false",  # else even offline runs would send usage statistics
+            "WANDB_ERROR_REPORTING": "false",  # without it, even offline runs send usage statistics
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
-            # not in the home directory: if it is read-only, wandb prints its log
+            # in the run's directory, because wandb prints its log if the home directory is read-only
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
         }
-        for variable, value in variables.items():  # environment variables reach spawned processes
+        for variable, value in variables.items():  # environment variables, because they reach spawned processes
             os.environ.setdefault(variable, value)
         import wandb
 
@@ -121,52 +98,38 @@ class Tracker(WandbLogger):
         self.failed = self.unsent = False
         self.id = trial() or resumed or uuid.uuid4().hex[:8]
         self.mode = mode
-        if mode == "online" and not logged_in():
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
             rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
             self.mode = "offline"
-        self._answered: Event | None = None  # set by `probe` while model and data are prepared
-        if self.mode == "online" and getattr(rank_zero_only, "rank", 0) == 0:
-            self._answered = Event()
-            # a daemon thread, because the interpreter waits for other threads at exit
-            Thread(target=probe, args=(wandb.setup().settings.base_url, self._answered), daemon=True).start()
-        # for spawned processes that attach to the run
+        # spawned processes need it to attach to the run
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(
             init_timeout=20, finish_timeout=20, finish_timeout_raises=True, silent=True, console="off"
         )
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
-        tracker_settings(self).pop("anonymous", None)  # wandb ignores it, with a warning
+        tracker_settings(self).pop("anonymous", None)  # because wandb warns about it
 
     @property
     def experiment(self) -> Any:
-        """The wandb run; an offline or disabled run if the tracker fails to start."""
-        self._settle()
-        for fallback in ("offline", "disabled", None):
+        """The wandb run; an offline run if the online one does not start, and a stand-in if neither does."""
+        for fallback in () if self.failed else ("offline", None):
             try:
-                if getattr(rank_zero_only, "rank", 0) == 0:
-                    Path(str(self.save_dir)).mkdir(parents=True, exist_ok=True)
                 return super().experiment
             except Exception as error:
-                rank_zero_warn(
+                rank_zero_info(
                     f"Weights & Biases does not start ({one_line(str(error))}): {fallback or 'without it'} from here on"
                 )
-                self._fall_back(fallback or "disabled")
-        self.failed = True
+            # a new id, because wandb considers the first one in use
+            self.id, self.mode = trial() or uuid.uuid4().hex[:8], "offline"
+            tracker_settings(self).update(mode=self.mode, id=self.id, resume=None)
+        self.failed, self.mode = True, "disabled"
         return DummyExperiment()
-
-    def _settle(self) -> None:
-        """Wait for the server's answer; switch to offline mode without one."""
-        answered, self._answered = self._answered, None
-        if answered is not None and not answered.wait(PROBE_TIMEOUT):
-            rank_zero_info("Weights & Biases does not answer: offline from here on")
-            self._fall_back("offline")
 
     def __getstate__(self) -> dict[str, Any]:
         import wandb
 
-        self._settle()
-        wandb.setup()  # else Lightning's `wandb.require` prints a warning
+        wandb.setup()  # without this call, `wandb.require` in Lightning's `__getstate__` prints a warning
         return super().__getstate__()
 
     def share_with_forks(self) -> None:
@@ -178,12 +141,6 @@ class Tracker(WandbLogger):
             self.__dict__.update(state)
 
         os.register_at_fork(after_in_child=attach)
-
-    def _fall_back(self, mode: str) -> None:
-        """Switch to another mode with a new id, because wandb considers the first id in use."""
-        self.id = trial() or uuid.uuid4().hex[:8]
-        self.mode = mode
-        tracker_settings(self).update(mode=mode, id=self.id, resume=None)
 
     def where(self) -> str:
         """Return the run's address, or the command that uploads unsent data."""
@@ -236,14 +193,14 @@ class Tracker(WandbLogger):
 
 
 def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
-    """Return the loggers of Weights & Biases that this application made."""
+    """Return this application's Weights & Biases loggers, without those that a user added."""
     return [logger for logger in loggers if isinstance(logger, Tracker)]
 
 
 class MetricsFile(CSVLogger):
-    """CSV logger for resumed trainings and full disks.
+    """CSV logger that continues the file of a resumed training, and survives a full disk.
 
-    Appends to an existing file. If a write fails, keeps the rows in memory until the next save.
+    If a write fails, the rows stay in memory until the next save.
     """
 
     _failed = False
@@ -267,15 +224,11 @@ class MetricsFile(CSVLogger):
             raise UserError(f"{self._path} cannot be read ({error.strerror}): give another --run.name") from error
 
     def _write(self, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(self._path, text.getvalue())
+        write_csv(self._path, [columns, *([row.get(name, "") for name in columns] for row in rows)])
 
     @rank_zero_only
     def save(self) -> None:
-        """Append the logged rows; rewrite the file for a new metric. A failed write leaves no partial line."""
+        """Append the logged rows; rewrite the file if a metric is new. A failed write leaves no partial line."""
         logged, path = self.experiment, self._path
         columns = sorted({*logged.metrics_keys, *(name for row in logged.metrics for name in row)})
         size = path.stat().st_size if path.exists() else 0
@@ -301,20 +254,17 @@ class MetricsFile(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Lightning's writer. Creating it deletes the file, so the earlier rows are written again."""
+        """Lightning's writer. Creating it deletes the file, so the earlier rows are saved again."""
         if open_experiment(self) is None:
             rows = self._rows()
-            with warnings.catch_warnings():  # a resumed training's folder has files
-                warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
-                writer = super().experiment
+            super().experiment.metrics = rows
             if rows:
-                writer.metrics_keys = list(rows[0])
-                self._write(rows, writer.metrics_keys)
+                self.save()
         return open_experiment(self)
 
 
 class RateMonitor(LearningRateMonitor):
-    """Learning-rate monitor that runs on every step only if a scheduler advances on every step, to save time."""
+    """Learning-rate monitor that does no work on each step unless a scheduler changes the rate on each step."""
 
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Decide whether to log once per logging window, or only once per epoch."""
@@ -334,12 +284,12 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False, skip_validation=True)
-        # ddp_spawn pickles this callback; with these 200 kB, the pipe is full and processes start one by one
+        # ddp_spawn pickles this callback. These 200 kB would fill the pipe, and processes would start one by one
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write `config.yaml`, and log the config to the tracker."""
-        if trainer.logger is None:  # a barebones run is not recorded
+        if trainer.logger is None:  # with --trainer.barebones
             return
         path = Path(str(trainer.logger.log_dir), "config.yaml")
         try:
@@ -386,7 +336,7 @@ def claim_version(folder: Path, what: str = "version") -> Path:
 def make_loggers(
     folder: Path, mode: str, project: str, group: str | None, tags: Sequence[str] | None, resumed: str | None = None
 ) -> list[Logger]:
-    """Create the CSV logger and the tracker. The CSV logger is first, because it sets the run's directory."""
+    """Create the CSV logger and the tracker. The Trainer takes the run's directory from the first, the CSV logger."""
     version, name = folder.name, folder.parent.name
     loggers: list[Logger] = [MetricsFile(str(folder.parent.parent), name=name, version=version)]
     if mode != "off":

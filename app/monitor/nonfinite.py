@@ -12,7 +12,7 @@ from torch import Tensor
 from app.errors import UserError
 from app.modules import log_window
 
-NONE = 2**62  # larger than any index of a batch: all losses are finite
+NONE = 2**62  # stands for "all losses are finite"; larger than any batch index
 
 
 class NonFinite(Callback):
@@ -20,7 +20,7 @@ class NonFinite(Callback):
 
     Each rank keeps a logging window's losses on the device and reads them at the window's end. It also reads losses and
     weights before a checkpoint is written, so that saved weights are finite. On each step, `skip` checks the
-    gradients and all-reduces the result, one number; in float16, it leaves this to the gradient scaler.
+    gradients and all-reduces the result, one number. In float16, the gradient scaler skips updates instead.
 
     Args:
         action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with non-finite gradients, on
@@ -38,11 +38,11 @@ class NonFinite(Callback):
         self.step: int | None = None
         self.skipped = 0
         self._losses: list[tuple[int, Tensor]] = []  # batch index and loss
-        self._window, self._looked, self._last = 1, 0, 0
+        self._window, self._checked_step, self._last_batch = 1, 0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the window."""
-        self._losses, self._window, self._looked = [], log_window(trainer), trainer.global_step
+        self._losses, self._window, self._checked_step = [], log_window(trainer), trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -52,19 +52,22 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._looked:  # `app.modules` reads its sums on the same step
-            self._looked = step
-            self._look(trainer)
+        if step % self._window == 0 and step != self._checked_step:  # when `app.modules` reads the device, too
+            self._checked_step = step
+            self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the losses since the last window."""
-        self._look(trainer)
+        self._check(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Check losses and weights before a checkpoint is written. Called by `Restoring`: Lightning has no hook."""
+        """Check losses and weights before a checkpoint is written.
+
+        `Restoring` calls this, because Lightning has no hook for checkpoints of weights only.
+        """
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
-            self._look(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
+            self._check(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Skip an update with non-finite gradients by setting all gradients to None."""
@@ -80,7 +83,7 @@ class NonFinite(Callback):
                     f"the gradients of step {trainer.global_step + 1} are not finite: skipping such steps from here on"
                 )
 
-    def _look(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
+    def _check(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
         """Check the losses since the last check, and the weights to save. Collective.
 
         Raises:
@@ -89,7 +92,7 @@ class NonFinite(Callback):
         losses, self._losses = self._losses, []
         first = NONE
         if losses:
-            self._last = losses[-1][0]
+            self._last_batch = losses[-1][0]
             finite = torch.stack([loss for _, loss in losses]).isfinite().flatten().tolist()
             if not all(finite):
                 first = losses[finite.index(False)][0] * trainer.world_size + trainer.global_rank
@@ -101,7 +104,7 @@ class NonFinite(Callback):
         step, every = trainer.global_step, trainer.accumulate_grad_batches
         problem = f"the weights are not finite after step {step}"
         if first != NONE:
-            step -= self._last // every - batch // every
+            step -= self._last_batch // every - batch // every
             place = f"batch {batch + 1} of epoch {trainer.current_epoch + 1}, rank {rank}"
             problem = f"the training loss is not finite since step {step} ({place})"
             self.step = self.step or step

@@ -31,9 +31,9 @@ KEPT = 1000  # windows kept for the medians
 class RankTimes:
     """Exchange of step times among ranks, once per window in the background, and detection of slow ranks.
 
-    A rank is slow if it is slower than the others in significantly more than half of the windows: by four standard
-    deviations of as many tosses of a fair coin. If ranks share cores, their wait for a core is subtracted, because
-    chance decides which rank waits.
+    A rank counts as slow if it was slower than the others in significantly more than half of the windows. The threshold
+    lies four standard deviations above the number of windows that tosses of a fair coin would give. If ranks share
+    cores, their wait for a core is subtracted, because chance decides which rank waits.
 
     Args:
         timeout: Seconds to wait for another rank.

@@ -21,7 +21,7 @@ from app.record import PHASES, Record
 from app.record.words import batch, bottleneck, percent, threads, way_of_running
 from app.system import page
 from app.system.files import open_file, whole, write_text
-from app.system.page import Section, code, draw, draw_plot, label_lines, plain, png, table
+from app.system.page import Section, code, draw, label_lines, plain, png, table
 
 SHOWN = 5  # rows of a table of mistakes
 CELLS = 20  # with more classes, a confusion matrix shows no counts
@@ -34,7 +34,7 @@ BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) fo
 
 
 def leave_report(directory: str) -> None:
-    """Write a run's report, if the run has a record. Print an error instead of raising it: training is over."""
+    """Write a run's report, if the run has a record. Print an error instead of raising it, because training is over."""
     path = Path(directory, "report.html")
     if not path.with_name("run.json").exists():
         return
@@ -125,7 +125,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
     epochs = record.epochs
-    # steps per epoch, from the step at which an epoch's metrics are logged, its last; batches may outnumber steps
+    # steps per epoch, from the step at which an epoch's metrics are logged: record.steps_per_epoch counts batches
     ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
     length = ends[-1] if ends else record.steps_per_epoch or 1
 
@@ -147,30 +147,31 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=len(epochs) > 1))
 
     def loss(axes: Axes) -> None:
+        against_epochs(axes)
         axes.plot(*windows, color=page.BLUE, alpha=0.35, linewidth=1)
         _curves(axes, losses)
-
-    def rate(axes: Axes) -> None:
-        against_epochs(axes)
-        if rates.size:
-            end = max(len(epochs), rates[0][-1])
-            axes.plot([*rates[0], end], [*rates[1], rates[1][-1]], color=page.GREY, drawstyle="steps-post")
-            axes.set_yticks([0, rates[1].max()])
-            axes.set_ylim(0, 1.2 * rates[1].max() or 1)
-            label_lines(axes, [(rates[1][-1], "learning\nrate", page.GREY)])
 
     def accuracy(axes: Axes) -> None:
         against_epochs(axes)
         _curves(axes, accuracies)
         axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
 
+    def rate(axes: Axes) -> None:
+        against_epochs(axes)
+        end = max(len(epochs), rates[0][-1])
+        axes.plot([*rates[0], end], [*rates[1], rates[1][-1]], color=page.GREY, drawstyle="steps-post")
+        axes.set_ylim(0, 1.2 * rates[1].max() or 1)
+
     if windows.size or any(line.size for line in losses.values()):
-        figures["loss"] = draw_plot(loss, rate, height=3.6)
+        figures["loss"] = draw(loss)
         faint = "; faint: each logging window" * bool(windows.size)
-        shown.append(f'![Training and validation loss against epochs, the learning rate below](loss "Loss{faint}")')
+        shown.append(f'![Training and validation loss against epochs](loss "Loss{faint}")')
     if any(line.size for line in accuracies.values()):
-        figures["accuracy"] = draw_plot(accuracy, height=3.6)
+        figures["accuracy"] = draw(accuracy)
         shown.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
+    if shown and rates.size:
+        figures["rate"] = draw(rate, height=1.6)
+        shown.append('![Learning rate against epochs](rate "Learning rate")')
     return "\n".join(shown) or "No loss was logged as train_loss or val_loss."
 
 
@@ -291,10 +292,10 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         label_lines(axes, [(largest, f"{'largest' if memory.shape[1] > 2 else 'rank 0'}:\n{largest:.2f}", page.BLUE)])
 
     if rates.size:
-        figures["speed"] = draw_plot(draw_rates)
+        figures["speed"] = draw(draw_rates)
         shown.append('![Samples/s of each logging window, over time](speed "Samples/s of each logging window")')
     if memory.size:
-        figures["memory"] = draw_plot(draw_memory)
+        figures["memory"] = draw(draw_memory)
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
         limit, remedy = bottleneck(vars(times), record.accelerator == "cuda", record.placement)

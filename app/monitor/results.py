@@ -1,7 +1,5 @@
 """Callbacks that write results: confusion matrix, wrong images, predictions."""
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from app.errors import UserError
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
-from app.system.files import whole
+from app.system.files import whole, write_csv
 
 
 class PredictionWriter(Callback):
@@ -59,7 +57,7 @@ class PredictionWriter(Callback):
             line = [files[index] if files else index, best[1][0], *cells[:2], *[labels[index]] * known]
             lines.append(line + cells[2:])
         try:
-            _write_table(path, lines)
+            write_csv(path, lines)
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}): give another --run.root") from error
         rank_zero_info(f"{len(rows):,} prediction{'s' * (len(rows) > 1)}: {path}")
@@ -77,7 +75,7 @@ class TestFigures(Callback):
 
     def __init__(self, wrong: int = 25, track: bool = False) -> None:
         self.wrong, self.track = wrong, track
-        self._worst: list[tuple[float, int, int, int]] = []  # confidence, row, predicted, label
+        self._worst: list[tuple[float, int, int, int]] = []  # confidence, index, predicted, label
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
@@ -97,7 +95,7 @@ class TestFigures(Callback):
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
-        matrix = torch.atleast_2d(pl_module.confusion.compute())  # a scalar for a single class
+        matrix = torch.atleast_2d(pl_module.confusion.compute())  # torchmetrics returns a scalar for one class
         pl_module.confusion.reset()
         worst = sorted((row for part in gather_objects(self._worst) for row in part), reverse=True)[: self.wrong]
         self._worst = []
@@ -116,7 +114,7 @@ class TestFigures(Callback):
         pictures = [Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")]
         counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))
         try:
-            _write_table(pictures[0].with_suffix(".csv"), [["label \\ predicted", *names], *counts])
+            write_csv(pictures[0].with_suffix(".csv"), [["label \\ predicted", *names], *counts])
             draw_confusion_matrix(matrix, names, pictures[0])
             figure = draw_images([(row[0], caption) for row, caption in zip(rows, captions, strict=True)])
             with whole(pictures[1]) as file:
@@ -126,12 +124,3 @@ class TestFigures(Callback):
         kept = [path for path in pictures[: 1 + self.track] if path.exists()]
         for tracker in trackers(trainer.loggers):
             tracker.log_test_figures(matrix.tolist(), names, rows if self.track else [], kept)
-
-
-def _write_table(path: Path, lines: list[list[Any]]) -> None:
-    """Write a CSV file; keep the bytes of file names that are not UTF-8."""
-    with whole(path) as file:
-        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        csv.writer(text).writerows(lines)
-        text.flush()
-        text.detach()

@@ -47,7 +47,7 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
     """Return the trainer's strategy, devices, sizes, precision and placement, by field of the run record."""
     data = getattr(trainer, "datamodule", None)
-    own = data if isinstance(data, ImageData) else None
+    data = data if isinstance(data, ImageData) else None
     loop = trainer.fit_loop.epoch_loop
     shards = loop.virtual_devices if isinstance(loop, ShardedLoop) and trainer.state.fn == "fit" else None
     world = trainer.world_size
@@ -58,12 +58,12 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "world_size": world,
         "replicas": world * len(devices_of(trainer)),
         "precision": trainer.precision,
-        "placement": own and own.placement,
-        "images_left_out": own and own.left_out,
-        "data": own and records.DataSet(type(own).__name__, own.num_classes, {**own.counts}),
+        "placement": data and data.placement,
+        "images_left_out": data and data.left_out,
+        "data": data and records.DataSet(type(data).__name__, data.num_classes, {**data.counts}),
         "threads": torch.get_num_threads(),
-        "global_batch_size": own and own.global_batch_size,
-        "micro_batch": own.micro_batch if own and trainer.state.fn == "fit" else None,
+        "global_batch_size": data and data.global_batch_size,
+        "micro_batch": data.micro_batch if data and trainer.state.fn == "fit" else None,
         "virtual_devices": shards,
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
@@ -129,8 +129,8 @@ class RunRecord(Callback):
         for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
             setattr(earlier, name, getattr(now, name))
         earlier.run_dir, earlier.parts = str(folder), [*earlier.parts, part]
-        with suppress(OSError):  # the next write reports it
-            earlier.save(folder / "run.json")  # for spawned ranks, which continue it
+        with suppress(OSError):  # the next write reports the error
+            earlier.save(folder / "run.json")  # spawned ranks load this file, and continue the record
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fill in the configuration; a test after fit continues the same record."""
@@ -218,7 +218,7 @@ class RunRecord(Callback):
         self.record.model = model
         self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
-            if device.type == "cuda":  # not in a CPU run on a machine with a GPU
+            if device.type == "cuda":  # a run on the CPU leaves a GPU alone
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -281,7 +281,7 @@ class RunRecord(Callback):
             self.record.validation = _metrics(trainer, "val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the epoch's row; `_close_epoch` adds the metrics, which are logged later."""
+        """Open the epoch's row. `_close_epoch` adds the metrics, because Lightning logs them after this hook."""
         self._last_step = _time_when_done(trainer)
         self._open_epoch = records.Epoch(
             trainer.current_epoch,
@@ -305,7 +305,7 @@ class RunRecord(Callback):
         self.record.epochs.append(row)
         if self.path is None:
             return
-        if trainer.progress_bar_callback is not None:  # a permanent line, even without a terminal
+        if trainer.progress_bar_callback is not None:  # print a permanent line, even without a terminal
             is_best, left = (row.val_acc or 0.0) > best, self.time_left(trainer)
             memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
             metrics = trainer.callback_metrics
@@ -368,12 +368,10 @@ class RunRecord(Callback):
         memory = [row for rows in gather_objects(_memory(trainer)) for row in rows]
         self._close_epoch(trainer)
         self.record.peak_memory = memory
-        self._measure(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the checkpoints of a resumed run that took no step."""
-        if self._first_step is None:
-            self._measure(trainer)
+        """Update the record, also if a resumed run took no step."""
+        self._measure(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the epochs so far, so that a resumed run's record is complete."""

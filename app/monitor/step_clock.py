@@ -55,11 +55,11 @@ class StepClock(Callback):
 
     def __init__(self, ranks: RankTimes) -> None:
         self.ranks = ranks
-        self._beat: Any = [0, 0, 0]  # unused without a watchdog
+        self._beat: Any = [0, 0, 0]  # step, phase and a counter; without a watchdog, nobody reads them
         self._now: Callable[[], Any] = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         self._steps: list[tuple[Any, ...]] = []
-        self._last_window: list[tuple[Any, ...]] = []  # the previous window; a GPU has finished its steps, too
+        self._last_window: list[tuple[Any, ...]] = []  # the previous window, whose steps a GPU has finished
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
         self._step = self._window = self._left = 0
@@ -105,7 +105,7 @@ class StepClock(Callback):
         self.ranks.begin(trainer)
         if trainer.world_size > 1:
             trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
-            self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # unnecessary for one process
+            self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # a hook costs time
             self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in trainable]
         self._begin(trainer)
 
@@ -134,7 +134,7 @@ class StepClock(Callback):
         if self._ready is self._waited_since:  # the backward pass did not reach the hooked parameter
             return
         self._averaged, self._waited_since = self._now(), self._ready
-        if len(self._handles) > 1 and self._last_parameter is not None:  # only the last gradient matters
+        if len(self._handles) > 1 and self._last_parameter is not None:  # keep only the last gradient's hook
             self._unhook()
             self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
 
@@ -237,7 +237,7 @@ def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
 
 
 class _PhaseProfiler(PassThroughProfiler):
-    """Profiler that times a step's phases. Lightning's loop calls it around each action, in place of the trainer's."""
+    """Profiler that replaces the trainer's for a few steps and times their phases. Lightning's loop calls it."""
 
     def __init__(self, trainer: Trainer, wait: Callable[[], float]) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class _PhaseProfiler(PassThroughProfiler):
             self._spent["optimizer"] += self.now() - self._begun.pop("optimizer")
 
     def _on_scatter(self, *_: Any) -> None:
-        self._marks = [self.now()]  # DDP's forward calls the hooks twice: the inner call counts
+        self._marks = [self.now()]  # DDP's forward runs this hook twice; the second call replaces the first
 
     def _mark(self, *_: Any) -> None:
         if self.cuda:

@@ -27,7 +27,7 @@ from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import busy, hardware, usable_cores, versions
 from app.system.page import Section, code, page, plain
-from app.system.terminal import make_console, working
+from app.system.terminal import make_console
 
 USAGE = """\
 python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]
@@ -108,9 +108,9 @@ def run(arguments: list[str]) -> int:
             raise UserError(f"{flag} {value}: --run already defines the steps: leave it out")
     if warning := busy():
         console.print(f"[yellow]busy[/yellow]  {warning}")
-    with working(console) as show:
-        basis = _basis(options, flags, show)
-        machines, network = _machines(options, basis, show)
+    with console.status("") as status:
+        basis = _basis(options, flags, status.update)
+        machines, network = _machines(options, basis, status.update)
     most = options.max_devices if options.scale_batch else min(options.max_devices, basis.batch)
     counts = _counts(most if machines.node_link else min(most, machines.per_node), machines.per_node)
     table = predict(basis.step, basis.batch, counts, machines, options.scale_batch).assign(threads=basis.threads)

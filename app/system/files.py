@@ -1,13 +1,14 @@
 """File access: opens files that users name, and writes files atomically."""
 
+import csv
 import errno
 import fcntl
+import io
 import json
-import math
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +33,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 @contextmanager
 def downloading(problem: str, remedy: str) -> Iterator[None]:
-    """Set a timeout for a download, because torchvision has none.
+    """Limit the time of a download, because torchvision sets no timeout, and translate its errors.
 
     Args:
         problem: Error message before the reason, such as `no weights of resnet18`.
@@ -121,6 +122,19 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode(errors="replace"))
 
 
+def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
+    """Write a CSV file atomically; keep the bytes of file names that are not UTF-8.
+
+    Raises:
+        OSError: When the file cannot be written.
+    """
+    with whole(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+        csv.writer(text).writerows(lines)
+        text.flush()
+        text.detach()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically.
 
@@ -131,7 +145,8 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: When the file cannot be written.
     """
-    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+    strict = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    write_text(path, json.dumps(strict, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -149,12 +164,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} cannot be read (no JSON object)")
     return content
-
-
-def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -42,7 +42,7 @@ HIDDEN = (  # first words of hidden lines
     *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
     *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
     *("Loading `train_dataloader`", "Found current_model_state"),
-    "Your model can run with static graph",  # static graphs gain nothing here
+    "Your model can run with static graph",  # because a static graph gains nothing here
 )
 
 
@@ -148,7 +148,7 @@ class Restoring(_CheckpointConnector):
 
 @expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")
 def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
-    """Disable Lightning's broadcast of SIGTERM on every step, which raises instead of saving.
+    """Disable Lightning's broadcast of SIGTERM on every step, because it raises an exception instead of saving.
 
     Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call it?
     """
@@ -173,7 +173,7 @@ def complaint(error: Exception) -> str | None:
 
 @expects("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin._device")
 def set_device(module: LightningModule, device: torch.device) -> None:
-    """Set a replica's `self.device`, because torch's `replicate` copies the main device's."""
+    """Set a replica's `self.device`, because torch's `replicate` copies the value of the main device."""
     module._device = device
 
 

@@ -7,7 +7,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -75,7 +74,8 @@ def usable_cores() -> int:
 def busy() -> str | None:
     """Return a message about other processes' load, with a remedy; None if enough cores are free.
 
-    The one-minute load average is the whole host's, so load that fits on the cores outside this process's is ignored.
+    The one-minute load average counts the whole host. If this process may use only some of the cores, load that fits on
+    the other cores is ignored.
     """
     load, cores = psutil.getloadavg()[0], usable_cores()
     if load <= max(cores, (os.cpu_count() or 1) - cores):
@@ -94,12 +94,10 @@ def busy_seconds(cores: Collection[int] = ()) -> float:
 
 def own_seconds() -> float:
     """Return the CPU seconds of this process and its children."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    total = sum(psutil.Process().cpu_times()[:4])  # user and system time, then those of ended children
     for child in multiprocessing.active_children():  # such as a loader's workers
         with suppress(psutil.Error):
-            times = psutil.Process(child.pid).cpu_times()
-            total += times.user + times.system
+            total += sum(psutil.Process(child.pid).cpu_times()[:2])
     return total
 
 
@@ -157,7 +155,7 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
 
 
 def _peak_rss() -> int:
-    """Return this process's peak memory in bytes; on Linux not by getrusage, which includes the parent's."""
+    """Return this process's peak memory in bytes. On Linux, getrusage would include the parent's peak."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024

@@ -97,27 +97,8 @@ def code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def draw_plot(*paints: Callable[[Axes], None], height: float = 3.2) -> Figure:
-    """Draw a plot with a fixed layout: numbers on the left, names of lines on the right.
-
-    A computed layout would double the drawing time.
-
-    Args:
-        paints: Function that draws on the axes; a second one draws a flat plot below, with the same x axis.
-        height: Height in inches.
-    """
-    width = 4.6
-    with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(width, height))
-        figure.subplots_adjust(0.62 / width, 0.47 / height, 1 - 0.95 / width, 1 - 0.12 / height, hspace=0.12)
-        plots = figure.subplots(len(paints), sharex=True, squeeze=False, height_ratios=(4, 1)[: len(paints)])
-        for paint, axes in zip(paints, plots[:, 0], strict=True):
-            paint(axes)
-    return figure
-
-
 def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None) -> Figure:
-    """Draw a figure in the pages' style, with a computed layout.
+    """Draw a figure in the pages' style.
 
     Args:
         paint: Function that draws on the axes.

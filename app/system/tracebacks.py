@@ -10,7 +10,8 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
-# loops and autograd run inside calls of an optimizer, strategy or precision plugin, which do not cause their errors
+# frames at which `maker` stops: loops and autograd run inside calls of an optimizer, strategy or precision plugin,
+# but that object does not cause their errors
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 # beginning of a traceback, with the sentence that links it to the previous one in a chain

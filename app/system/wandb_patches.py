@@ -3,8 +3,6 @@
 At an upgrade, `tests/test_patches.py` lists missing names.
 """
 
-import sys
-
 from app.system.patches import expects
 
 
@@ -21,17 +19,11 @@ def forget_run() -> None:
 
 @expects("wandb.sdk.wandb_run:Run._detect_and_apply_job_inputs")
 def skip_launch_inputs() -> None:
-    """Keep `wandb.init` from importing W&B Launch, which takes a CPU second, unless a job has inputs.
+    """Keep `wandb.init` from importing W&B Launch, which takes a CPU second.
 
-    At an upgrade: does `_detect_and_apply_job_inputs` still do nothing else?
+    Without this import, `wandb.init` ignores the inputs of Launch jobs, which this application does not use. At an
+    upgrade: does `_detect_and_apply_job_inputs` still do nothing else?
     """
     from wandb.sdk.wandb_run import Run
 
-    apply = Run._detect_and_apply_job_inputs
-
-    def apply_where_given(run: Run) -> None:
-        if "wandb.sdk.launch.inputs.internal" in sys.modules:  # the module that stages inputs
-            apply(run)
-
-    if apply.__module__ != __name__:
-        Run._detect_and_apply_job_inputs = apply_where_given  # type: ignore[assignment]
+    Run._detect_and_apply_job_inputs = lambda run: None  # type: ignore[assignment]
