@@ -32,13 +32,6 @@ class RankError(Exception):
         super().__init__(message)
         self.exit_code = exit_code
 
-    @classmethod
-    def ended(cls, rank: int, pid: int | None, code: int, message: str = "") -> "RankError":
-        """Return the error for a rank's exit code, negative for a signal, and its exception's message."""
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        reason = f": {message.splitlines()[0]}" if message else ""
-        return cls(f"rank {rank} (process {pid}) {how}{reason}", 2 if code == 2 else 1)
-
 
 class RankLostError(RankError):
     """Lost connection to another rank; that rank's messages show the cause."""

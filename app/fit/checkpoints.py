@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from app.data import ImageData
 from app.errors import UserError
 from app.execution import IMPLEMENTATION
-from app.fit.checkpoint_file import PREVIOUS, read
+from app.fit.checkpoint_file import read
 from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier
 from app.record import Record
@@ -114,7 +114,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
     """
     if name in ("last", "best"):
         records = [path for config in configs if (path := Path(config).with_name("run.json")).is_file()]
-        path = _of_run(name, records[-1]) if records else _of_name(name, Path(root, run))
+        path = _named(name, records[-1] if records else None, Path(root, run))
     else:
         path = Path(name)
     if path.is_file() and (reason := _wrong_with(path)):
@@ -123,22 +123,15 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
     return str(path) if name in ("last", "best") else name
 
 
-def _of_run(name: str, record: Path) -> Path:
-    """Return a run's last or best checkpoint: the one in its record, else one of that name in its directory."""
-    kept = getattr(read_earlier(record).checkpoint, name)
-    if kept is not None and Path(kept).is_file():
-        return Path(kept)
-    folder = record.with_name("checkpoints")  # the run may have been moved, or killed in its first epoch
-    names = {Path(kept or "").name, f"{name}.ckpt", *[PREVIOUS] * (name == "last")}
-    for path in _newest_first([folder]):
-        if path.name in names:
-            return path
-    raise UserError(f"--ckpt_path {name}: the run in {record.parent} has no such checkpoint: give a file's path")
-
-
-def _of_name(name: str, folder: Path) -> Path:
-    for path in _newest_first(folder.glob("version_*/checkpoints")):
-        if path.stem.startswith(name):
+def _named(name: str, record: Path | None, folder: Path) -> Path:
+    """Return the checkpoint `last` or `best` of a run, by its record; without a record, the newest run's in a folder."""
+    kept = Path(getattr(read_earlier(record).checkpoint, name) or "") if record else Path()
+    if kept.is_file():
+        return kept
+    # the run may have been moved since its record was written, or killed in its first epoch
+    folder, pattern = (record.parent, "checkpoints") if record else (folder, "version_*/checkpoints")
+    for path in _newest_first(folder.glob(pattern)):
+        if path.name == kept.name or path.stem.startswith(name):
             return path
     raise UserError(f"--ckpt_path {name}: no {name}.ckpt under {folder}: give --run.name, or a file's path")
 

@@ -29,7 +29,7 @@ from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
 from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
-from app.fit.rules import check, check_trainer
+from app.fit.rules import check
 from app.fit.run_options import decide, is_recorded, release_folders
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import RUN_DIR, launch, note
@@ -156,7 +156,6 @@ class CLI(Flags):
             if users_part(traceback.format_exc()):
                 raise
             raise UserError(self._explained(error)) from error
-        check_trainer(self.trainer)
         if isinstance(self.datamodule, app.data.ImageData) and self.subcommand == "fit":
             self.datamodule.virtual_devices = self.resolved.virtual_devices
         elif config.run.global_order:
@@ -282,7 +281,7 @@ class CLI(Flags):
         several = trainer.world_size > 1 and not isinstance(launcher, SpawnLauncher)
         if isinstance(launcher, SpawnLauncher):
             launcher.stacks = stacks
-            for logger in trainer.loggers if launcher.forks else []:
+            for logger in trainer.loggers if launcher._start_method == "fork" else []:
                 if isinstance(logger, Tracker):
                     logger.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None

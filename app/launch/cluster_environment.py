@@ -11,14 +11,11 @@ import psutil
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
-    LSFEnvironment,
-    MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
 
 from app.launch.process import AGENT, is_task_of_srun, is_worker
-from app.launch.rendezvous import Cluster
 
 OWN_AGENT = "the application"  # name of our agent as a launcher
 
@@ -46,11 +43,6 @@ def launched() -> Launched | None:
             return None  # `srun --pty bash`: an interactive shell on a node
         return Launched("srun", nodes, int(even[1]) if even else None, world)
     return None
-
-
-def other_launcher() -> bool:
-    """Return whether mpirun or LSF started this process; Lightning handles both."""
-    return LSFEnvironment.detect() or MPIEnvironment.detect()
 
 
 def _interactive() -> bool:
@@ -112,13 +104,11 @@ class Slurm(SLURMEnvironment):
         """Do nothing, because the rules of `fit` check the sizes."""
 
 
-def environment_of(cluster: Cluster, num_nodes: int) -> ClusterEnvironment | None:
-    """Return this process's ClusterEnvironment; None for mpirun and LSF, which Lightning handles."""
+def environment_of(num_nodes: int) -> ClusterEnvironment:
+    """Return this process's ClusterEnvironment, because Lightning's own choice could be mpirun's or LSF's."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()
-    if cluster.init_method is None and other_launcher():
-        return None
     if num_nodes == 1 and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
         print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
     return LightningEnvironment()

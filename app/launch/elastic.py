@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from app.errors import EXIT_CODES, RankError, RankLostError, UserError
 from app.launch.failures import explain, lost, message_of, root_cause
-from app.launch.process import AGENT, heard
+from app.launch.process import AGENT, heard, restored_signals
 from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.machine import usable_cores
 
@@ -131,9 +130,8 @@ def launch(
 
 @contextmanager
 def _agent(processes: int, timeout: float) -> Iterator[None]:
-    """Set the agent's environment and logging; restore the environment and the signal handlers afterwards."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    before, mask = os.environ.copy(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    """Set the agent's environment and logging; afterwards, restore the environment and the signal handlers."""
+    before = os.environ.copy()
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     # from torch 2.12 on: seconds for ranks to save their last checkpoint
@@ -142,14 +140,11 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
     log.addHandler(logging.NullHandler())
     log.propagate = "APP_DEBUG" in os.environ
     try:
-        yield
+        with restored_signals():
+            yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
 
 def note(name: str, text: str) -> None:

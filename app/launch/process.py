@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from app.errors import UserError
@@ -125,6 +126,20 @@ def _handle(interrupt: Any, terminate: Any) -> None:
     if is_worker() and threading.current_thread() is threading.main_thread():
         for number in heard((signal.SIGINT, signal.SIGTERM)):
             signal.signal(number, interrupt if number == signal.SIGINT else terminate)
+
+
+@contextmanager
+def restored_signals() -> Iterator[None]:
+    """Restore this process's signal handlers and signal mask after the block."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def heard(numbers: Iterable[int]) -> list[int]:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, rec
 
 from app.errors import EXIT_CODES, UserError
 from app.launch.failures import callstack, explain, explaining_errors, root_cause
-from app.launch.process import SPAWNED, end_with_parent, heard
+from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals
 from app.launch.rendezvous import host_store
 from app.launch.signals import CAUSES
 from app.launch.watchdog import watched
@@ -58,25 +58,21 @@ class SpawnLauncher(_MultiProcessingLauncher):
             RankError: When a rank failed.
             UserError: When a rank raised a UserError, or model or data cannot be pickled.
         """
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        handlers = {number: signal.signal(number, self._forward) for number in heard(CAUSES) if in_main_thread}
-        resource_tracker.ensure_running()  # now, because starting it later would unblock signals
-        # a process that is still importing would print a traceback on Ctrl-C; `procs` unblocks signals
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         self._processes: list[Any] = []
         os.environ[SPAWNED] = "1"
-        try:
-            with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:
-                self._error_file = f"{folder}/error_{{}}.json"
-                try:
-                    results = super().launch(function, *args, trainer=trainer, **kwargs)
-                except Exception as error:
-                    raise self._explained(error) from (error if "APP_DEBUG" in os.environ else None)
-        finally:
-            del os.environ[SPAWNED]
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, restored_signals():
+            self._error_file = f"{folder}/error_{{}}.json"
+            for number in heard(CAUSES) if threading.current_thread() is threading.main_thread() else ():
+                signal.signal(number, self._forward)
+            resource_tracker.ensure_running()  # before signals are blocked, because its start unblocks them
+            # a process that is still importing would print a traceback on Ctrl-C; `procs` unblocks signals
+            signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
+            try:
+                results = super().launch(function, *args, trainer=trainer, **kwargs)
+            except Exception as error:
+                raise self._explained(error) from (error if "APP_DEBUG" in os.environ else None)
+            finally:
+                del os.environ[SPAWNED]
         if self.stopped_by and trainer:
             lightning_patches.signal_connector(trainer).stopped_by = self.stopped_by
         return results
@@ -104,11 +100,6 @@ class SpawnLauncher(_MultiProcessingLauncher):
                 "--trainer.strategy ddp, or define its class or function at the top level of a module"
             )
         return error
-
-    @property
-    def forks(self) -> bool:
-        """Whether the processes are forks of this one."""
-        return str(self._start_method) == "fork"
 
     @property
     def procs(self) -> list[Any]:

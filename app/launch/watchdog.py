@@ -146,11 +146,6 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
             return
 
 
-def state(process: int) -> str:
-    """Return the kernel's state of a process: `T` when stopped."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def connections(process: int) -> set[str]:
     """Return a process's established TCP connections, each as `socket:[INODE]`."""
     rows: list[str] = []
@@ -166,7 +161,8 @@ def connections(process: int) -> set[str]:
 
 def take_stacks(process: int, stacks: int) -> Iterator[str]:
     """Yield the stacks of a process and of its forked children, such as a loader's workers."""
-    if state(process) == "T":
+    _, _, status = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+    if status.split()[0] == "T":
         yield "stopped (SIGSTOP)\n"
         return
     children = "".join(each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")).split()

@@ -139,7 +139,7 @@ class ShardSums:
 
 
 class Logged:
-    """Values that `training_step` logs for each shard; the step then logs their means and sums over all shards once.
+    """Values that `training_step` logs for each shard; after the last shard, the step logs their means.
 
     Args:
         module: The module.
@@ -148,28 +148,27 @@ class Logged:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self.options: dict[str, dict[str, Any]] = {}
-        self.means: dict[str, Any] = {}  # values of the current shard
-        self.sums: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}  # of the current shard
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Replace `LightningModule.log` during a shard: store a mean or a sum; log a torchmetrics metric at once."""
+        """Replace `LightningModule.log` during a shard: store a mean; log a torchmetrics metric at once."""
         how = options.get("reduce_fx", "mean")
         if isinstance(value, Metric):
             LightningModule.log(self._module, name, value, *args, **options)
-        elif how in ("mean", "sum", torch.mean, torch.sum):
+        elif how in ("mean", torch.mean):
             names = ("prog_bar", "logger", "on_step", "on_epoch")
             self.options[name] = {**dict(zip(names, args, strict=False)), **options, "sync_dist": False}
-            (self.sums if how in ("sum", torch.sum) else self.means)[name] = value
+            self.values[name] = value
         else:
             raise UserError(
-                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means and sums: "
+                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means: "
                 "log a torchmetrics metric instead, or leave --run.virtual_devices out"
             )
 
-    def log_step(self, values: Sequence[Tensor], samples: int) -> None:
-        """Log the means and sums over all shards."""
-        for name, value in zip([*self.means, *self.sums], values, strict=True):
-            LightningModule.log(self._module, name, value, **{**self.options[name], "batch_size": samples})
+    def log_step(self, means: Sequence[Tensor], samples: int) -> None:
+        """Log the means over all shards."""
+        for (name, options), mean in zip(self.options.items(), means, strict=True):
+            LightningModule.log(self._module, name, mean, **{**options, "batch_size": samples})
 
 
 def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
@@ -265,13 +264,13 @@ class ShardedStep(Step):
             samples = order.window_count(self.index, *self._window)
         changed: list[int] = []
         earlier: Gradients = []
-        names: list[str] = []
+        names: set[str] = set()
         vectors: dict[Node, Tensor] = {}
         for place, (shard, count) in enumerate(zip(batch, batch.counts, strict=True)):
             number, last = batch.first + place, place == len(batch) - 1
             with nullcontext() if last else self._alone():
                 seed(seed_of_shard(self.trainer, 5, self.index, number))
-                logged.means, logged.sums = {}, {}
+                logged.values = {}
                 output = self.training_step(shard, self.index)
                 loss, outputs = (output, {}) if isinstance(output, Tensor) else self._unpack(output, 1)
                 if loss is None:
@@ -279,9 +278,9 @@ class ShardedStep(Step):
                 before, changed = changed, self._buffers.changed()
                 if place == 0:
                     earlier = self._begin(accumulated)
-                elif before != changed or [*logged.means, *logged.sums] != names:
-                    self._refuse(set(before) ^ set(changed), {*logged.means, *logged.sums} ^ set(names))
-                names = [*logged.means, *logged.sums]
+                elif before != changed or logged.values.keys() != names:
+                    self._refuse(set(before) ^ set(changed), logged.values.keys() ^ names)
+                names = set(logged.values)
                 vector = self._vector(loss, count, changed, logged)
                 self._sums.tree.add(vectors, (0, number), vector, torch.add)
                 if last:
@@ -311,27 +310,19 @@ class ShardedStep(Step):
         raise UserError(f"training_step {what} on some shards only: do it on all, or leave --run.virtual_devices out")
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
-        """Return a shard's loss, changed buffers and logged values as one vector.
-
-        Values to average are multiplied by the shard's number of samples; logged sums are not.
-        """
-        numbers = [
-            torch.as_tensor(value, device=self._device).detach()
-            for values in (logged.means, logged.sums)
-            for value in values.values()
-        ]
+        """Return a shard's loss, changed buffers and logged values as one vector, times its number of samples."""
+        numbers = [torch.as_tensor(logged.values[name], device=self._device).detach() for name in logged.options]
         parts = [loss.detach(), *self._buffers.values(changed), *numbers]
         sizes = [part.numel() for part in parts]
         exact = torch.float32 if self._device.type == "mps" else torch.float64
         vector = torch.zeros(sum(sizes), dtype=exact, device=self._device)
         if count:  # a shard without samples trains on a stand-in, which the means exclude
             torch._foreach_copy_(vector.split(sizes), [part.reshape(-1) for part in parts])
-            vector[: len(vector) - len(logged.sums)].mul_(count)
-        return vector
+        return vector.mul_(count)
 
     def _finish(self, vector: Tensor, samples: int, changed: list[int], logged: Logged) -> Tensor:
         """Set the buffers to their means over all shards, log the values, and return the mean loss."""
-        vector[: len(vector) - len(logged.sums)].div_(samples)
+        vector.div_(samples)
         buffers = self._buffers.values(changed)
         sizes = [1, *(buffer.numel() for buffer in buffers), *[1] * len(logged.options)]
         loss, *values = vector.split(sizes)
