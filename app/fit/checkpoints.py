@@ -124,7 +124,16 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
 
 
 def _named(name: str, record: Path | None, folder: Path) -> Path:
-    """Return the checkpoint `last` or `best` of a run, by its record; without a record, the newest run's in a folder."""
+    """Return the checkpoint `last` or `best` of one run, or the newest of that name below a folder of runs.
+
+    Args:
+        name: `last` or `best`.
+        record: Record of the run, or None to search the folder.
+        folder: Folder with the runs of one name.
+
+    Raises:
+        UserError: When no checkpoint has this name.
+    """
     kept = Path(getattr(read_earlier(record).checkpoint, name) or "") if record else Path()
     if kept.is_file():
         return kept
