@@ -79,7 +79,7 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-PARTS = "--data.micro_batch"  # start of an error's note that proposes a smaller size
+PARTS = "--data.micro_batch"  # first word of a note that proposes a size, on an out-of-memory error
 # torch's messages for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
@@ -89,7 +89,7 @@ NO_MEMORY = (
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return a message with requested and free memory and a remedy; None for other errors."""
+    """Return a message with requested memory, free memory and a remedy; None if memory did not run out."""
     matches = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
     match = next(filter(None, matches), None)
     if match is None:
@@ -114,7 +114,8 @@ SYNONYMS = {  # flag names of other programs
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `: did you mean …?` with the nearest known names, or an empty string.
 
-    Flags are compared by their last part. Flags of the same section rank higher. Case is ignored.
+    Flags are compared by their last part, without case: `--lr` is near `--model.optimizer.lr`. Flags of the same
+    section rank higher.
     """
     if name.startswith("--"):
         name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)

@@ -64,7 +64,7 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 def _keep(file: Path, name: Path) -> None:
     """Link a file to a second name. One of the two files always exists."""
-    if name.exists() and name.samefile(file):  # after a kill; rename(2) does nothing for two names of one file
+    if name.exists() and name.samefile(file):  # a kill left two names of one file, for which rename(2) does nothing
         return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
     try:

@@ -76,7 +76,7 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Save if training ends here or a checkpoint is due, unless this step has one.
+        """Save if training ends here or a checkpoint is due, unless one of this step exists.
 
         At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`.
         """
@@ -192,7 +192,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 
 def is_newest(path: Path) -> bool:
-    """Return whether a checkpoint is its run's newest; ignore `best` unless it is the checkpoint itself."""
+    """Return whether a checkpoint is its run's newest one, except for a newer `best`."""
     return path.samefile(next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best"))
 
 

@@ -36,7 +36,7 @@ MINIMA = {
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
 
-# classes of sections with a fixed class
+# classes of the sections whose class the user does not choose
 MADE = {
     "trainer": Trainer,
     "run": Run,
@@ -64,7 +64,7 @@ def flag_problems(s: Resolved) -> Iterator[str]:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a configuration with its flag."""
+    """Yield each flag of a configuration with its value, such as `trainer.devices` and 2."""
     if isinstance(value, Namespace | dict):
         for key, inner in (vars(value) if isinstance(value, Namespace) else value).items():
             yield from leaves(inner, path if key == "init_args" else f"{path}.{key}".lstrip("."))

@@ -168,10 +168,8 @@ class Resolved:
     @cached_property
     def agent_processes(self) -> int:
         """Number of ranks that this process starts as their agent; 0 under another launcher or for a single rank."""
-        parallel = issubclass(self.strategy, ParallelStrategy)
-        if not self.stands_alone or self.spawns or not parallel:
-            return 0
-        return self.processes if self.world_size > 1 else 0
+        is_agent = self.stands_alone and not self.spawns and self.world_size > 1
+        return self.processes if is_agent else 0
 
     # -- launcher -----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Connection of a run's ranks, and their agreement: rank zero decides, and every rank checks."""
+"""Process group of a run's ranks, and their agreement: rank zero decides on checkpoint and folder, all ranks check."""
 
 import os
 import time
@@ -32,8 +32,8 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 def host_group(timeout: timedelta) -> Any:
     """Create a gloo group of all ranks, separate from the user's collective calls. Collective.
 
-    A collective call that only one rank makes, by a user's mistake, should time out. In a shared group, it could meet
-    one of our calls of another size, and gloo would abort the process.
+    Suppose that only one rank makes a collective call, by a mistake in the user's code. In a group of its own, the call
+    times out. In a shared group, gloo would match it with one of our calls, and abort the process if the sizes differ.
 
     Args:
         timeout: Time to wait for another rank.
@@ -122,7 +122,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
         strategy.setup_environment()
         return store  # keeps the store alive until the group exists
 
-    try:  # a thread, because torch ignores the timeout if another program listens there
+    try:  # in a thread, because torch ignores its timeout if another program listens at the address
         Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error

@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -63,13 +62,13 @@ def launch_id() -> str | None:
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    began = Path(f"/proc/{agent}/stat")  # ticks since boot, because psutil's time changes when the clock is set
-    when = began.read_text().rpartition(")")[2].split()[19] if began.exists() else psutil.Process(agent).create_time()
-    return f"{launcher.by} {socket.gethostname()} {agent} {when}"
+    stat = Path(f"/proc/{agent}/stat")  # its start in ticks since boot, which setting the clock does not change
+    began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    return f"{launcher.by} {socket.gethostname()} {agent} {began}"
 
 
 def may_resume() -> bool:
-    """Return whether this may be a restart. Always true under torchrun, which does not count all restarts."""
+    """Return whether a launcher may have restarted this run. True under torchrun, which does not count all restarts."""
     launcher = launched()
     if launcher is None:
         return False
@@ -80,8 +79,8 @@ def may_resume() -> bool:
 class Slurm(SLURMEnvironment):
     """Environment of srun's tasks, read from the variables of SLURM's step; Lightning reads the job's.
 
-    This application requeues jobs itself, because Lightning saves in a signal handler, not at the same step on all
-    ranks.
+    This application requeues jobs itself. Lightning would save the checkpoint in a signal handler, which runs at
+    different steps on different ranks.
     """
 
     def __init__(self) -> None:
@@ -105,7 +104,7 @@ class Slurm(SLURMEnvironment):
 
 
 def environment_of(num_nodes: int) -> ClusterEnvironment:
-    """Return this process's ClusterEnvironment, because Lightning's own choice could be mpirun's or LSF's."""
+    """Return this process's ClusterEnvironment; Lightning's own detection would also accept mpirun and LSF."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()

@@ -56,9 +56,8 @@ def launch(
         RankError: When a rank failed otherwise.
     """
     error: UserError | RankError
-    # our own temporary folder, because torch does not delete its own
-    temporary_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
-    with temporary_folder as temporary, _agent(processes, cluster.timeout):
+    # torch would not delete a temporary folder of its own
+    with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as temporary, _agent(processes, cluster.timeout):
         folder = Path(cluster.log_dir or temporary)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
 from app.system.tracebacks import blamed
 
-# messages of gloo, NCCL and TCPStore: a lost rank, a timeout
+# patterns of messages with which gloo, NCCL and TCPStore report a lost rank and a timeout
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"

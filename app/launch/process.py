@@ -80,8 +80,8 @@ def is_worker() -> bool:
 def begin() -> None:
     """Make this process exit with its agent or starting command, and cleanly on SIGTERM.
 
-    On an error, NCCL's watchdog then only aborts communicators (mode 2). In torch elastic's mode 1, it would also end
-    the process, even while Python reports the error.
+    Also set NCCL's error handling to mode 2: after an error, NCCL's watchdog only aborts communicators. In mode 1,
+    torch elastic's default, it would also end the process, even while Python reports the error.
     Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
     """
     if os.environ.get(ON_NCCL_ERROR, "1") == "1":

@@ -46,7 +46,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
         self._error_file = ""  # path of a process's error file; {} stands for its index
-        self.made_by = MADE_BY  # copied into the processes
+        self.made_by = MADE_BY  # an attribute, so that it is pickled for the processes
         super().__init__(strategy, start_method)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:

@@ -112,7 +112,7 @@ class ShardSums:
         return future
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
-        """Sum a bucket with the last shard's gradients over all shards; DDP calls this as its communication hook."""
+        """Sum a bucket over all shards, as DDP's communication hook; the bucket holds the last shard's gradients."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
         starts = list(accumulate((each.numel() for each in parameters), initial=0))
@@ -151,7 +151,7 @@ class Logged:
         self.values: dict[str, Any] = {}  # of the current shard
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Replace `LightningModule.log` during a shard: store a mean; log a torchmetrics metric at once."""
+        """Replace `LightningModule.log` during a shard: keep a value for later; log a torchmetrics metric at once."""
         how = options.get("reduce_fx", "mean")
         if isinstance(value, Metric):
             LightningModule.log(self._module, name, value, *args, **options)
@@ -254,8 +254,8 @@ class ShardedStep(Step):
         """Run the forward and backward pass of each shard.
 
         Returns:
-            Indices of the changed buffers; other outputs of the last shard; gradients accumulated over the window's
-            earlier batches; future of the sum of all shards' `_vector`.
+            Indices of the changed buffers; outputs of the last shard other than its loss; gradients that earlier
+            batches of the accumulation window left; future of the sum of all shards' `_vector`.
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:
@@ -310,7 +310,7 @@ class ShardedStep(Step):
         raise UserError(f"training_step {what} on some shards only: do it on all, or leave --run.virtual_devices out")
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
-        """Return a shard's loss, changed buffers and logged values as one vector, times its number of samples."""
+        """Return one vector of a shard's loss, changed buffers and logged values, weighted by its number of samples."""
         numbers = [torch.as_tensor(logged.values[name], device=self._device).detach() for name in logged.options]
         parts = [loss.detach(), *self._buffers.values(changed), *numbers]
         sizes = [part.numel() for part in parts]
