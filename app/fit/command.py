@@ -120,7 +120,7 @@ class CLI(Flags):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.virtual_devices and config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ:
-            # not by the number of ranks, because the number of threads affects rounding
+            # independent of the number of ranks, because the number of threads affects rounding
             config.run.threads = max(usable_cores() // config.run.virtual_devices, 1)
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
@@ -167,7 +167,7 @@ class CLI(Flags):
         self._agree(config.cluster.timeout)
 
     def _explained(self, error: Exception) -> str:
-        """Return an error's message, prefixed by the flag of the object that raised it or that the message mentions."""
+        """Return an error's message with the flag of the object that raised it, or a flag that the message mentions."""
         while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename and (
             cause := error.__cause__ or error.__context__  # the exception that jsonargparse wrapped
         ):
@@ -185,7 +185,7 @@ class CLI(Flags):
     def _agree(self, timeout: float) -> None:
         """Let rank zero decide directory and checkpoint; then add the run's record and loggers."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        if hasattr(strategy, "_timeout"):  # DDP's option is a timedelta
+        if hasattr(strategy, "_timeout"):  # a timedelta, which a flag cannot set
             strategy._timeout = timedelta(seconds=timeout)
         if method := getattr(strategy.launcher, "_start_method", None):  # ddp_spawn, ddp_fork
             strategy._launcher = SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None)

@@ -133,7 +133,8 @@ class Resolved:
     def trainer(self) -> Namespace:
         """Section `trainer`, with missing numbers of devices and nodes filled in from the launcher.
 
-        A strategy with several devices per process, such as `ddp_dp`, keeps its `devices`: a launcher counts processes.
+        A strategy with several devices per process, such as `ddp_dp`, keeps its own number of devices, because a
+        launcher counts processes.
         """
         trainer = self.config.trainer.clone()
         if self.launcher is not None:

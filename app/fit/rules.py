@@ -192,8 +192,6 @@ def _strategy(s: Resolved) -> Iterator[str]:
     usable = [name for name in serving if name != "fake" and dist.is_backend_available(name)]
     if backend is not None and backend not in usable:
         yield f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use {' or '.join(usable)}"
-    if s.traits.sends_between_devices and backend == "gloo" and s.accelerator == "cuda":
-        yield f"--trainer.strategy.process_group_backend gloo does not connect GPUs, as {s.name} needs: leave it out"
     if s.hook is not None and s.world_size == 1:
         remedy = "use --trainer.strategy ddp without a hook, or give more --trainer.devices"
         yield f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: {remedy}"
@@ -202,8 +200,7 @@ def _strategy(s: Resolved) -> Iterator[str]:
     if not has_nccl and (s.hook in bf16 or s.options.get("ddp_comm_wrapper") in bf16):
         yield f"{flag}: torch sends bfloat16 only where it was built with NCCL: use --trainer.strategy ddp_fp16"
     if s.nodes == 1 and s.traits.needs_several_nodes:
-        remedy = f"use --trainer.strategy {s.traits.on_one_node}, or give more --trainer.num_nodes"
-        yield f"{flag} {s.traits.needs_several_nodes}: {remedy}"
+        yield f"{flag} {s.traits.needs_several_nodes}, or give more --trainer.num_nodes"
 
 
 def _sync_batchnorm(s: Resolved) -> Iterator[str]:

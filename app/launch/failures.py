@@ -1,4 +1,4 @@
-"""Root cause of a failed run: finds the rank that failed first, and translates the errors that it causes elsewhere."""
+"""Root cause of a failed run: finds the rank that failed first, and translates the errors of the others."""
 
 import re
 import signal
@@ -66,7 +66,7 @@ def who_hangs() -> str:
 def leave_nccl() -> None:
     """Abort an NCCL process group after an error.
 
-    Its pending calls would block the exit of the process, and the move of the model to the host.
+    The group's pending calls would block the process's exit, and before it, the move of the model to the host.
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
     global _has_left

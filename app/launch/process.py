@@ -14,7 +14,7 @@ from typing import Any
 from app.errors import UserError
 
 # environment variables
-AGENT = "APP_AGENT"  # process id of a rank's agent, if it is ours
+AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
 STARTER = "APP_STARTER"  # process id of the `compare`, `plan`, `verify` or `doctor` that started this run
 SPAWNED = "APP_SPAWNED"  # set in SpawnLauncher's processes; app/__init__.py reads it
 BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
@@ -152,10 +152,10 @@ def _end(*_: object) -> None:
 
 
 def requeue() -> bool:
-    """Requeue this SLURM job, in task 0 only. SLURM then ends the job by SIGTERM.
+    """Requeue this SLURM job, which SLURM then ends by SIGTERM. Only task 0 sends the request.
 
     Returns:
-        Whether SLURM accepted the request; true in other tasks.
+        Whether SLURM accepted the request; true in all other tasks.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it twice
     if os.environ["SLURM_PROCID"] != "0":
@@ -176,8 +176,8 @@ def requeue() -> bool:
 def environment_of_a_run() -> dict[str, str]:
     """Return the environment for a separate run: without launcher variables, and with this process as its parent.
 
-    The run reads STARTER to exit with its parent. A `preexec_fn` could do the same, but a Ctrl-C during the fork would
-    be lost.
+    STARTER makes the run exit with this process. A `preexec_fn` could do so, too, but would lose a Ctrl-C during the
+    fork.
     """
     dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
     kept = {key: value for key, value in os.environ.items() if key not in dropped and key[:6] != "SLURM_"}

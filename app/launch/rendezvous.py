@@ -184,7 +184,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         store = PrefixStore(f"round{self._rounds}", self.store())
         store.set(f"node{self.rank}", "")
         self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
-        # a starting rank would print a traceback on Ctrl-C; `process.begin` unblocks signals in each rank
+        # because a starting rank would print a traceback on Ctrl-C; `process.begin` unblocks signals in each rank
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(store, self.rank, self.world_size, place)

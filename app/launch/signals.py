@@ -54,7 +54,7 @@ class Signals(_SignalConnector):
             return
         self._process = os.getpid()
         numbers = heard(IN_SLURM if in_slurm_job() else CAUSES)
-        super().register_signal_handlers()  # stores the handlers for `teardown`
+        super().register_signal_handlers()  # stores the current handlers, which `teardown` restores
         for number in numbers:
             signal.signal(number, self._note)
 
@@ -156,7 +156,7 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
 
 
 def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
-    """Make a loader's worker ignore signals, then call the user's `worker_init_fn`."""
+    """Move a loader's worker into a process group of its own, then call the user's `worker_init_fn`."""
     work_apart(worker)
     if then is not None:
         then(worker)

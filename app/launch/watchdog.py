@@ -185,7 +185,7 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
 # -- reading the stacks -------------------------------------------------------------------------------------------
 
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-OWN = str(Path(__file__).parents[1])  # this application
+OWN = str(Path(__file__).parents[1])  # folder of this application
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<")
 Frame = tuple[str, str, str]  # file, line, function
 LOOP = re.compile(

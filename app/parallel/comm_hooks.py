@@ -101,7 +101,7 @@ class LocalSGD(FixedHook):
 
     strategy_name = "ddp_localsgd"
     fixed_hook = staticmethod(post_localSGD_hook)
-    needs_several_nodes, on_one_node = "averages weights between nodes, but there is only one", "ddp"
+    needs_several_nodes = "averages weights between nodes, but there is only one: use --trainer.strategy ddp"
     not_in_checkpoint = "the weights of every node: all continue from rank zero's, and average gradients at first"
 
     def __init__(self, start_localsgd_iter: NonNegativeInt = 100, period: PositiveInt = 4, **kwargs: Any) -> None:
@@ -176,7 +176,6 @@ class Ring(FixedHook):
 
     strategy_name = "ddp_ring"
     fixed_hook = staticmethod(ring_hook)
-    sends_between_devices = True
 
     def comm_state(self) -> Counter[str]:
         """Return new counters of steps, bytes of gradients, and bytes sent by this rank."""
