@@ -146,8 +146,8 @@ def _named(name: str, record: Path | None, folder: Path) -> Path:
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
-    found = [path for folder in folders for path in folder.glob("*.ckpt")]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    paths = (path for folder in folders for path in folder.glob("*.ckpt"))
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def _wrong_with(path: Path, whole: bool = False) -> str | None:

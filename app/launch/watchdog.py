@@ -83,20 +83,20 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
     if timeout is None or folder is None or sys.platform != "linux":
         yield
         return
-    mine, before = Heartbeat(folder, rank), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    beat, before = Heartbeat(folder, rank), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:  # run the file, because importing the package takes seconds
-        command = [sys.executable, "-IS", __file__, os.getpid(), timeout, mine.file, *mine.files]
-        watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=mine.files)
+        command = [sys.executable, "-IS", __file__, os.getpid(), timeout, beat.file, *beat.files]
+        watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    heartbeat = mine
+    heartbeat = beat
     try:
         yield
     finally:
         heartbeat = None
         watchdog.kill()
         watchdog.communicate()
-        for file in mine.files:
+        for file in beat.files:
             os.close(file)
 
 

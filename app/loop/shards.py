@@ -73,18 +73,18 @@ class ShardSums:
         if ddp:
             model.register_comm_hook(None, self._add_bucket)
 
-    def take(self, shard: int) -> None:
+    def add_shard(self, shard: int) -> None:
         """Move a shard's gradients from the parameters into the sums."""
-        self.tree.add(self.nodes, (0, shard), self.taken(), _plus)
+        self.tree.add(self.nodes, (0, shard), self.pop_gradients(), _plus)
 
-    def taken(self) -> Gradients:
+    def pop_gradients(self) -> Gradients:
         """Return the parameters' gradients, and set them to None."""
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         return gradients
 
-    def give(self) -> None:
+    def set_gradients(self) -> None:
         """Set the parameters' gradients to the sum over all shards; under DDP, the hook has done so already."""
         if not self.in_buckets:
             for parameter, gradient in zip(self.parameters, self.nodes[self.tree.root], strict=True):
@@ -230,16 +230,16 @@ class ShardedStep(Step):
             with own_streams(self._device) as seed:
                 changed, outputs, earlier, sums = self._over_shards(batch, logged, seed)
         except RuntimeError as error:
-            reason, found, _ = str(error).partition("deterministic implementation")
-            if not found:
+            reason, words, _ = str(error).partition("deterministic implementation")
+            if not words:
                 raise
             raise UserError(
-                f"--run.virtual_devices: {reason}{found}, so results would differ between runs: replace this "
+                f"--run.virtual_devices: {reason}{words}, so results would differ between runs: replace this "
                 "operation, or leave the flag out"
             ) from error
         finally:
             del self.module.log
-        self._sums.give()
+        self._sums.set_gradients()
         for parameter, gradient in zip(self._sums.parameters, earlier, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -289,14 +289,14 @@ class ShardedStep(Step):
             if not last:
                 self._buffers.restore(changed)
             if not last or not self._sums.in_buckets:
-                self._sums.take(number)
+                self._sums.add_shard(number)
         return changed, outputs, earlier, sums
 
     def _begin(self, accumulated: int) -> Gradients:
         """Zero the gradients at the start of an accumulation window; return a copy of those accumulated so far."""
         if self.index % accumulated == 0:
             self._zero()
-        earlier = self._sums.taken()  # may be views of DDP's buckets, so they are cloned below
+        earlier = self._sums.pop_gradients()  # may be views of DDP's buckets, so they are cloned below
         return [gradient if gradient is None else gradient.clone() for gradient in earlier]
 
     def _refuse(self, buffers: set[int], names: set[str]) -> None:
