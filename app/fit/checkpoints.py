@@ -192,7 +192,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 
 def is_newest(path: Path) -> bool:
-    """Return whether a checkpoint is its run's newest one, except for a newer `best`."""
+    """Return whether a checkpoint is the newest of its run; a newer `best` does not count."""
     return path.samefile(next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best"))
 
 

@@ -30,10 +30,11 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 
 
 def host_group(timeout: timedelta) -> Any:
-    """Create a gloo group of all ranks, separate from the user's collective calls. Collective.
+    """Create a gloo group of all ranks for this application's own collective calls. Collective.
 
-    Suppose that only one rank makes a collective call, by a mistake in the user's code. In a group of its own, the call
-    times out. In a shared group, gloo would match it with one of our calls, and abort the process if the sizes differ.
+    Users' collective calls run in the default group. A call that only one rank makes, by mistake, times out there. If
+    our calls used the same group, gloo would match the user's call with one of ours, and abort the process because the
+    sizes differ.
 
     Args:
         timeout: Time to wait for another rank.
@@ -148,7 +149,7 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     while store is None:
         try:
             store = reach_store(address, int(agents.get(STORE)))
-        except (OSError, distributed.DistNetworkError):  # the port may be an earlier round's
+        except (OSError, distributed.DistNetworkError):  # the port may be of an earlier round, whose store has closed
             deadline.check("rank 0", quiet=True)
             time.sleep(0.05)
     os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port), "False"

@@ -62,7 +62,7 @@ def launch_id() -> str | None:
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    stat = Path(f"/proc/{agent}/stat")  # has its start in ticks since boot, whatever the clock is set to
+    stat = Path(f"/proc/{agent}/stat")  # holds its start in ticks since boot, not by the clock
     began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
     return f"{launcher.by} {socket.gethostname()} {agent} {began}"
 

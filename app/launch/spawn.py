@@ -1,4 +1,4 @@
-"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`; its processes end together."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: when one process fails or is stopped, all end."""
 
 import multiprocessing
 import os

@@ -129,7 +129,7 @@ class ShardSums:
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = buffer  # the hook's buffer holds this node, because `_plus` adds in place
+            flats[node] = buffer  # DDP's buffer, into which `_plus` has added this node's gradients
             if node in self.nodes:
                 flats[node] = torch.zeros_like(buffer)
                 for view, gradient in zip(views(flats[node]), gradients, strict=True):
@@ -177,7 +177,7 @@ def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
 
 
 class ShardedStep(Step):
-    """Straight step over the shards of a batch.
+    """Training step that runs on each shard of a batch in turn.
 
     Args:
         loop: The loop.
@@ -316,7 +316,7 @@ class ShardedStep(Step):
         sizes = [part.numel() for part in parts]
         exact = torch.float32 if self._device.type == "mps" else torch.float64
         vector = torch.zeros(sum(sizes), dtype=exact, device=self._device)
-        if count:  # a shard without samples trains on a stand-in, which the means exclude
+        if count:  # an empty shard trains on stand-in samples, which the means exclude
             torch._foreach_copy_(vector.split(sizes), [part.reshape(-1) for part in parts])
         return vector.mul_(count)
 
@@ -340,7 +340,7 @@ class ShardedStep(Step):
 
 
 class ShardedLoop(StraightLoop):
-    """Straight loop over virtual devices.
+    """Loop over the batches of an epoch, with a step over virtual devices.
 
     Attributes:
         virtual_devices: Number of shards of each global batch.

@@ -1,4 +1,4 @@
-"""Straight loop and its step; `app.loop` explains their purpose.
+"""Loop that calls only overridden hooks, and its training step; `app.loop` explains their purpose.
 
 At an upgrade of Lightning, compare
 
@@ -72,10 +72,10 @@ def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Cal
     "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
 )
 class StraightLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, with the straight step.
+    """Lightning's loop over the batches of an epoch, with `Step` in place of Lightning's training step.
 
     Attributes:
-        reason: Reason to use Lightning's step; None for the straight step.
+        reason: Reason to use Lightning's step after all, or None.
     """
 
     reason: str | None = None
