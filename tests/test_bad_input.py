@@ -53,6 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([*STEP, "--model.scheduler.step_size", "0"], "--model.scheduler StepLR: integer modulo by zero"),
         (["--model.optimizer", "SparseAdam"], "SparseAdam: SparseAdam does not support dense gradients, please con"),
         (["--trainer.max_epochs", "-5"], "--trainer.max_epochs -5: give -1 or more"),
+        (["--trainer.limit_train_batches", "-1"], "--trainer.limit_train_batches -1: You have passed invalid value -1"),
+        (["--last_checkpoint.save_top_k", "-2"], "--last_checkpoint.save_top_k -2: Invalid value for save_top_k=-2"),
         (["--trainer.max_time", "abc"], "is not a valid duration"),
         (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
         (["--last_checkpoint.filename", "/x/y"], "--last_checkpoint.filename /x/y: give a relative path without .."),

@@ -18,7 +18,6 @@ from app.fit.checkpoint_file import read
 from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier
 from app.record import Record
-from app.system.files import remove_parts
 from app.system.patches import expects
 
 WEIGHTS_ALONE = "it holds weights alone"
@@ -48,8 +47,6 @@ class RunCheckpoint(ModelCheckpoint):
         with warnings.catch_warnings():  # a resumed run uses its existing folder
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        if trainer.is_global_zero and self.dirpath is not None and "://" not in str(self.dirpath):
-            remove_parts(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop monitoring a validation metric in a run without validation."""

@@ -176,7 +176,7 @@ class CLI(Flags):
             return str(known)
         expected = isinstance(error, MisconfigurationException | ValueError | TypeError | ImportError)
         text = one_line(str(error)) if expected else f"{type(error).__name__}: {error} (--verbose shows where)"
-        words = re.findall(r"\w+", text)
+        words = re.findall(r"-?\w+", text)
         for flag, value in leaves(self.flags):
             if value is not None and {flag.rpartition(".")[2], str(value)} <= {*words}:
                 return f"--{flag} {value}: {text}"

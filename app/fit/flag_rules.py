@@ -21,17 +21,13 @@ from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.parallel import DDP, SplitForward
 
-# smallest allowed values
+# smallest allowed values of flags; Lightning's classes check the others
 MINIMA = {
     **dict.fromkeys(("trainer.max_epochs", "trainer.max_steps", "trainer.num_sanity_val_steps"), -1),
     **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps", "trainer.log_every_n_steps"), 0),
-    **dict.fromkeys((f"trainer.limit_{stage}_batches" for stage in ("train", "val", "test", "predict")), 0),
-    **dict.fromkeys(("trainer.overfit_batches", "trainer.reload_dataloaders_every_n_epochs"), 0),
     **dict.fromkeys(("trainer.gradient_clip_val", "seed_everything"), 0),
     **dict.fromkeys(("trainer.check_val_every_n_epoch", "trainer.accumulate_grad_batches", "trainer.num_nodes"), 1),
     "trainer.strategy.start_powersgd_iter": 2,
-    **{f"{name}_checkpoint.save_top_k": -1 for name in ("best", "last")},
-    **{f"{name}_checkpoint.every_n_{unit}": 0 for name in ("best", "last") for unit in ("epochs", "train_steps")},
 }
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
