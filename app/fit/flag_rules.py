@@ -97,7 +97,7 @@ def _values(s: Resolved) -> Iterator[str]:
     for flag in ("run.name", "best_checkpoint.filename", "last_checkpoint.filename"):
         path = PurePath(s.config.get(flag) or "")
         if path.is_absolute() or ".." in path.parts:
-            yield f"--{flag} {path}: give a relative path without .., because it belongs below the run's folder"
+            yield f"--{flag} {path}: give a relative path without .., because runs stay below --run.root"
 
 
 def _strategy_options(s: Resolved) -> Iterator[str]:
