@@ -150,10 +150,8 @@ class CLI(Flags):
             return
         try:
             super().instantiate_classes()
-        except UserError:
-            raise
         except Exception as error:  # Lightning raises many types without naming a flag
-            if users_part(traceback.format_exc()):
+            if isinstance(error, UserError) or users_part(traceback.format_exc()):
                 raise
             raise UserError(self._explained(error)) from error
         if isinstance(self.datamodule, app.data.ImageData) and self.subcommand == "fit":

@@ -209,12 +209,12 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
         store.set("node0", self.run_id)
-        try:
-            if self.file:
+        if self.file:
+            try:
                 write_json(self.file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
-        except OSError as error:
-            message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
-            raise UserError(message) from error
+            except OSError as error:
+                message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
+                raise UserError(message) from error
         try:
             self._wait_for_all(store, deadline)
         finally:
