@@ -13,13 +13,13 @@ from app.parallel import SplitForward
 class BatchShapes(Callback):
     """Callback that prints the shapes of each replica's input and output, once per distinct set of shapes.
 
-    Shows how a global batch is split; an epoch's last batch may be smaller. Under `dp`, a line for the gathered output
-    follows. Rank zero prints the shapes of all ranks: at once for one rank, else at the end of an epoch.
+    Shows how a global batch is split; an epoch's last batch may be smaller. Under `dp`, another line shows the gathered
+    output. Rank zero prints the shapes of all ranks, at the end of each epoch; a single rank prints them at once.
     """
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, ...]] = set()
-        self._new: list[str] = []  # not yet printed
+        self._new: list[str] = []  # lines to print
         self._replicas: dict[int, tuple[list[int], list[int]]] = {}
         self._handles: list[Any] = []
 

@@ -1,31 +1,6 @@
-"""Command line: routes a command to its module, and maps exceptions to exit codes.
+"""Train image classifiers with data parallelism, from one device to many nodes, by changing flags.
 
-    python -m app fit                                                      one device
-    python -m app fit --trainer.strategy ddp --trainer.devices 4           four processes of one machine
-    python -m app fit --config configs/fashion_mlp.yaml --trainer.strategy dp --trainer.devices 2
-
-Heavy imports stay inside functions: `python -m app --help` answers at once.
-"""
-
-import argparse
-import gc
-import importlib
-import os
-import sys
-import time
-import traceback
-from collections.abc import Sequence
-
-import app
-from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
-from app.launch.process import AGENT, BEGAN, TRUST, begin, check_environment, is_task_of_srun
-from app.system.program import set_up
-from app.system.tracebacks import users_part
-
-HELP = """\
 usage: python -m app COMMAND [--config FILE] [--FLAG VALUE ...]
-
-Train image classifiers with data parallelism, from one device to many nodes, by changing flags.
 
 commands:
   fit        train a model, validate it each epoch, and test the best checkpoint at the end
@@ -45,14 +20,30 @@ commands:
 
 --verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another
 module, and runs its code. This application, torch, torchvision, lightning, torchmetrics and the current folder are
-trusted already."""
+trusted already.
+"""
+
+import argparse
+import gc
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+import app
+from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
+from app.launch.process import AGENT, BEGAN, TRUST, begin, check_environment, is_task_of_srun
+from app.system.program import set_up
+from app.system.tracebacks import users_part
+
+# `--help` prints this module's docstring. Heavy imports stay inside functions, so that the help appears at once.
 
 SYNONYMS = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
-OWN = {  # modules of the commands that Lightning lacks
+MODULES = {  # modules of commands that Lightning lacks
     **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
-    "doctor": "app.doctor",
-    "export": "app.export",
-    "replay": "app.replay",
+    **{name: f"app.{name}" for name in ("doctor", "export", "replay")},
 }
 COMMANDS = ("fit", "validate", "test", "predict", "export", "compare", "verify", "replay", "plan", "doctor")
 
@@ -80,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> int:
         begin()
         argv = _without_trust(argv)
         if not argv or argv[0] in ("-h", "--help"):
-            print(HELP)
+            print(__doc__, end="")
             return 0
         if "--version" in argv:
             print(f"data-parallel-lab {app.__version__}")
@@ -99,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _say(error: BaseException) -> int:
-    """Print the reason of the exit in one line, and return the exit code."""
+    """Print why the command ends, in one line, and return the exit code."""
     status = ExitStatus.of(error)
     if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
@@ -110,7 +101,7 @@ def _say(error: BaseException) -> int:
 
 
 def _without_trust(argv: list[str]) -> list[str]:
-    """Return the arguments without `--trust MODULE`, which the run's processes inherit."""
+    """Move `--trust MODULE` from the arguments into the environment, for all processes; return the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trust", action="append", nargs="?", const="", default=[])
     known, rest = parser.parse_known_args(argv)
@@ -126,15 +117,15 @@ def _route(argv: list[str]) -> int:
         synonym = SYNONYMS.get(argv[0])
         near = f": did you mean {synonym}?" if synonym else nearest(argv[0], COMMANDS)
         raise UserError(f"{argv[0]}: there is no such command{near} ({', '.join(COMMANDS)})")
-    is_seen = sys.stderr.isatty()
-    print("loading torch and Lightning …" * is_seen, end="", file=sys.stderr, flush=True)
-    own, is_first = argv[0] in OWN, "torch" not in sys.modules
+    in_terminal, is_first = sys.stderr.isatty(), "torch" not in sys.modules
+    print("loading torch and Lightning …" * in_terminal, end="", file=sys.stderr, flush=True)
     if is_first:
-        gc.disable()  # imports leave no garbage, and searching for it takes a sixth of the time
-    module = importlib.import_module(OWN.get(argv[0], "app.fit.command"))
+        gc.disable()  # imports leave no garbage, and searching for garbage takes a sixth of their time
+    own_module = MODULES.get(argv[0])
+    module = importlib.import_module(own_module or "app.fit.command")
     if is_first:
         if "triton" not in sys.modules:  # because triton's nanobind would report leaks at exit
             gc.freeze()
         gc.enable()
-    print("\r\033[K" * is_seen, end="", file=sys.stderr, flush=True)
-    return module.run(argv[1:] if own else argv)
+    print("\r\033[K" * in_terminal, end="", file=sys.stderr, flush=True)
+    return module.run(argv[1:] if own_module else argv)

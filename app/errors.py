@@ -32,13 +32,6 @@ class RankError(Exception):
         super().__init__(message)
         self.exit_code = exit_code
 
-    @classmethod
-    def ended(cls, rank: int, pid: int | None, code: int, message: str = "") -> "RankError":
-        """Return the error for a rank's exit code, negative for a signal, and its exception's message."""
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        reason = f": {message.splitlines()[0]}" if message else ""
-        return cls(f"rank {rank} (process {pid}) {how}{reason}", 2 if code == 2 else 1)
-
 
 class RankLostError(RankError):
     """Lost connection to another rank; that rank's messages show the cause."""
@@ -86,7 +79,7 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-PARTS = "--data.micro_batch"  # start of an error's note that proposes a smaller size
+PARTS = "--data.micro_batch"  # begins the note on an out-of-memory error that proposes a size
 # torch's messages for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
@@ -96,7 +89,7 @@ NO_MEMORY = (
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return a message with requested and free memory and a remedy; None for other errors."""
+    """Return a message with requested memory, free memory and a remedy; None if memory did not run out."""
     matches = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
     match = next(filter(None, matches), None)
     if match is None:
@@ -121,7 +114,8 @@ SYNONYMS = {  # flag names of other programs
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `: did you mean …?` with the nearest known names, or an empty string.
 
-    Flags are compared by their last part. Flags of the same section rank higher. Case is ignored.
+    Flags are compared by their last part, without case: `--lr` is near `--model.optimizer.lr`. Flags of the same
+    section rank higher.
     """
     if name.startswith("--"):
         name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)

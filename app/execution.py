@@ -15,7 +15,7 @@ from app.errors import UserError
 Compile = Literal["off", "default", "reduce-overhead"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 
-# implementation settings of an optimizer; a resumed run keeps its own instead of the checkpoint's
+# an optimizer's settings that select an implementation; a resumed run uses its own, not the checkpoint's
 IMPLEMENTATION = {"fused", "foreach", "capturable"}
 
 
@@ -86,7 +86,7 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
 def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, captured: bool = False) -> Optimizer:
     """Return the optimizer with a fused update if the device supports it, unless the user chose an implementation.
 
-    With float16's loss scaler, a fused update also saves the step's only device read.
+    Under float16's loss scaler, an unfused update reads from the device once per step.
 
     Args:
         optimizer: An optimizer that has not stepped.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-WARM_UP = 3  # steps without a graph, while libraries choose kernels and the optimizer creates its state
+WARM_UP = 3  # first steps, without a graph: libraries choose their kernels, the optimizer creates its state
 
 Scores = tuple[Tensor, Tensor]  # loss of each sample (B,), logits (B, classes)
 
@@ -38,9 +38,9 @@ class Graph:
 class StepGraph:
     """Training step that scores a batch and updates the weights in one CUDA graph.
 
-    The first batches and batches of another size, such as an epoch's last one, run without the graph: Lightning calls
-    backward and update. Other batches replay the graph, and hooks such as `on_after_backward` see no gradients. A
-    change of the optimizer's settings records a new graph.
+    The first batches run without the graph, as do batches of another size, such as an epoch's last one: Lightning calls
+    backward and update. All others replay the graph, and hooks such as `on_after_backward` see no gradients. When a
+    setting of the optimizer changes, a new graph is recorded.
 
     Args:
         score: Function from images and labels to losses and logits.

@@ -44,15 +44,14 @@ class Variant:
 
     @classmethod
     def of_flags(cls, name: str, flags: Mapping[str, Any], configs: Sequence[str] = ()) -> "Variant":
-        """Create a variant from flags without dashes; a null drops a flag.
+        """Create a variant from flags without dashes; a flag whose value is None is dropped.
 
         Raises:
             UserError: When `fit` rejects the flags.
         """
+        classes = ("model", "data", "trainer.strategy")  # shown before their settings in printed commands
         given = [(flag, value) for flag, value in flags.items() if value is not None]
-        given.sort(
-            key=lambda item: item[0] not in ("model", "data", "trainer.strategy")
-        )  # classes before their settings
+        given.sort(key=lambda item: item[0] not in classes)
         pairs = [*(("--config", config) for config in configs), *((f"--{flag}", typed(value)) for flag, value in given)]
         arguments = ["fit", *itertools.chain.from_iterable(pairs)]
         try:

@@ -41,6 +41,7 @@ def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, app: App) ->
         ({"NODE_RANK": "1"}, "unset NODE_RANK"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
         ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, "unset RANK TORCHELASTIC_RUN_ID"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun cannot start runs: use torchrun or srun"),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "this SLURM job has 4 tasks, but the command was started once"),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "this SLURM job has 2 nodes, but the command was started"),
     ],

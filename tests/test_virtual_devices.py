@@ -229,3 +229,10 @@ def test_an_integer_that_differs_between_shards(app: App) -> None:
     flags = [*tiny(40, 8, model="user_code.CountsLabels"), *options(max_epochs=1, test=False, virtual_devices=2)]
     message = "training_step sets the buffer seen, of torch.int64, to different values on the shards"
     assert message in error_of(*app("fit", *flags))
+
+
+def test_shards_that_log_in_another_order(app: App, tmp_path: Path) -> None:
+    settings = options(max_epochs=1, test=False, virtual_devices=2, log_every_n_steps=1, name="x")
+    output_of(*app("fit", *tiny(40, 8, model="user_code.LogsInAnyOrder"), *settings))
+    logged = read_csv(tmp_path / "runs" / "x" / "version_0" / "metrics.csv")[["first", "second"]].dropna()
+    assert logged.to_numpy().tolist() == [[5, 6]] * 5

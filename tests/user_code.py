@@ -486,6 +486,18 @@ class CountsLabels(CIFARCNN):
         return super().training_step(batch, batch_idx)
 
 
+class LogsInAnyOrder(CIFARCNN):
+    """Logs the lengths of two names on each shard, in an order that changes."""
+
+    order = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.order = -self.order
+        for name in ("first", "second")[:: self.order]:
+            self.log(name, float(len(name)))
+        return super().training_step(batch, batch_idx)
+
+
 class Inverted(nn.Module):
     """A user's own augmentation."""
 

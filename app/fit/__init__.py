@@ -12,7 +12,7 @@ from app.record import Record
 
 
 class _Fit(ModuleType):
-    """This package, which can be called, too: `app.fit(model="resnet50", data="Synthetic", devices=2)`."""
+    """Package that can be called as a function: `app.fit(model="resnet50", data="Synthetic", devices=2)`."""
 
     def __call__(self, **flags: Any) -> Record:
         """Train in separate processes, as `python -m app fit` does, and return the record.
@@ -24,7 +24,7 @@ class _Fit(ModuleType):
                 `**{"model.optimizer.lr": 0.1}`.
 
         Raises:
-            UserError: When the flags are invalid, a last name stands for several flags, or the run fails.
+            UserError: When the flags are invalid, several flags have the same last name, or the run fails.
         """
         # these modules import this package
         from app.fit.configuration import FIT_FLAGS, MADE, classes_of, find_class, parameters, read_arguments, resolve
@@ -39,10 +39,10 @@ class _Fit(ModuleType):
         words = []
         for flag, value in given.items():
             is_whole = "." in flag or f"--{flag}" in (*FIT_FLAGS, "--ckpt_path")
-            found = [flag] if is_whole else [f"{name}.{flag}" for name in sections if flag in sections[name]]
-            if len(found) > 1:
-                raise UserError(f"app.fit({flag}={value}): give **{{'{found[0]}': {value}}}, or {found[1]}")
-            words.append(f"--{found[0] if found else f'model.{flag}'}={value}")
+            names = [flag] if is_whole else [f"{name}.{flag}" for name in sections if flag in sections[name]]
+            if len(names) > 1:
+                raise UserError(f"app.fit({flag}={value}): give **{{'{names[0]}': {value}}}, or {names[1]}")
+            words.append(f"--{names[0] if names else f'model.{flag}'}={value}")
         config = resolve(["fit", *words])
         folder = Path(config.run.root, config.run.name or default_name(config))
         record = run_fit([f"--run.test={config.run.test}".lower(), *words], math.inf, folder)

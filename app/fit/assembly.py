@@ -44,9 +44,9 @@ def plugins(config: Namespace, resolved: Resolved) -> list[Any]:
     """
     theirs = as_list(config.trainer.plugins)
     is_clustered = any(isinstance(plugin, ClusterEnvironment) for plugin in theirs)
-    environment = None if is_clustered else environment_of(config.cluster, resolved.nodes)
+    environment = [] if is_clustered else [environment_of(resolved.nodes)]
     own_files = not (any(isinstance(each, CheckpointIO) for each in theirs) or resolved.options.get("checkpoint_io"))
-    return [*theirs, *[CheckpointFiles()] * own_files, *filter(None, [environment])]
+    return [*theirs, *[CheckpointFiles()] * own_files, *environment]
 
 
 def callbacks(config: Namespace, command: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 def _keep(file: Path, name: Path) -> None:
     """Link a file to a second name. One of the two files always exists."""
-    if name.exists() and name.samefile(file):  # after a kill; rename(2) does nothing for two names of one file
+    if name.exists() and name.samefile(file):  # a kill left two names of one file, for which rename(2) does nothing
         return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
     try:
@@ -99,8 +99,8 @@ def _load(path: Path) -> Any:
     except OSError as error:
         reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # unpickling arbitrary bytes can raise anything
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds {found[1]}, and nothing but tensors and plain values is loaded" if found else None
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it holds {match[1]}, and nothing but tensors and plain values is loaded" if match else None
         reason = reason or f"not a checkpoint, or damaged ({type(error).__name__}: {one_line(str(error))[:80]})"
     raise UserError(f"--ckpt_path {path}: {reason}")
 

@@ -14,11 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from app.data import ImageData
 from app.errors import UserError
 from app.execution import IMPLEMENTATION
-from app.fit.checkpoint_file import PREVIOUS, read
+from app.fit.checkpoint_file import read
 from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier
 from app.record import Record
-from app.system.files import remove_parts
 from app.system.patches import expects
 
 WEIGHTS_ALONE = "it holds weights alone"
@@ -48,8 +47,6 @@ class RunCheckpoint(ModelCheckpoint):
         with warnings.catch_warnings():  # a resumed run uses its existing folder
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        if trainer.is_global_zero and self.dirpath is not None and "://" not in str(self.dirpath):
-            remove_parts(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop monitoring a validation metric in a run without validation."""
@@ -76,7 +73,7 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Save if training ends here or a checkpoint is due, unless this step has one.
+        """Save if training ends here or a checkpoint is due, unless one of this step exists.
 
         At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`.
         """
@@ -114,7 +111,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
     """
     if name in ("last", "best"):
         records = [path for config in configs if (path := Path(config).with_name("run.json")).is_file()]
-        path = _of_run(name, records[-1]) if records else _of_name(name, Path(root, run))
+        path = _named(name, records[-1] if records else None, Path(root, run))
     else:
         path = Path(name)
     if path.is_file() and (reason := _wrong_with(path)):
@@ -123,29 +120,31 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
     return str(path) if name in ("last", "best") else name
 
 
-def _of_run(name: str, record: Path) -> Path:
-    """Return a run's last or best checkpoint: the one in its record, else one of that name in its directory."""
-    kept = getattr(read_earlier(record).checkpoint, name)
-    if kept is not None and Path(kept).is_file():
-        return Path(kept)
-    folder = record.with_name("checkpoints")  # the run may have been moved, or killed in its first epoch
-    names = {Path(kept or "").name, f"{name}.ckpt", *[PREVIOUS] * (name == "last")}
-    for path in _newest_first([folder]):
-        if path.name in names:
-            return path
-    raise UserError(f"--ckpt_path {name}: the run in {record.parent} has no such checkpoint: give a file's path")
+def _named(name: str, record: Path | None, folder: Path) -> Path:
+    """Return the checkpoint `last` or `best` of one run, or the newest of that name below a folder of runs.
 
+    Args:
+        name: `last` or `best`.
+        record: Record of the run, or None to search the folder.
+        folder: Folder with the runs of one name.
 
-def _of_name(name: str, folder: Path) -> Path:
-    for path in _newest_first(folder.glob("version_*/checkpoints")):
-        if path.stem.startswith(name):
+    Raises:
+        UserError: When no checkpoint has this name.
+    """
+    kept = Path(getattr(read_earlier(record).checkpoint, name) or "") if record else Path()
+    if kept.is_file():
+        return kept
+    # the run may have been moved since its record was written, or killed in its first epoch
+    folder, pattern = (record.parent, "checkpoints") if record else (folder, "version_*/checkpoints")
+    for path in _newest_first(folder.glob(pattern)):
+        if path.name == kept.name or path.stem.startswith(name):
             return path
     raise UserError(f"--ckpt_path {name}: no {name}.ckpt under {folder}: give --run.name, or a file's path")
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
-    found = [path for folder in folders for path in folder.glob("*.ckpt")]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    paths = (path for folder in folders for path in folder.glob("*.ckpt"))
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def _wrong_with(path: Path, whole: bool = False) -> str | None:
@@ -190,7 +189,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 
 def is_newest(path: Path) -> bool:
-    """Return whether a checkpoint is its run's newest; ignore `best` unless it is the checkpoint itself."""
+    """Return whether a checkpoint is the newest of its run; a newer `best` does not count."""
     return path.samefile(next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best"))
 
 

@@ -29,7 +29,7 @@ from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
 from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
-from app.fit.rules import check, check_trainer
+from app.fit.rules import check
 from app.fit.run_options import decide, is_recorded, release_folders
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import RUN_DIR, launch, note
@@ -120,7 +120,7 @@ class CLI(Flags):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.virtual_devices and config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ:
-            # not by the number of ranks, because the number of threads affects rounding
+            # independent of the number of ranks, because the number of threads affects rounding
             config.run.threads = max(usable_cores() // config.run.virtual_devices, 1)
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
@@ -150,13 +150,10 @@ class CLI(Flags):
             return
         try:
             super().instantiate_classes()
-        except UserError:
-            raise
         except Exception as error:  # Lightning raises many types without naming a flag
-            if users_part(traceback.format_exc()):
+            if isinstance(error, UserError) or users_part(traceback.format_exc()):
                 raise
             raise UserError(self._explained(error)) from error
-        check_trainer(self.trainer)
         if isinstance(self.datamodule, app.data.ImageData) and self.subcommand == "fit":
             self.datamodule.virtual_devices = self.resolved.virtual_devices
         elif config.run.global_order:
@@ -168,7 +165,7 @@ class CLI(Flags):
         self._agree(config.cluster.timeout)
 
     def _explained(self, error: Exception) -> str:
-        """Return an error's message, prefixed by the flag of the object that raised it or that the message mentions."""
+        """Return an error's message with the flag of the object that raised it, or a flag that the message mentions."""
         while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename and (
             cause := error.__cause__ or error.__context__  # the exception that jsonargparse wrapped
         ):
@@ -177,7 +174,7 @@ class CLI(Flags):
             return str(known)
         expected = isinstance(error, MisconfigurationException | ValueError | TypeError | ImportError)
         text = one_line(str(error)) if expected else f"{type(error).__name__}: {error} (--verbose shows where)"
-        words = re.findall(r"\w+", text)
+        words = re.findall(r"-?\w+", text)
         for flag, value in leaves(self.flags):
             if value is not None and {flag.rpartition(".")[2], str(value)} <= {*words}:
                 return f"--{flag} {value}: {text}"
@@ -186,7 +183,7 @@ class CLI(Flags):
     def _agree(self, timeout: float) -> None:
         """Let rank zero decide directory and checkpoint; then add the run's record and loggers."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        if hasattr(strategy, "_timeout"):  # DDP's option is a timedelta
+        if hasattr(strategy, "_timeout"):  # a timedelta, which a flag cannot set
             strategy._timeout = timedelta(seconds=timeout)
         if method := getattr(strategy.launcher, "_start_method", None):  # ddp_spawn, ddp_fork
             strategy._launcher = SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None)
@@ -282,7 +279,7 @@ class CLI(Flags):
         several = trainer.world_size > 1 and not isinstance(launcher, SpawnLauncher)
         if isinstance(launcher, SpawnLauncher):
             launcher.stacks = stacks
-            for logger in trainer.loggers if launcher.forks else []:
+            for logger in trainer.loggers if launcher._start_method == "fork" else []:
                 if isinstance(logger, Tracker):
                     logger.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None

@@ -2,8 +2,6 @@
 
 import inspect
 import math
-import os
-import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from types import NoneType
@@ -23,23 +21,18 @@ from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.parallel import DDP, SplitForward
 
-# smallest allowed values
+# smallest allowed values of flags; Lightning's classes check the others
 MINIMA = {
     **dict.fromkeys(("trainer.max_epochs", "trainer.max_steps", "trainer.num_sanity_val_steps"), -1),
     **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps", "trainer.log_every_n_steps"), 0),
-    **dict.fromkeys((f"trainer.limit_{stage}_batches" for stage in ("train", "val", "test", "predict")), 0),
-    **dict.fromkeys(("trainer.overfit_batches", "trainer.reload_dataloaders_every_n_epochs"), 0),
     **dict.fromkeys(("trainer.gradient_clip_val", "seed_everything"), 0),
     **dict.fromkeys(("trainer.check_val_every_n_epoch", "trainer.accumulate_grad_batches", "trainer.num_nodes"), 1),
     "trainer.strategy.start_powersgd_iter": 2,
-    **{f"{name}_checkpoint.save_top_k": -1 for name in ("best", "last")},
-    **{f"{name}_checkpoint.every_n_{unit}": 0 for name in ("best", "last") for unit in ("epochs", "train_steps")},
 }
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
-FILE_NAME = re.compile(r"([^{}\0]|\{[\w/.-]*\w(:[^{}]*)?\}){1,150}")  # may contain metrics in braces
 
-# classes of sections with a fixed class
+# classes of the sections whose class the user does not choose
 MADE = {
     "trainer": Trainer,
     "run": Run,
@@ -67,7 +60,7 @@ def flag_problems(s: Resolved) -> Iterator[str]:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a configuration with its flag."""
+    """Yield each flag of a configuration with its value, such as `trainer.devices` and 2."""
     if isinstance(value, Namespace | dict):
         for key, inner in (vars(value) if isinstance(value, Namespace) else value).items():
             yield from leaves(inner, path if key == "init_args" else f"{path}.{key}".lstrip("."))
@@ -101,17 +94,10 @@ def _values(s: Resolved) -> Iterator[str]:
     every = s.config.trainer.val_check_interval
     if isinstance(every, int | float) and every <= 0:
         yield f"--trainer.val_check_interval {every}: give more than 0"
-    for flag in ("best_checkpoint.filename", "last_checkpoint.filename"):
-        name = s.config.get(flag)
-        if name is not None and (_leads_out(name) or not FILE_NAME.fullmatch(name)):
-            yield f"--{flag} {name!r}: give a file's name below the run's folder, with metrics in braces, as {{epoch}}"
-    name = s.config.run.name or ""
-    if "\0" in name or _leads_out(name) or any(len(os.fsencode(part)) > 255 for part in PurePath(name).parts):
-        yield f"--run.name {name!r}: give the name of a folder below --run.root, of 255 bytes at most"
-
-
-def _leads_out(name: str) -> bool:
-    return PurePath(name).is_absolute() or ".." in PurePath(name).parts
+    for flag in ("run.name", "best_checkpoint.filename", "last_checkpoint.filename"):
+        path = PurePath(s.config.get(flag) or "")
+        if path.is_absolute() or ".." in path.parts:
+            yield f"--{flag} {path}: give a relative path without .., because runs stay below --run.root"
 
 
 def _strategy_options(s: Resolved) -> Iterator[str]:
@@ -127,18 +113,18 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
 
 def _cuda_graph(s: Resolved) -> Iterator[str]:
     """Reject settings that act between the phases of a step, or that change the captured step."""
-    if not s.given("cuda_graph"):
+    if not s.given("model.cuda_graph"):
         return
     if s.world_size > 1 or s.strategy is not SingleDeviceStrategy:
         yield f"--model.cuda_graph true is for one GPU, not for --trainer.strategy {s.name}: leave it out"
-    by_step = "scheduler_interval step" if s.given("scheduler") and s.given("scheduler_interval") == "step" else ""
-    by_step = "schedule" if s.given("schedule") else by_step
+    schedules_steps = s.given("model.scheduler") and s.given("model.scheduler_interval") == "step"
     for flag, is_set, why in (
         ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the graph updates before gradients can be clipped"),
         ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "the graph updates on each batch"),
-        ("data.micro_batch", s.micro_batch, "the graph holds a single pass"),
+        ("data.micro_batch", s.given("data.micro_batch"), "the graph holds a single pass"),
         ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
-        (f"model.{by_step}", by_step, "the graph holds a fixed learning rate"),
+        ("model.schedule", s.given("model.schedule"), "the graph holds a fixed learning rate"),
+        ("model.scheduler_interval step", schedules_steps, "the graph holds a fixed learning rate"),
         ("model.compile reduce-overhead", s.reduces_overhead, "the compiler makes CUDA graphs, too"),
         ("run.on_nonfinite skip", s.config.run.on_nonfinite == "skip", "the graph cannot skip its update"),
         ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient on the host"),
@@ -149,21 +135,22 @@ def _cuda_graph(s: Resolved) -> Iterator[str]:
 
 def _execution(s: Resolved) -> Iterator[str]:
     """Reject execution settings that do not work with the strategy, the model, or each other."""
-    module, *inner = str(s.given("network") or "").split(".")
+    module, *inner = str(s.given("model.network") or "").split(".")
     if inner and "/" not in module and module not in trusted_modules():
-        yield f"--model.network {s.given('network')}: its code is not trusted: give --trust {module} to run it"
+        yield f"--model.network {s.given('model.network')}: its code is not trusted: give --trust {module} to run it"
     remedy = f"does not work with --trainer.strategy {s.name}, which copies or splits models: use ddp, or leave it out"
-    if s.micro_batch is not None and s.model is None:
+    micro_batch = s.given("data.micro_batch")
+    if micro_batch is not None and s.model is None:
         yield "--data.micro_batch is for the models of this application: use --trainer.accumulate_grad_batches"
-    if s.micro_batch is not None and not issubclass(s.strategy, (*COMPILES, SplitForward)):
-        yield f"--data.micro_batch {s.micro_batch} {remedy}"
-    if s.model is not None and s.given("channels_last") is True and not s.model.convolutional:
+    if micro_batch is not None and not issubclass(s.strategy, (*COMPILES, SplitForward)):
+        yield f"--data.micro_batch {micro_batch} {remedy}"
+    if s.model is not None and s.given("model.channels_last") is True and not s.model.convolutional:
         yield f"--model.channels_last true: {s.model.__name__} has no convolutions: leave it out"
     if s.compiled and (issubclass(s.strategy, SplitForward) or not issubclass(s.strategy, COMPILES)):
         yield f"--model.compile {remedy}"
     if s.reduces_overhead and s.accumulates:
         yield "--model.compile reduce-overhead: the next batch overwrites accumulated gradients: use default"
-    fused = s.given("optimizer.init_args.fused")
+    fused = s.given("model.optimizer.init_args.fused")
     if fused and s.trainer.precision == "16-mixed" and s.trainer.gradient_clip_val:
         yield "--model.optimizer.fused true with --trainer.gradient_clip_val does not work in 16-mixed: use bf16-mixed"
 
@@ -175,15 +162,16 @@ def _order(s: Resolved) -> Iterator[str]:
         for flag, is_set, remedy in (
             (f"trainer.strategy {s.name}", s.strategy not in SHARDED or s.hook, "use --trainer.strategy ddp"),
             ("trainer.sync_batchnorm", s.sync_batchnorm, "each shard is normalised by itself: leave it out"),
-            ("data.micro_batch", s.micro_batch, "a shard is a micro-batch already: leave it out"),
-            ("model.cuda_graph", s.given("cuda_graph"), "the graph holds a whole batch: leave it out"),
+            ("data.micro_batch", s.given("data.micro_batch"), "a shard is a micro-batch already: leave it out"),
+            ("model.cuda_graph", s.given("model.cuda_graph"), "the graph holds a whole batch: leave it out"),
             ("model.compile reduce-overhead", s.reduces_overhead, "use default"),
             ("run.loop lightning", run.loop == "lightning", "only the straight loop has shards: leave it out"),
         ):
             if is_set:
                 yield f"--run.virtual_devices {count} does not work with --{flag}: {remedy}"
-        if isinstance(s.batch_size, int) and 0 < s.batch_size < count:
-            yield shards_beyond(count, s.batch_size)
+        size = s.given("data.batch_size")
+        if isinstance(size, int) and 0 < size < count:
+            yield shards_beyond(count, size)
         if count < s.world_size:
             yield f"--run.virtual_devices {count}: each process needs a shard: give {s.world_size} or more"
     elif run.balance:

@@ -7,10 +7,9 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from app.errors import UserError
 from app.system.patches import expects
 
-SAYS = {  # replaces Lightning's descriptions
+DESCRIPTIONS = {  # replaces Lightning's descriptions
     "config": "Config file; later files and flags override it",
     "print_config": "Print all settings as a config file, and exit",
     "seed_everything": "Seed of all random numbers (default: 42)",
@@ -40,7 +39,7 @@ MORE = {  # sections with a separate help page, and its title
     "last_checkpoint": "times to save the last checkpoint",
     "lr_monitor": "logging of the learning rate",
 }
-CLASSES = {  # settings whose value is a class, with an example
+CLASSES = {  # settings whose value is a class, with an example of a class
     "model.optimizer": "AdamW",
     "model.scheduler": "StepLR",
     "data.augment": "RandAugment",
@@ -57,17 +56,17 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=28)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        return f"{max(action.option_strings, key=len).removesuffix('+')} {self._takes(action)}".rstrip()
+        return f"{max(action.option_strings, key=len).removesuffix('+')} {self._metavar(action)}".rstrip()
 
-    def _takes(self, action: argparse.Action) -> str:
+    def _metavar(self, action: argparse.Action) -> str:
         if action.nargs == 0 or action.dest == "print_config":
             return ""
         has_choices = isinstance(action.metavar, str) and action.metavar.startswith("{")
         return str(action.metavar) if has_choices else action.dest.rpartition(".")[2].upper()
 
     def _expand_help(self, action: argparse.Action) -> str:
-        if action.dest in SAYS:
-            return SAYS[action.dest]
+        if action.dest in DESCRIPTIONS:
+            return DESCRIPTIONS[action.dest]
         text, default = (action.help or "").strip().rstrip(".").replace("``", "`"), action.default
         if isinstance(default, Mapping):
             default = str(default.get("class_path", "")).rpartition(".")[2]
@@ -85,7 +84,7 @@ def page(
     Args:
         parser: The command's parser.
         settings: Parser with the settings of the chosen model and data.
-        classes: Names of the chosen model and data, by section.
+        classes: Names of the chosen model and data classes, by section.
         section: A section of `MORE`, or None for the command's page.
     """
     actions = {action.dest: action for action in parser._actions if action.option_strings and not _is_page(action)}
@@ -132,8 +131,5 @@ class SectionHelp(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Print the help page and exit."""
-        section = str(option_string).removeprefix("--").removesuffix(".help")
-        if section not in MORE:
-            raise UserError(f"{option_string}: there is no such page: {', '.join(f'--{name}.help' for name in MORE)}")
-        print(page(parser, parser, {}, section), end="")
+        print(page(parser, parser, {}, str(option_string).removeprefix("--").removesuffix(".help")), end="")
         parser.exit()

@@ -61,7 +61,7 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         return f"{flag} {match[1]}: neither a file nor settings"
     names = [NAMES.get(name, name) for name, _ in EXPECTED.findall(text) if name not in ("", "NoneType", "int")]
     names = names or ["int"] * ("<class 'int'>" in text)
-    choices = [choice.strip("' ") for _, found in EXPECTED.findall(text) for choice in found.split(",") if found]
+    choices = [choice.strip("' ") for _, literal in EXPECTED.findall(text) for choice in literal.split(",") if literal]
     if (match := re.search(r"dot import path string: (\S+)", text)) and "a number" not in names:
         near = nearest(match[1], (classes or {}).get(flag.rpartition(".")[2].lstrip("-"), ()))
         return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"

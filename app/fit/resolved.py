@@ -1,8 +1,8 @@
 """Resolved configuration: strategy, devices, processes and launcher, without a Trainer."""
 
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 
 from app.data import ImageData
 from app.errors import UserError
-from app.launch.cluster_environment import Launched, other_launcher
+from app.launch.cluster_environment import Launched
 from app.modules import ImageClassifier
 from app.parallel.traits import Traits
 from app.system.patches import expects
@@ -36,13 +36,11 @@ class Resolved:
         config: Configuration with all defaults.
         command: Name of the command: `fit`, `test`, ….
         launcher: Launcher that started this process, or None.
-        environ: Environment variables.
     """
 
     config: Namespace
     command: str = "fit"
     launcher: Launched | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
 
     # -- strategy -----------------------------------------------------------------------------------------
 
@@ -135,7 +133,8 @@ class Resolved:
     def trainer(self) -> Namespace:
         """Section `trainer`, with missing numbers of devices and nodes filled in from the launcher.
 
-        A strategy with several devices per process, such as `ddp_dp`, keeps its `devices`: a launcher counts processes.
+        A strategy with several devices per process, such as `ddp_dp`, keeps its own number of devices, because a
+        launcher counts processes.
         """
         trainer = self.config.trainer.clone()
         if self.launcher is not None:
@@ -170,10 +169,8 @@ class Resolved:
     @cached_property
     def agent_processes(self) -> int:
         """Number of ranks that this process starts as their agent; 0 under another launcher or for a single rank."""
-        parallel = issubclass(self.strategy, ParallelStrategy)
-        if not self.stands_alone or self.other_launcher or self.spawns or not parallel:
-            return 0
-        return self.processes if self.world_size > 1 else 0
+        is_agent = self.stands_alone and not self.spawns and self.world_size > 1
+        return self.processes if is_agent else 0
 
     # -- launcher -----------------------------------------------------------------------------------------
 
@@ -187,16 +184,6 @@ class Resolved:
     def stands_alone(self) -> bool:
         """Whether the process runs without a launcher and without a cluster plugin."""
         return self.launcher is None and not any(issubclass(plugin, ClusterEnvironment) for plugin in self.plugins)
-
-    @property
-    def other_launcher(self) -> bool:
-        """Whether mpirun or LSF, which Lightning handles, started this process."""
-        return self.config.cluster.init_method is None and other_launcher()
-
-    @property
-    def nodes_meet(self) -> bool:
-        """Whether several nodes find each other by the `--cluster` flags."""
-        return self.stands_alone and self.nodes > 1 and not self.traits.single_process and not self.other_launcher
 
     # -- model and data -----------------------------------------------------------------------------------
 
@@ -216,23 +203,14 @@ class Resolved:
         return config
 
     def given(self, flag: str) -> Any:
-        """Return the value of a flag of this application's models, or None."""
-        return self.config.model.get(f"init_args.{flag}") if self.model else None
-
-    @property
-    def micro_batch(self) -> int | None:
-        """Value of `--data.micro_batch` if the data is this application's, else None."""
-        return self.checked.data.get("init_args.micro_batch")
-
-    @property
-    def batch_size(self) -> Any:
-        """Value of `--data.batch_size` if the data is this application's, else None."""
-        return self.checked.data.get("init_args.batch_size")
+        """Return the value of a flag of this application's models and data, such as `data.batch_size`, or None."""
+        section, _, name = flag.partition(".")
+        return self.checked[section].get(f"init_args.{name}")
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients of several backward passes accumulate before an update."""
-        return self.trainer.accumulate_grad_batches > 1 or bool(self.micro_batch)
+        return self.trainer.accumulate_grad_batches > 1 or bool(self.given("data.micro_batch"))
 
     @property
     def virtual_devices(self) -> int | None:
@@ -243,12 +221,12 @@ class Resolved:
     @property
     def compiled(self) -> bool:
         """Whether the network is compiled."""
-        return self.given("compile") not in (None, False, "off")
+        return self.given("model.compile") not in (None, False, "off")
 
     @property
     def reduces_overhead(self) -> bool:
         """Whether the network is compiled to CUDA graphs."""
-        return self.given("compile") == "reduce-overhead"
+        return self.given("model.compile") == "reduce-overhead"
 
     @property
     def sync_batchnorm(self) -> bool:

@@ -1,7 +1,6 @@
-"""Checks of a configuration before anything is built; each message ends with a remedy.
+"""Rules about flags that concern this machine and this process's launcher, checked before anything is built.
 
-The rules of `flag_rules` hold on every machine. The rules here concern this machine and this process's launcher; rules
-about the launcher are checked again on the built Trainer.
+The rules of `flag_rules` hold on every machine.
 """
 
 import os
@@ -12,7 +11,6 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -21,10 +19,11 @@ from app.data import ImageData
 from app.errors import UserError, nearest
 from app.fit.flag_rules import flag_problems
 from app.fit.resolved import Resolved
-from app.launch.cluster_environment import OWN_AGENT, Launched, launched
-from app.launch.process import RANKS, is_task_of_srun
+from app.launch.cluster_environment import OWN_AGENT, launched
+from app.launch.process import ADDRESSES, RANKS, is_task_of_srun
 
 SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # number of processes that mpirun started
 
 
 def _raise_first(problems: Iterator[str]) -> None:
@@ -41,7 +40,7 @@ def check_flags(config: Namespace) -> None:
     Raises:
         UserError: With the reason and the remedy.
     """
-    _raise_first(flag_problems(Resolved(config, "")))
+    _raise_first(flag_problems(Resolved(config)))
 
 
 def check(command: str, config: Namespace) -> Resolved:
@@ -54,19 +53,9 @@ def check(command: str, config: Namespace) -> Resolved:
     Raises:
         UserError: With the reason and the remedy.
     """
-    resolved = Resolved(config, command, launched(), dict(os.environ))  # os.environ itself cannot be pickled
+    resolved = Resolved(config, command, launched())
     _raise_first(chain(flag_problems(resolved), machine_problems(resolved)))
     return resolved
-
-
-def check_trainer(trainer: Trainer) -> None:
-    """Compare the built Trainer's sizes, which a user's strategy may set, with the launcher's.
-
-    Raises:
-        UserError: With the reason and the remedy.
-    """
-    processes = getattr(trainer.strategy, "num_processes", 1)
-    _raise_first(launcher_problems(launched(), trainer.num_nodes, processes, trainer.world_size))
 
 
 def machine_problems(s: Resolved) -> Iterator[str]:
@@ -78,31 +67,24 @@ def machine_problems(s: Resolved) -> Iterator[str]:
     yield from _rendezvous(s)
     yield from _strategy(s)
     yield from _sync_batchnorm(s)
-    yield from launcher_problems(s.launcher, s.nodes, s.processes, s.world_size)
-    size = s.batch_size
+    yield from _sizes(s)
+    size = s.given("data.batch_size")
     if s.command == "fit" and s.virtual_devices is None and isinstance(size, int) and size > 0 and size % s.world_size:
         remedy = f"use --data.batch_size {ImageData.nearest_shares(size, s.world_size)}, or another --trainer.devices"
         yield f"a global batch of {size} cannot be shared equally by {s.world_size} ranks: {remedy}"
 
 
-def launcher_problems(launcher: Launched | None, nodes: int, processes: int, world_size: int) -> Iterator[str]:
-    """Yield messages about differences between the launcher's processes and the run's.
-
-    Args:
-        launcher: Launcher of this process, or None.
-        nodes: Number of the run's nodes.
-        processes: Number of its processes per node.
-        world_size: Number of its processes on all nodes.
-    """
-    if launcher is None:
+def _sizes(s: Resolved) -> Iterator[str]:
+    """Check that the launcher started as many processes as the flags request."""
+    if (launcher := s.launcher) is None:
         return
     if launcher.per_node is None:
         flag = "--ntasks-per-node" if launcher.by == "srun" else "the same --nproc-per-node"
         yield f"{launcher.by} started {launcher.world_size} processes, not the same number on each node: give {flag}"
-    is_single = world_size == 1 == launcher.world_size
-    if not is_single and (launcher.nodes, launcher.per_node) != (nodes, processes):
+    is_single = s.world_size == 1 == launcher.world_size
+    if not is_single and (launcher.nodes, launcher.per_node) != (s.nodes, s.processes):
         started = f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es)"
-        run = f"the run is --trainer.num_nodes {nodes} of {processes}"
+        run = f"the run is --trainer.num_nodes {s.nodes} of {s.processes}"
         yield f"{started}, but {run}: leave --trainer.num_nodes and --trainer.devices out to follow {launcher.by}"
 
 
@@ -125,9 +107,9 @@ def needs_cuda(s: Resolved) -> Iterator[str]:
     """Yield messages about flags without effect outside CUDA."""
     for flag, is_set in {
         "trainer.benchmark": s.trainer.benchmark,
-        "model.cuda_graph": s.given("cuda_graph"),
+        "model.cuda_graph": s.given("model.cuda_graph"),
         "model.compile reduce-overhead": s.reduces_overhead,
-        "model.matmul_precision": s.given("matmul_precision") not in (None, "highest"),
+        "model.matmul_precision": s.given("model.matmul_precision") not in (None, "highest"),
     }.items():
         if is_set and s.accelerator != "cuda":
             yield f"--{flag} has no effect on the {s.accelerator} accelerator: leave it out"
@@ -143,16 +125,18 @@ def _compiler(s: Resolved) -> Iterator[str]:
 
 def _starter(s: Resolved) -> Iterator[str]:
     """Reject variables and flags that contradict this process's launcher."""
-    cluster, by, environ = s.config.cluster, s.launcher.by if s.launcher else None, s.environ
+    cluster, by = s.config.cluster, s.launcher.by if s.launcher else None
     if by not in (None, OWN_AGENT) and cluster.init_method is not None:
         yield f"--cluster.init_method: {by} decides how the nodes meet: leave it out"
     if s.stands_alone:
-        left = [name for name in RANKS if name in environ and (name != "NODE_RANK" or s.nodes == 1)]
+        if any(os.environ.get(name, "1") != "1" for name in MPI_SIZES):
+            yield "mpirun cannot start runs: use torchrun or srun"
+        left = [name for name in RANKS if name in os.environ and (name != "NODE_RANK" or s.nodes == 1)]
         if left:
             yield f"{', '.join(left)} in the environment, but no launcher started this process: unset {' '.join(left)}"
-        meets = cluster.init_method is not None or "NODE_RANK" in environ
-        for variable, unit in SLURM_SIZES.items() if "SLURM_JOB_ID" in environ and not is_task_of_srun() else ():
-            if (count := environ.get(variable, "1")) != "1" and not meets:
+        meets = cluster.init_method is not None or "NODE_RANK" in os.environ
+        for variable, unit in SLURM_SIZES.items() if "SLURM_JOB_ID" in os.environ and not is_task_of_srun() else ():
+            if (count := os.environ.get(variable, "1")) != "1" and not meets:
                 yield f"this SLURM job has {count} {unit}, but the command was started once: put srun before it"
     for flag in ("init_method", "node_rank"):
         if cluster[flag] is not None and s.stands_alone and s.nodes == 1:
@@ -167,20 +151,20 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
     """Check the nodes' address and this node's rank."""
     if s.nodes > 1 and (s.traits.single_process or s.spawns):
         yield f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or ddp_dp"
-    if not s.nodes_meet:
+    if not s.stands_alone or s.nodes == 1 or s.traits.single_process:
         return
-    method, node_rank, environ = s.config.cluster.init_method or "env://", s.config.cluster.node_rank, s.environ
+    method, node_rank = s.config.cluster.init_method or "env://", s.config.cluster.node_rank
     if not _is_address(method):
         yield f"--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"
     if method == "env://":
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]:
+        if missing := [name for name in ADDRESSES if not os.environ.get(name)]:
             remedy = f"give --cluster.init_method tcp://HOST:PORT, or set {' and '.join(missing)}, or use torchrun"
             yield f"--trainer.num_nodes {s.nodes}: where do the nodes meet? {remedy} or srun"
-        elif not 0 < int(environ["MASTER_PORT"]) < 2**16:
-            yield f"MASTER_PORT={environ['MASTER_PORT']} in the environment: give a port, 1 to 65535"
-    where, rank = (
-        ("--cluster.node_rank", node_rank) if node_rank is not None else ("NODE_RANK", environ.get("NODE_RANK"))
-    )
+        elif not 0 < int(port := os.environ["MASTER_PORT"]) < 2**16:
+            yield f"MASTER_PORT={port} in the environment: give a port, 1 to 65535"
+    where, rank = "--cluster.node_rank", node_rank
+    if rank is None:
+        where, rank = "NODE_RANK", os.environ.get("NODE_RANK")
     if rank is None:
         yield f"--trainer.num_nodes {s.nodes}: which of them is this? give --cluster.node_rank, or set NODE_RANK"
     elif int(rank) >= s.nodes:
@@ -208,8 +192,6 @@ def _strategy(s: Resolved) -> Iterator[str]:
     usable = [name for name in serving if name != "fake" and dist.is_backend_available(name)]
     if backend is not None and backend not in usable:
         yield f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use {' or '.join(usable)}"
-    if s.traits.sends_between_devices and backend == "gloo" and s.accelerator == "cuda":
-        yield f"--trainer.strategy.process_group_backend gloo does not connect GPUs, as {s.name} needs: leave it out"
     if s.hook is not None and s.world_size == 1:
         remedy = "use --trainer.strategy ddp without a hook, or give more --trainer.devices"
         yield f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: {remedy}"
@@ -218,8 +200,7 @@ def _strategy(s: Resolved) -> Iterator[str]:
     if not has_nccl and (s.hook in bf16 or s.options.get("ddp_comm_wrapper") in bf16):
         yield f"{flag}: torch sends bfloat16 only where it was built with NCCL: use --trainer.strategy ddp_fp16"
     if s.nodes == 1 and s.traits.needs_several_nodes:
-        remedy = f"use --trainer.strategy {s.traits.on_one_node}, or give more --trainer.num_nodes"
-        yield f"{flag} {s.traits.needs_several_nodes}: {remedy}"
+        yield f"{flag} {s.traits.needs_several_nodes}, or give more --trainer.num_nodes"
 
 
 def _sync_batchnorm(s: Resolved) -> Iterator[str]:

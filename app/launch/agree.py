@@ -1,4 +1,4 @@
-"""Connection of a run's ranks, and their agreement: rank zero decides, and every rank checks."""
+"""Process group of a run's ranks, and their agreement: rank zero decides on checkpoint and folder, all ranks check."""
 
 import os
 import time
@@ -30,10 +30,11 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 
 
 def host_group(timeout: timedelta) -> Any:
-    """Create a gloo group of all ranks, separate from the user's collective calls. Collective.
+    """Create a gloo group of all ranks for this application's own collective calls. Collective.
 
-    A collective call that only one rank makes, by a user's mistake, should time out. In a shared group, it could meet
-    one of our calls of another size, and gloo would abort the process.
+    Users' collective calls run in the default group. A call that only one rank makes, by mistake, times out there. If
+    our calls used the same group, gloo would match the user's call with one of ours, and abort the process because the
+    sizes differ.
 
     Args:
         timeout: Time to wait for another rank.
@@ -103,7 +104,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
     environment: ClusterEnvironment | None = getattr(strategy, "cluster_environment", None)
     launcher = launched()
     if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
-        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # mpirun, or a user's plugin
+        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # a user's plugin
     if launcher is None or launcher.world_size == 1 or environment is None:
         return
     if launcher.nodes > 1:
@@ -122,7 +123,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
         strategy.setup_environment()
         return store  # keeps the store alive until the group exists
 
-    try:  # a thread, because torch ignores the timeout if another program listens there
+    try:  # in a thread, because torch ignores its timeout if another program listens at the address
         Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
@@ -148,7 +149,7 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     while store is None:
         try:
             store = reach_store(address, int(agents.get(STORE)))
-        except (OSError, distributed.DistNetworkError):  # the port may be an earlier round's
+        except (OSError, distributed.DistNetworkError):  # the port may be of an earlier round, whose store has closed
             deadline.check("rank 0", quiet=True)
             time.sleep(0.05)
     os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port), "False"

@@ -7,18 +7,14 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
-    LSFEnvironment,
-    MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
 
 from app.launch.process import AGENT, is_task_of_srun, is_worker
-from app.launch.rendezvous import Cluster
 
 OWN_AGENT = "the application"  # name of our agent as a launcher
 
@@ -48,11 +44,6 @@ def launched() -> Launched | None:
     return None
 
 
-def other_launcher() -> bool:
-    """Return whether mpirun or LSF started this process; Lightning handles both."""
-    return LSFEnvironment.detect() or MPIEnvironment.detect()
-
-
 def _interactive() -> bool:
     """Return whether the SLURM job's name is that of an interactive session."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
@@ -71,13 +62,13 @@ def launch_id() -> str | None:
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    began = Path(f"/proc/{agent}/stat")  # ticks since boot, because psutil's time changes when the clock is set
-    when = began.read_text().rpartition(")")[2].split()[19] if began.exists() else psutil.Process(agent).create_time()
-    return f"{launcher.by} {socket.gethostname()} {agent} {when}"
+    stat = Path(f"/proc/{agent}/stat")  # holds its start in ticks since boot, not by the clock
+    began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    return f"{launcher.by} {socket.gethostname()} {agent} {began}"
 
 
 def may_resume() -> bool:
-    """Return whether this may be a restart. Always true under torchrun, which does not count all restarts."""
+    """Return whether a launcher may have restarted this run. True under torchrun, which does not count all restarts."""
     launcher = launched()
     if launcher is None:
         return False
@@ -88,8 +79,8 @@ def may_resume() -> bool:
 class Slurm(SLURMEnvironment):
     """Environment of srun's tasks, read from the variables of SLURM's step; Lightning reads the job's.
 
-    This application requeues jobs itself, because Lightning saves in a signal handler, not at the same step on all
-    ranks.
+    This application requeues jobs itself. Lightning would save the checkpoint in a signal handler, which runs at
+    different steps on different ranks.
     """
 
     def __init__(self) -> None:
@@ -112,13 +103,11 @@ class Slurm(SLURMEnvironment):
         """Do nothing, because the rules of `fit` check the sizes."""
 
 
-def environment_of(cluster: Cluster, num_nodes: int) -> ClusterEnvironment | None:
-    """Return this process's ClusterEnvironment; None for mpirun and LSF, which Lightning handles."""
+def environment_of(num_nodes: int) -> ClusterEnvironment:
+    """Return this process's ClusterEnvironment; Lightning's own detection would also accept mpirun and LSF."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()
-    if cluster.init_method is None and other_launcher():
-        return None
     if num_nodes == 1 and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
         print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
     return LightningEnvironment()

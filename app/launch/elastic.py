@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,12 +21,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from app.errors import EXIT_CODES, RankError, RankLostError, UserError
 from app.launch.failures import explain, lost, message_of, root_cause
-from app.launch.process import AGENT, heard
+from app.launch.process import AGENT, heard, restored_signals
 from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
-# files that a rank writes beside torch's error file: its run's directory, and its exit code after a signal
+# files that a rank writes beside torch's error file; they hold the run's directory, and the exit code after a signal
 RUN_DIR, STOPPED = "run_dir", "stopped"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
@@ -57,9 +56,8 @@ def launch(
         RankError: When a rank failed otherwise.
     """
     error: UserError | RankError
-    # our own temporary folder, because torch does not delete its own
-    temporary_folder = tempfile.TemporaryDirectory(prefix="data-parallel-lab-")
-    with temporary_folder as temporary, _agent(processes, cluster.timeout):
+    # torch would not delete a temporary folder of its own
+    with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as temporary, _agent(processes, cluster.timeout):
         folder = Path(cluster.log_dir or temporary)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,9 +129,8 @@ def launch(
 
 @contextmanager
 def _agent(processes: int, timeout: float) -> Iterator[None]:
-    """Set the agent's environment and logging; restore the environment and the signal handlers afterwards."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    before, mask = os.environ.copy(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    """Set the agent's environment and logging; afterwards, restore the environment and the signal handlers."""
+    before = os.environ.copy()
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     # from torch 2.12 on: seconds for ranks to save their last checkpoint
@@ -142,14 +139,11 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
     log.addHandler(logging.NullHandler())
     log.propagate = "APP_DEBUG" in os.environ
     try:
-        yield
+        with restored_signals():
+            yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
 
 def note(name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Root cause of a failed run: finds the rank that failed first, and translates the errors that it causes elsewhere."""
+"""Root cause of a failed run: finds the rank that failed first, and translates the errors of the others."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
 from app.system.tracebacks import blamed
 
-# messages of gloo, NCCL and TCPStore: a lost rank, a timeout
+# patterns of messages with which gloo, NCCL and TCPStore report a lost rank and a timeout
 GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
@@ -66,7 +66,7 @@ def who_hangs() -> str:
 def leave_nccl() -> None:
     """Abort an NCCL process group after an error.
 
-    Its pending calls would block the exit of the process, and the move of the model to the host.
+    The group's pending calls would block the process's exit, and before it, the move of the model to the host.
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
     global _has_left
@@ -111,24 +111,22 @@ def explaining_errors() -> Iterator[None]:
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, and its failure.
+    """Return the rank whose failure caused the others, and this failure.
 
-    Torch selects the earliest failure, to the second. It may be a consequence: the rank lost a connection, a signal
-    ended it, or it timed out because another rank hung, which is killed later.
+    Torch selects the earliest failure, to the second. This may be a consequence of another rank's failure: the rank
+    lost a connection, received a signal, or timed out because another rank hung.
     """
 
-    def is_consequence(rank: int) -> tuple[bool, bool, bool, bool]:
+    def order(rank: int) -> tuple[bool | int, ...]:
+        """Return a key that sorts consequences last, and equal failures by rank."""
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
-        lost = message.startswith(RankLostError.__name__)
-        # prefer a message that names the lost node to one about "another rank"
-        order = (lost, lost and ANOTHER in message, code == -signal.SIGKILL)
-        return code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values()), *order
+        was_stopped = code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
+        has_lost = message.startswith(RankLostError.__name__)
+        # prefer a message that names the lost node to one about "another rank"; a hung rank is killed last
+        return was_stopped, has_lost, has_lost and ANOTHER in message, code == -signal.SIGKILL, rank
 
-    first = min(failures, key=is_consequence)
-    message = message_of(failures[first].error_file_data)
-    # several ranks with the same message: report the first
-    rank = min(r for r in failures if r == first or (message and message_of(failures[r].error_file_data) == message))
-    return rank, failures[rank]
+    cause = min(failures, key=order)
+    return cause, failures[cause]
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
@@ -139,7 +137,9 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
         return UserError(f"rank {rank}: {text}" if failure.local_rank else text)
     if kind := {"RankLostError": RankLostError, "RankSilentError": RankSilentError}.get(name):
         return kind(text)
-    return RankError.ended(rank, failure.pid, failure.exitcode, message)
+    code, reason = failure.exitcode, f": {message.splitlines()[0]}" if message else ""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return RankError(f"rank {rank} (process {failure.pid}) {how}{reason}", 2 if code == 2 else 1)
 
 
 def message_of(error_file: Mapping[str, Any]) -> str:

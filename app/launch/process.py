@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from app.errors import UserError
 
 # environment variables
-AGENT = "APP_AGENT"  # process id of a rank's agent, if it is ours
+AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
 STARTER = "APP_STARTER"  # process id of the `compare`, `plan`, `verify` or `doctor` that started this run
 SPAWNED = "APP_SPAWNED"  # set in SpawnLauncher's processes; app/__init__.py reads it
 BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
@@ -79,8 +80,8 @@ def is_worker() -> bool:
 def begin() -> None:
     """Make this process exit with its agent or starting command, and cleanly on SIGTERM.
 
-    On an error, NCCL's watchdog then only aborts communicators (mode 2). In torch elastic's mode 1, it would also end
-    the process, even while Python reports the error.
+    Also set NCCL's error handling to mode 2: after an error, NCCL's watchdog only aborts communicators. In mode 1,
+    torch elastic's default, it would also end the process, even while Python reports the error.
     Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
     """
     if os.environ.get(ON_NCCL_ERROR, "1") == "1":
@@ -127,6 +128,20 @@ def _handle(interrupt: Any, terminate: Any) -> None:
             signal.signal(number, interrupt if number == signal.SIGINT else terminate)
 
 
+@contextmanager
+def restored_signals() -> Iterator[None]:
+    """Restore this process's signal handlers and signal mask after the block."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
 def heard(numbers: Iterable[int]) -> list[int]:
     """Return the signals that this process does not ignore; `nohup`, for example, ignores some."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
@@ -137,10 +152,10 @@ def _end(*_: object) -> None:
 
 
 def requeue() -> bool:
-    """Requeue this SLURM job, in task 0 only. SLURM then ends the job by SIGTERM.
+    """Requeue this SLURM job, which SLURM then ends by SIGTERM. Only task 0 sends the request.
 
     Returns:
-        Whether SLURM accepted the request; true in other tasks.
+        Whether SLURM accepted the request; true in all other tasks.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it twice
     if os.environ["SLURM_PROCID"] != "0":
@@ -161,8 +176,8 @@ def requeue() -> bool:
 def environment_of_a_run() -> dict[str, str]:
     """Return the environment for a separate run: without launcher variables, and with this process as its parent.
 
-    The run reads STARTER to exit with its parent. A `preexec_fn` could do the same, but a Ctrl-C during the fork would
-    be lost.
+    STARTER makes the run exit with this process. A `preexec_fn` could do so, too, but would lose a Ctrl-C during the
+    fork.
     """
     dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
     kept = {key: value for key, value in os.environ.items() if key not in dropped and key[:6] != "SLURM_"}

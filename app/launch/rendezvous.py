@@ -96,9 +96,10 @@ class Deadline:
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Host a store that listens on one address if this machine has it, else on all addresses.
+    """Host a store that listens on one address only, or on all addresses if this machine does not have that one.
 
-    Behind NAT, this machine does not have the address that others use. On Debian, its name may resolve to 127.0.1.1.
+    A machine behind NAT does not have the address that others use. On Debian, a machine's own name may resolve to
+    127.0.1.1.
 
     Args:
         address: Name or address of this machine for the other processes.
@@ -137,7 +138,7 @@ def reach_store(address: str, port: int) -> TCPStore:
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """Rendezvous of nodes at one address, or of a single node. The rules of `fit` have checked the flags.
+    """Rendezvous of nodes at one address, or of a single node. `app.fit.rules` has checked the flags.
 
     Args:
         cluster: The flags of the rendezvous.
@@ -183,13 +184,13 @@ class NodeRendezvous(StaticTCPRendezvous):
         store = PrefixStore(f"round{self._rounds}", self.store())
         store.set(f"node{self.rank}", "")
         self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
-        # a starting rank would print a traceback on Ctrl-C; `process.begin` unblocks signals in each rank
+        # because a starting rank would print a traceback on Ctrl-C; `process.begin` unblocks signals in each rank
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because nodes never join later; unblock signals, because the agent has started its ranks."""
+        """Return 0, because nodes never join later. The agent calls this once its ranks run, so unblock signals."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return 0
 
@@ -203,13 +204,17 @@ class NodeRendezvous(StaticTCPRendezvous):
         return self._store
 
     def _host(self, deadline: Deadline) -> TCPStore:
-        """Host the store on node 0, and wait for the other nodes."""
+        """Host the store on node 0, write its address to the shared file, and wait for the other nodes."""
         store = host_store(self.master_addr, self.master_port, deadline.seconds)
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
         store.set("node0", self.run_id)
         if self.file:
-            self._write(self.file)
+            try:
+                write_json(self.file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
+            except OSError as error:
+                message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
+                raise UserError(message) from error
         try:
             self._wait_for_all(store, deadline)
         finally:
@@ -267,13 +272,3 @@ class NodeRendezvous(StaticTCPRendezvous):
             content = read_json(self.file)
             return content["address"], content["port"], content["id"]
         return None
-
-    def _write(self, file: Path) -> None:
-        """Write node 0's address to the shared file."""
-        if file.exists():
-            print(f"replacing {file} of an earlier run", flush=True)
-        try:
-            write_json(file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
-        except OSError as error:
-            message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
-            raise UserError(message) from error

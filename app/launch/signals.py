@@ -54,7 +54,7 @@ class Signals(_SignalConnector):
             return
         self._process = os.getpid()
         numbers = heard(IN_SLURM if in_slurm_job() else CAUSES)
-        super().register_signal_handlers()  # stores the handlers for `teardown`
+        super().register_signal_handlers()  # stores the current handlers, which `teardown` restores
         for number in numbers:
             signal.signal(number, self._note)
 
@@ -87,12 +87,12 @@ class StopTogether(Callback):
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
         self._group: Any = None
-        self._asked: tuple[np.ndarray, Any] | None = None  # buffer and handle of the pending all-reduce
+        self._pending: tuple[np.ndarray, Any] | None = None  # buffer and handle of the pending all-reduce
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the all-reduce, and disable Lightning's broadcast of SIGTERM, which would raise instead of saving."""
         leave_out_sigterm_broadcast(trainer)
-        self._asked = None
+        self._pending = None
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
@@ -118,26 +118,27 @@ class StopTogether(Callback):
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
         """Return the lowest signal that any rank received, or 0. Collective.
 
-        Several ranks see signals up to the previous step; with `at_once`, up to now.
+        Of several ranks, each learns of signals up to the previous step; with `at_once`, up to now.
         """
         signals: Signals = signal_connector(trainer)
         if trainer.world_size == 1:
             signals.stopped_by = signals.noted
             return signals.stopped_by
         with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
-            signals.stopped_by = self._hear()
+            signals.stopped_by = self._answer()
             if not signals.stopped_by:
                 lowest = np.array([signals.noted or signal.NSIG])  # read `noted` once: it may change at any time
                 operation, shared = distributed.ReduceOp.MIN, torch.from_numpy(lowest)
-                self._asked = lowest, distributed.all_reduce(shared, operation, self._group, async_op=True)
+                self._pending = lowest, distributed.all_reduce(shared, operation, self._group, async_op=True)
                 if at_once:
-                    signals.stopped_by = self._hear()
+                    signals.stopped_by = self._answer()
         return signals.stopped_by
 
-    def _hear(self) -> int:
-        if self._asked is None:
+    def _answer(self) -> int:
+        """Wait for the pending all-reduce, and return the lowest signal or 0."""
+        if self._pending is None:
             return 0
-        (lowest, work), self._asked = self._asked, None
+        (lowest, work), self._pending = self._pending, None
         work.wait()
         return int(lowest[0]) % signal.NSIG
 
@@ -150,11 +151,12 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
         return  # run the validation that is due, because a resumed run would skip it
     trainer.limit_val_batches = 0
-    for callback in trainer.early_stopping_callbacks:  # they need a metric of the skipped validation
+    for callback in trainer.early_stopping_callbacks:  # which need a metric of the skipped validation
         callback._check_on_train_epoch_end = False
 
 
 def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
+    """Move a loader's worker into a process group of its own, then call the user's `worker_init_fn`."""
     work_apart(worker)
     if then is not None:
         then(worker)

@@ -1,4 +1,4 @@
-"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`; its processes end together."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: when one process fails or is stopped, all end."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, rec
 
 from app.errors import EXIT_CODES, UserError
 from app.launch.failures import callstack, explain, explaining_errors, root_cause
-from app.launch.process import SPAWNED, end_with_parent, heard
+from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals
 from app.launch.rendezvous import host_store
 from app.launch.signals import CAUSES
 from app.launch.watchdog import watched
@@ -46,7 +46,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
         self._error_file = ""  # path of a process's error file; {} stands for its index
-        self.made_by = MADE_BY  # copied into the processes
+        self.made_by = MADE_BY  # an attribute, so that it is pickled for the processes
         super().__init__(strategy, start_method)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -58,25 +58,21 @@ class SpawnLauncher(_MultiProcessingLauncher):
             RankError: When a rank failed.
             UserError: When a rank raised a UserError, or model or data cannot be pickled.
         """
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        handlers = {number: signal.signal(number, self._forward) for number in heard(CAUSES) if in_main_thread}
-        resource_tracker.ensure_running()  # now, because starting it later would unblock signals
-        # a process that is still importing would print a traceback on Ctrl-C; `procs` unblocks signals
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         self._processes: list[Any] = []
         os.environ[SPAWNED] = "1"
-        try:
-            with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:
-                self._error_file = f"{folder}/error_{{}}.json"
-                try:
-                    results = super().launch(function, *args, trainer=trainer, **kwargs)
-                except Exception as error:
-                    raise self._explained(error) from (error if "APP_DEBUG" in os.environ else None)
-        finally:
-            del os.environ[SPAWNED]
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, restored_signals():
+            self._error_file = f"{folder}/error_{{}}.json"
+            for number in heard(CAUSES) if threading.current_thread() is threading.main_thread() else ():
+                signal.signal(number, self._forward)
+            resource_tracker.ensure_running()  # before signals are blocked, because its start unblocks them
+            # because a process that still imports would print a traceback on Ctrl-C; `procs` unblocks them
+            signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
+            try:
+                results = super().launch(function, *args, trainer=trainer, **kwargs)
+            except Exception as error:
+                raise self._explained(error) from (error if "APP_DEBUG" in os.environ else None)
+            finally:
+                del os.environ[SPAWNED]
         if self.stopped_by and trainer:
             lightning_patches.signal_connector(trainer).stopped_by = self.stopped_by
         return results
@@ -106,11 +102,6 @@ class SpawnLauncher(_MultiProcessingLauncher):
         return error
 
     @property
-    def forks(self) -> bool:
-        """Whether the processes are forks of this one."""
-        return str(self._start_method) == "fork"
-
-    @property
     def procs(self) -> list[Any]:
         """The processes; Lightning sets this after all have started, and then joins them."""
         return self._processes
@@ -126,7 +117,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
-        self.kill(signal.SIGKILL if again else number)  # `procs` is empty while processes start
+        self.kill(signal.SIGKILL if again else number)  # none while they start: the setter of `procs` does it then
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         """Run the rank in the new process; signals end it from here on."""

@@ -2,8 +2,9 @@
 
 The other ranks time out after `--cluster.timeout`. Without a watchdog, a hung rank would run forever, and occupy its
 GPU and its port.
-Shortly before the timeout, each watchdog makes its rank write the Python stacks of its threads, so that the other
-ranks' error can name the hung rank.
+
+Shortly before the timeout, each watchdog makes its rank write the Python stacks of its threads. The other ranks read
+these files, so that their error can name the hung rank.
 
 The watchdog runs this file as a script, so the file imports only the standard library.
 """
@@ -24,11 +25,11 @@ from typing import NamedTuple
 
 LATER = 5  # seconds for the other ranks to report the hung rank
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, which the watchdog ignores
-# activities of a rank; no rank waits for a rank in `elsewhere`
+# phases of a rank; in `elsewhere`, no other rank waits for it
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
-WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # kills a process without a handler
-SIZE, PEERS = 2**15, 64  # size of the shared memory in bytes; offset of the list of up to 1,000 connections
+WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # would kill a process that has no handler for it
+SIZE, PEERS = 2**15, 64  # bytes of the shared memory; offset at which the list of up to 1,000 connections begins
 
 
 class Heartbeat:
@@ -49,13 +50,13 @@ class Heartbeat:
         self.values[1] = SET_UP
         self.file.unlink(missing_ok=True)
         faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
-        # path of NCCL's flight recorder, which writes after a timeout; torch 2.10 reads the second name
+        # files of NCCL's flight recorder, which writes them after a timeout; torch 2.10 reads the second variable
         for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
             os.environ.setdefault(name, f"{folder}/nccl_rank_")
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Record the connections that the block opens to other ranks; a closed one means that a rank left."""
+        """Record the connections that the block opens to other ranks; one that closes later shows that a rank left."""
         before = connections(os.getpid())
         yield
         peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
@@ -82,20 +83,20 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
     if timeout is None or folder is None or sys.platform != "linux":
         yield
         return
-    mine, before = Heartbeat(folder, rank), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    beat, before = Heartbeat(folder, rank), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:  # run the file, because importing the package takes seconds
-        command = [sys.executable, "-IS", __file__, os.getpid(), timeout, mine.file, *mine.files]
-        watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=mine.files)
+        command = [sys.executable, "-IS", __file__, os.getpid(), timeout, beat.file, *beat.files]
+        watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    heartbeat = mine
+    heartbeat = beat
     try:
         yield
     finally:
         heartbeat = None
         watchdog.kill()
         watchdog.communicate()
-        for file in mine.files:
+        for file in beat.files:
             os.close(file)
 
 
@@ -105,8 +106,8 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
 def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> None:
     """Watch the parent process until it ends.
 
-    Kill it if it makes no progress for too long, and other ranks have closed their connections. Time does not count
-    while the whole job is suspended, as by Ctrl-Z.
+    Kill it if it makes no progress for too long, and other ranks have closed their connections. While the whole job is
+    suspended, as by Ctrl-Z, time does not count.
 
     Args:
         process: Id of the parent.
@@ -117,7 +118,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
     """
     memory = mmap.mmap(beats, SIZE, prot=mmap.PROT_READ)
     values = memoryview(memory).cast("q")
-    still, last = 0.0, [0] * 3  # seconds without progress, and the latest step, phase and counter
+    still, last = 0.0, [0] * 3  # seconds without progress; latest step, phase and counter
     clock, written = time.monotonic(), False
     while os.getppid() == process:
         select.select([sys.stdin], [], [], 1.0)  # returns at once after the parent's end
@@ -125,7 +126,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         now = values[:3].tolist()
         still, last = (still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0), now
         with contextlib.suppress(OSError):  # the disk is full, or the process has ended
-            if written and not still and now[1] != ELSEWHERE:  # the rank continues
+            if written and not still and now[1] != ELSEWHERE:  # the rank makes progress again
                 file.unlink(missing_ok=True)
                 written = False
             others_give_up = still > 1 and any(other != file for other in file.parent.glob("rank_*.txt"))
@@ -146,11 +147,6 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
             return
 
 
-def state(process: int) -> str:
-    """Return the kernel's state of a process: `T` when stopped."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def connections(process: int) -> set[str]:
     """Return a process's established TCP connections, each as `socket:[INODE]`."""
     rows: list[str] = []
@@ -166,7 +162,8 @@ def connections(process: int) -> set[str]:
 
 def take_stacks(process: int, stacks: int) -> Iterator[str]:
     """Yield the stacks of a process and of its forked children, such as a loader's workers."""
-    if state(process) == "T":
+    _, _, status = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+    if status.split()[0] == "T":
         yield "stopped (SIGSTOP)\n"
         return
     children = "".join(each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")).split()
@@ -188,7 +185,7 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
 # -- reading the stacks -------------------------------------------------------------------------------------------
 
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-OWN = str(Path(__file__).parents[1])  # this application
+OWN = str(Path(__file__).parents[1])  # folder of this application
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<")
 Frame = tuple[str, str, str]  # file, line, function
 LOOP = re.compile(
@@ -228,7 +225,7 @@ class Place(NamedTuple):
         return cls(int(step), phase, line, users is not None or not stacks, communicates)
 
     def __str__(self) -> str:
-        """Format the place: `in …` in the user's code, `at …` in a library, where the rank may only wait for others."""
+        """Format the place: `in …` the user's code, or `at …` a library's, where the rank may only wait for others."""
         evaluates = self.phase == PHASES[EVALUATION]
         step = "" if self.phase in PHASES[:2] else "the evaluation, " if evaluates else f"step {self.step:,}, "
         return f"{'in' if self.is_users else 'at'} {step}{self.line}"

@@ -73,18 +73,18 @@ class ShardSums:
         if ddp:
             model.register_comm_hook(None, self._add_bucket)
 
-    def take(self, shard: int) -> None:
+    def add_shard(self, shard: int) -> None:
         """Move a shard's gradients from the parameters into the sums."""
-        self.tree.add(self.nodes, (0, shard), self.taken(), _plus)
+        self.tree.add(self.nodes, (0, shard), self.pop_gradients(), _plus)
 
-    def taken(self) -> Gradients:
+    def pop_gradients(self) -> Gradients:
         """Return the parameters' gradients, and set them to None."""
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         return gradients
 
-    def give(self) -> None:
+    def set_gradients(self) -> None:
         """Set the parameters' gradients to the sum over all shards; under DDP, the hook has done so already."""
         if not self.in_buckets:
             for parameter, gradient in zip(self.parameters, self.nodes[self.tree.root], strict=True):
@@ -112,7 +112,7 @@ class ShardSums:
         return future
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
-        """Sum a bucket with the last shard's gradients over all shards; DDP calls this as its communication hook."""
+        """Sum a bucket over all shards, as DDP's communication hook; the bucket holds the last shard's gradients."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
         starts = list(accumulate((each.numel() for each in parameters), initial=0))
@@ -129,7 +129,7 @@ class ShardSums:
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = buffer  # the hook's buffer holds this node, because `_plus` adds in place
+            flats[node] = buffer  # DDP's buffer, into which `_plus` has added this node's gradients
             if node in self.nodes:
                 flats[node] = torch.zeros_like(buffer)
                 for view, gradient in zip(views(flats[node]), gradients, strict=True):
@@ -139,7 +139,7 @@ class ShardSums:
 
 
 class Logged:
-    """Values that `training_step` logs for each shard; the step then logs their means and sums over all shards once.
+    """Values that `training_step` logs for each shard; after the last shard, the step logs their means.
 
     Args:
         module: The module.
@@ -148,28 +148,27 @@ class Logged:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self.options: dict[str, dict[str, Any]] = {}
-        self.means: dict[str, Any] = {}  # values of the current shard
-        self.sums: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}  # of the current shard
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Replace `LightningModule.log` during a shard: store a mean or a sum; log a torchmetrics metric at once."""
+        """Replace `LightningModule.log` during a shard: keep a value for later; log a torchmetrics metric at once."""
         how = options.get("reduce_fx", "mean")
         if isinstance(value, Metric):
             LightningModule.log(self._module, name, value, *args, **options)
-        elif how in ("mean", "sum", torch.mean, torch.sum):
+        elif how in ("mean", torch.mean):
             names = ("prog_bar", "logger", "on_step", "on_epoch")
             self.options[name] = {**dict(zip(names, args, strict=False)), **options, "sync_dist": False}
-            (self.sums if how in ("sum", torch.sum) else self.means)[name] = value
+            self.values[name] = value
         else:
             raise UserError(
-                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means and sums: "
+                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means: "
                 "log a torchmetrics metric instead, or leave --run.virtual_devices out"
             )
 
-    def log_step(self, values: Sequence[Tensor], samples: int) -> None:
-        """Log the means and sums over all shards."""
-        for name, value in zip([*self.means, *self.sums], values, strict=True):
-            LightningModule.log(self._module, name, value, **{**self.options[name], "batch_size": samples})
+    def log_step(self, means: Sequence[Tensor], samples: int) -> None:
+        """Log the means over all shards."""
+        for (name, options), mean in zip(self.options.items(), means, strict=True):
+            LightningModule.log(self._module, name, mean, **{**options, "batch_size": samples})
 
 
 def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
@@ -178,7 +177,7 @@ def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
 
 
 class ShardedStep(Step):
-    """Straight step over the shards of a batch.
+    """Training step that runs on each shard of a batch in turn.
 
     Args:
         loop: The loop.
@@ -231,16 +230,16 @@ class ShardedStep(Step):
             with own_streams(self._device) as seed:
                 changed, outputs, earlier, sums = self._over_shards(batch, logged, seed)
         except RuntimeError as error:
-            reason, found, _ = str(error).partition("deterministic implementation")
-            if not found:
+            reason, words, _ = str(error).partition("deterministic implementation")
+            if not words:
                 raise
             raise UserError(
-                f"--run.virtual_devices: {reason}{found}, so results would differ between runs: replace this "
+                f"--run.virtual_devices: {reason}{words}, so results would differ between runs: replace this "
                 "operation, or leave the flag out"
             ) from error
         finally:
             del self.module.log
-        self._sums.give()
+        self._sums.set_gradients()
         for parameter, gradient in zip(self._sums.parameters, earlier, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -255,8 +254,8 @@ class ShardedStep(Step):
         """Run the forward and backward pass of each shard.
 
         Returns:
-            Indices of the changed buffers; other outputs of the last shard; gradients accumulated over the window's
-            earlier batches; future of the sum of all shards' `_vector`.
+            Indices of the changed buffers; outputs of the last shard other than its loss; gradients that earlier
+            batches of the accumulation window left; future of the sum of all shards' `_vector`.
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:
@@ -265,13 +264,13 @@ class ShardedStep(Step):
             samples = order.window_count(self.index, *self._window)
         changed: list[int] = []
         earlier: Gradients = []
-        names: list[str] = []
+        names: set[str] = set()
         vectors: dict[Node, Tensor] = {}
         for place, (shard, count) in enumerate(zip(batch, batch.counts, strict=True)):
             number, last = batch.first + place, place == len(batch) - 1
             with nullcontext() if last else self._alone():
                 seed(seed_of_shard(self.trainer, 5, self.index, number))
-                logged.means, logged.sums = {}, {}
+                logged.values = {}
                 output = self.training_step(shard, self.index)
                 loss, outputs = (output, {}) if isinstance(output, Tensor) else self._unpack(output, 1)
                 if loss is None:
@@ -279,9 +278,9 @@ class ShardedStep(Step):
                 before, changed = changed, self._buffers.changed()
                 if place == 0:
                     earlier = self._begin(accumulated)
-                elif before != changed or [*logged.means, *logged.sums] != names:
-                    self._refuse(set(before) ^ set(changed), {*logged.means, *logged.sums} ^ set(names))
-                names = [*logged.means, *logged.sums]
+                elif before != changed or logged.values.keys() != names:
+                    self._refuse(set(before) ^ set(changed), logged.values.keys() ^ names)
+                names = set(logged.values)
                 vector = self._vector(loss, count, changed, logged)
                 self._sums.tree.add(vectors, (0, number), vector, torch.add)
                 if last:
@@ -290,14 +289,14 @@ class ShardedStep(Step):
             if not last:
                 self._buffers.restore(changed)
             if not last or not self._sums.in_buckets:
-                self._sums.take(number)
+                self._sums.add_shard(number)
         return changed, outputs, earlier, sums
 
     def _begin(self, accumulated: int) -> Gradients:
         """Zero the gradients at the start of an accumulation window; return a copy of those accumulated so far."""
         if self.index % accumulated == 0:
             self._zero()
-        earlier = self._sums.taken()  # may be views of DDP's buckets, so they are cloned below
+        earlier = self._sums.pop_gradients()  # may be views of DDP's buckets, so they are cloned below
         return [gradient if gradient is None else gradient.clone() for gradient in earlier]
 
     def _refuse(self, buffers: set[int], names: set[str]) -> None:
@@ -311,27 +310,19 @@ class ShardedStep(Step):
         raise UserError(f"training_step {what} on some shards only: do it on all, or leave --run.virtual_devices out")
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
-        """Return a shard's loss, changed buffers and logged values as one vector.
-
-        Values to average are multiplied by the shard's number of samples; logged sums are not.
-        """
-        numbers = [
-            torch.as_tensor(value, device=self._device).detach()
-            for values in (logged.means, logged.sums)
-            for value in values.values()
-        ]
+        """Return one vector of a shard's loss, changed buffers and logged values, weighted by its number of samples."""
+        numbers = [torch.as_tensor(logged.values[name], device=self._device).detach() for name in logged.options]
         parts = [loss.detach(), *self._buffers.values(changed), *numbers]
         sizes = [part.numel() for part in parts]
         exact = torch.float32 if self._device.type == "mps" else torch.float64
         vector = torch.zeros(sum(sizes), dtype=exact, device=self._device)
-        if count:  # a shard without samples trains on a stand-in, which the means exclude
+        if count:  # an empty shard trains on stand-in samples, which the means exclude
             torch._foreach_copy_(vector.split(sizes), [part.reshape(-1) for part in parts])
-            vector[: len(vector) - len(logged.sums)].mul_(count)
-        return vector
+        return vector.mul_(count)
 
     def _finish(self, vector: Tensor, samples: int, changed: list[int], logged: Logged) -> Tensor:
         """Set the buffers to their means over all shards, log the values, and return the mean loss."""
-        vector[: len(vector) - len(logged.sums)].div_(samples)
+        vector.div_(samples)
         buffers = self._buffers.values(changed)
         sizes = [1, *(buffer.numel() for buffer in buffers), *[1] * len(logged.options)]
         loss, *values = vector.split(sizes)
@@ -349,7 +340,7 @@ class ShardedStep(Step):
 
 
 class ShardedLoop(StraightLoop):
-    """Straight loop over virtual devices.
+    """Loop over the batches of an epoch, with a step over virtual devices.
 
     Attributes:
         virtual_devices: Number of shards of each global batch.

@@ -1,4 +1,4 @@
-"""Straight loop and its step; `app.loop` explains their purpose.
+"""Loop that calls only overridden hooks, and its training step; `app.loop` explains their purpose.
 
 At an upgrade of Lightning, compare
 
@@ -42,14 +42,14 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-def written(thing: Any, base: type, *names: str) -> bool:
+def overrides(thing: Any, base: type, *names: str) -> bool:
     """Return whether any of the hooks is overridden, by a subclass or by an attribute of the object."""
     return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
 
 
 @expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
 def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call so that `self.log` finds the hook's name."""
+    """Wrap a call so that `self.log` sees the hook's name."""
     attributes = vars(module)  # bypasses torch's slow __setattr__
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -72,10 +72,10 @@ def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Cal
     "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
 )
 class StraightLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, with the straight step.
+    """Lightning's loop over the batches of an epoch, with `Step` in place of Lightning's training step.
 
     Attributes:
-        reason: Reason to use Lightning's step; None for the straight step.
+        reason: Reason to use Lightning's step after all, or None.
     """
 
     reason: str | None = None
@@ -119,12 +119,12 @@ class StraightLoop(_TrainingEpochLoop):
             return "a callback that trains without a backward pass"
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             return "a training_step that takes the data iterator"
-        if strategy.handles_gradient_accumulation or written(strategy, Strategy, "post_training_step"):
+        if strategy.handles_gradient_accumulation or overrides(strategy, Strategy, "post_training_step"):
             return f"the training step of {type(strategy).__name__}"
         return None
 
     def advance(self, data_fetcher: Any) -> None:
-        """Take one step; leave a resumed run's pending validation to Lightning."""
+        """Take one step. Lightning's own method runs the validation that a resumed run still owes."""
         step = self._step
         trainer: Any = self.trainer
         if step is None or (self.restarting and self._should_check_val_fx(data_fetcher)):
@@ -138,7 +138,7 @@ class StraightLoop(_TrainingEpochLoop):
         step(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step; leave an epoch's end, validation and schedulers to Lightning."""
+        """Count the step. Lightning's own method handles the end of an epoch, validation and schedulers."""
         trainer, progress, every = self.trainer, self.batch_progress, self.trainer.val_check_batch
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         if (
@@ -224,7 +224,7 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
-        # None for our own data, because our models weight their losses themselves
+        # None for our own data, because our models weight each loss by its number of samples
         self.order = order if order is not trainer.train_dataloader and trainer.world_size > 1 else None
         self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0
@@ -237,17 +237,14 @@ class Step:
         self.on_before_optimizer_step = self._hook("on_before_optimizer_step")
         self.on_train_batch_end = self._hook("on_train_batch_end")
 
-        self.strategy_starts = (
-            strategy.on_train_batch_start if written(strategy, Strategy, "on_train_batch_start") else _nothing
-        )
-        self._settle_batch()
-        self._settle_training()
-        self._settle_optimizer()
+        self._look_up_batch()
+        self._look_up_training()
+        self._look_up_optimizer()
 
     # -- lookup ---------------------------------------------------------------------------------------------------
 
     def _part(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call so that `self.log` and the profiler find its name."""
+        """Wrap a call so that `self.log` and the profiler see the call's name."""
         call = in_hook(self.module, name, call)
         if type(self.profiler) is PassThroughProfiler:
             return call
@@ -261,26 +258,27 @@ class Step:
     def _hook(self, name: str) -> Callable[..., Any]:
         """Return a function that calls a hook of all callbacks and the module, and returns the module's result."""
         trainer, module = self.trainer, self.module
-        callbacks = [hook for c in self.callbacks if written(c, Callback, name) and callable(hook := getattr(c, name))]
-        own = getattr(module, name) if written(module, LightningModule, name) else None
-        if not callbacks and own is None and type(self.profiler) is PassThroughProfiler:
+        overridden = (getattr(each, name) for each in self.callbacks if overrides(each, Callback, name))
+        hooks = list(filter(callable, overridden))
+        own = getattr(module, name) if overrides(module, LightningModule, name) else None
+        if not hooks and own is None and type(self.profiler) is PassThroughProfiler:
             return _nothing
 
         def call(*args: Any) -> Any:
-            for callback in callbacks:
-                callback(trainer, module, *args)
+            for hook in hooks:
+                hook(trainer, module, *args)
             return own(*args) if own is not None else None
 
         return self._part(name, call)
 
-    def _settle_batch(self) -> None:
+    def _look_up_batch(self) -> None:
         """Look up the batch hooks of module and data module."""
         strategy, device = self.strategy, self.strategy.root_device
         owners = self.trainer._data_connector._datahook_selector
 
         def hook(name: str) -> Callable[..., Any] | None:
             owner = owners.get_instance(name)
-            if name != "transfer_batch_to_device" and not written(owner, LightningModule, name):
+            if name != "transfer_batch_to_device" and not overrides(owner, LightningModule, name):
                 return None
             return self._part(name, getattr(owner, name)) if owner is self.module else getattr(owner, name)
 
@@ -291,19 +289,19 @@ class Step:
             batch = transfer(batch, device, 0)
             return batch if after is None else after(batch, 0)
 
-        if written(strategy, Strategy, "batch_to_device"):
+        if overrides(strategy, Strategy, "batch_to_device"):
             move = partial(strategy.batch_to_device, dataloader_idx=0)
         self.preparation: list[Callable[[Any], Any]] = [self._part("batch_to_device", move)]
         if before is not None:
             self.preparation.insert(0, lambda batch: before(batch, 0))
-        if written(strategy.precision_plugin, Precision, "convert_input"):
+        if overrides(strategy.precision_plugin, Precision, "convert_input"):
             self.preparation.insert(0, strategy.precision_plugin.convert_input)
 
-    def _settle_training(self) -> None:
-        """Look up the training step and the backward pass; bypass strategy and precision plugin if they do nothing."""
+    def _look_up_training(self) -> None:
+        """Look up the training step and the backward pass; skip strategy and precision plugin if they add nothing."""
         module, strategy, precision = self.module, self.strategy, self.strategy.precision_plugin
-        alone = strategy.model is module and not written(strategy, Strategy, "training_step")
-        alone = alone and not written(precision, Precision, "train_step_context", "forward_context")
+        alone = strategy.model is module and not overrides(strategy, Strategy, "training_step")
+        alone = alone and not overrides(precision, Precision, "train_step_context", "forward_context")
         step = module.training_step if alone else strategy.training_step
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.training_step = self._part("training_step", step if takes_index else lambda batch, index: step(batch))
@@ -313,36 +311,36 @@ class Step:
             module.backward(loss)
             self.on_after_backward()
 
-        if self._leave("pre_backward", "backward", "post_backward"):
+        if self._can_bypass("pre_backward", "backward", "post_backward"):
             self.backward = self._part("backward", backward)
         else:
             self.backward = self._part("backward", lambda loss: strategy.backward(loss, self.optimizer))
 
-    def _settle_optimizer(self) -> None:
+    def _look_up_optimizer(self) -> None:
         """Look up the optimizer's hooks: zeroing, clipping and the update."""
         trainer, module, strategy = self.trainer, self.module, self.strategy
         self.optimizer = optimizer = strategy.optimizers[0]
         self.zero_grad: Callable[[], Any] = optimizer.zero_grad
-        if written(module, LightningModule, "optimizer_zero_grad"):
+        if overrides(module, LightningModule, "optimizer_zero_grad"):
             own_zero_grad = self._part("optimizer_zero_grad", module.optimizer_zero_grad)
             self.zero_grad = lambda: own_zero_grad(trainer.current_epoch, self.index, optimizer)
-        self.clips = written(module, LightningModule, "configure_gradient_clipping", "clip_gradients")
+        self.clips = overrides(module, LightningModule, "configure_gradient_clipping", "clip_gradients")
         self.clip = self._part("configure_gradient_clipping", module.configure_gradient_clipping)
-        if written(module, LightningModule, "optimizer_step"):
+        if overrides(module, LightningModule, "optimizer_step"):
             wrapped, own_step = module.optimizers(), self._part("optimizer_step", module.optimizer_step)
             self.update = lambda: own_step(trainer.current_epoch, self.index, wrapped, self.compute)
-        elif self._leave("optimizer_step") and getattr(strategy, "_model_averager", None) is None:
+        elif self._can_bypass("optimizer_step") and getattr(strategy, "_model_averager", None) is None:
             self.update = lambda: optimizer.step(closure=self.compute_and_clip)
         else:
             self.update = self._part("optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute))
 
-    def _leave(self, *names: str) -> bool:
-        """Return whether neither strategy nor precision plugin overrides these methods."""
+    def _can_bypass(self, *names: str) -> bool:
+        """Return whether neither strategy nor precision plugin adds anything in these methods."""
         strategy, precision = self.strategy, self.strategy.precision_plugin
-        # the overrides of DDPStrategy, and of MixedPrecision without a scaler, do nothing in automatic optimization
+        # in automatic optimization, DDPStrategy's overrides do nothing, nor do MixedPrecision's without a scaler
         ddp = isinstance(strategy, DDPStrategy)
         unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
-        return not written(strategy, DDPStrategy if ddp else Strategy, *names) and not written(
+        return not overrides(strategy, DDPStrategy if ddp else Strategy, *names) and not overrides(
             precision, MixedPrecision if unscaled else Precision, *names
         )
 
@@ -369,7 +367,7 @@ class Step:
             rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
             ends = self.on_train_batch_start(batch, index) == -1
-            self.strategy_starts(batch, index)
+            self.strategy.on_train_batch_start(batch, index)
             if ends:
                 progress.increment_by(0, is_last_batch=True)
                 last = True

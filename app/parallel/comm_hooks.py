@@ -1,4 +1,4 @@
-"""Variants of `ddp` with other communication: compressed gradients, fewer exchanges, or an explicit ring all-reduce."""
+"""Variants of `ddp` that compress gradients, communicate less often, or use an explicit ring all-reduce."""
 
 from collections import Counter
 from typing import Any
@@ -101,7 +101,7 @@ class LocalSGD(FixedHook):
 
     strategy_name = "ddp_localsgd"
     fixed_hook = staticmethod(post_localSGD_hook)
-    needs_several_nodes, on_one_node = "averages weights between nodes, but there is only one", "ddp"
+    needs_several_nodes = "averages weights between nodes, but there is only one: use --trainer.strategy ddp"
     not_in_checkpoint = "the weights of every node: all continue from rank zero's, and average gradients at first"
 
     def __init__(self, start_localsgd_iter: NonNegativeInt = 100, period: PositiveInt = 4, **kwargs: Any) -> None:
@@ -121,9 +121,9 @@ class LocalSGD(FixedHook):
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:
     """Sum a tensor over all ranks, in place, in a ring: each rank communicates only with its two neighbours.
 
-    Reduce-scatter: the buffer is cut into N chunks, one per rank. In each of N−1 steps, a rank sends one chunk to the
-    next rank, which adds its own. Afterwards, each rank has the sum of one chunk. All-gather: the sums pass around the
-    ring in N−1 more steps. Every rank sends 2(N−1)/N of the buffer, the minimum.
+    First a reduce-scatter: the buffer is cut into N chunks, one per rank. In each of N−1 steps, a rank sends one chunk
+    to the next rank, which adds its own values to it. Afterwards, each rank has the sum of one chunk. Then an
+    all-gather: in N−1 more steps, the sums pass around the ring. Every rank sends 2(N−1)/N of the buffer, the minimum.
 
     Sources: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations (2009),
     https://doi.org/10.1016/j.jpdc.2008.09.002; Baidu's ring all-reduce, https://github.com/baidu-research/baidu-allreduce.
@@ -150,7 +150,7 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
 
 
 def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.ProcessGroup | None) -> int:
-    """Send to the next rank and receive from the previous one, concurrently to avoid a deadlock; return sent bytes."""
+    """Send to the next rank while receiving from the previous one, which avoids a deadlock; return the sent bytes."""
     ends = ((dist.isend, out, (rank + 1) % world), (dist.irecv, into, (rank - 1) % world))
     operations = [dist.P2POp(do, tensor, group=group, group_peer=peer) for do, tensor, peer in ends if len(tensor)]
     for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -161,8 +161,8 @@ def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.Proce
 def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients by `ring_all_reduce`, and count the traffic.
 
-    For learning and measuring: the hook blocks, so it does not overlap with the backward pass. Torch's own all-reduce
-    overlaps, and should be faster.
+    For learning and measuring: this hook blocks the backward pass. Torch's own all-reduce runs beside it, and should be
+    faster.
     """
     buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, as in torch's hooks, to avoid overflow
     traffic.update(sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last()))
@@ -176,7 +176,6 @@ class Ring(FixedHook):
 
     strategy_name = "ddp_ring"
     fixed_hook = staticmethod(ring_hook)
-    sends_between_devices = True
 
     def comm_state(self) -> Counter[str]:
         """Return new counters of steps, bytes of gradients, and bytes sent by this rank."""

@@ -27,11 +27,11 @@ from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tre
 class Replica(nn.Module):
     """Replica of the model on one device, with the calling thread's autocast state.
 
-    For an `ImageClassifier`, only the network is copied, because its forward pass is the network's. Any other
+    Of an `ImageClassifier`, only the network is copied, because its forward pass is the network's. Any other
     LightningModule is copied whole.
 
-    The replica sets the autocast state itself, because `parallel_apply` passes on whether autocast is enabled, but not
-    its dtype: bf16 would silently become fp16.
+    The replica sets the autocast state itself. `parallel_apply` would enable autocast without its dtype, so that bf16
+    silently became fp16.
 
     Attributes:
         index: Number of this replica.
@@ -72,8 +72,8 @@ class SplitForward(Traits, Strategy):
     parallel_devices: Any  # list[torch.device]; Lightning sets it
     replica: Replica | None = None
     _forwards = 0
-    # Each replica has its own thread, because autograd orders its work by a counter per thread. In a pool, a replica's
-    # thread, and with it the order of summation, would vary.
+    # Each replica has its own thread. Autograd orders its work by a counter per thread; if a pool assigned the threads,
+    # the order of additions would vary between steps.
     _threads: Sequence[ThreadPoolExecutor] = ()
 
     def setup(self, trainer: Any) -> None:

@@ -70,7 +70,7 @@ class Hybrid(SplitForward, DDP):
 
     strategy_name = "ddp_dp"
     processes_per_node = 1
-    needs_several_nodes, on_one_node = "is for several nodes", "dp"
+    needs_several_nodes = "is for several nodes: use --trainer.strategy dp"
 
     @property
     def num_processes(self) -> int:

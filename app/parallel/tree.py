@@ -1,8 +1,8 @@
 """Sums over the shards of a global batch in one fixed binary tree, for any number of ranks.
 
-Node (level, i) sums shards i · 2^level to (i + 1) · 2^level - 1. Floating-point addition is not associative, so the
-order of additions changes a sum's last bits; the tree fixes this order. Addition is commutative, so it does not matter
-which of two siblings arrives first.
+Node (level, i) is the sum of shards i · 2^level to (i + 1) · 2^level - 1. Floating-point addition is not associative:
+the order of additions changes a sum's last bits. The tree fixes this order. Addition is commutative, so either of two
+siblings may arrive first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
