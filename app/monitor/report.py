@@ -21,7 +21,7 @@ from app.record import PHASES, Record
 from app.record.words import batch, bottleneck, percent, threads, way_of_running
 from app.system import page
 from app.system.files import open_file, whole, write_text
-from app.system.page import Section, code, draw, label_lines, plain, png, table
+from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
 SHOWN = 5  # rows of a table of mistakes
 CELLS = 20  # with more classes, a confusion matrix shows no counts
@@ -163,14 +163,14 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict
         axes.set_ylim(0, 1.2 * rates[1].max() or 1)
 
     if windows.size or any(line.size for line in losses.values()):
-        figures["loss"] = draw(loss)
+        figures["loss"] = draw_line(loss)
         faint = "; faint: each logging window" * bool(windows.size)
         shown.append(f'![Training and validation loss against epochs](loss "Loss{faint}")')
     if any(line.size for line in accuracies.values()):
-        figures["accuracy"] = draw(accuracy)
+        figures["accuracy"] = draw_line(accuracy)
         shown.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
     if shown and rates.size:
-        figures["rate"] = draw(rate, height=1.6)
+        figures["rate"] = draw_line(rate, height=1.6)
         shown.append('![Learning rate against epochs](rate "Learning rate")')
     return "\n".join(shown) or "No loss was logged as train_loss or val_loss."
 
@@ -292,10 +292,10 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         label_lines(axes, [(largest, f"{'largest' if memory.shape[1] > 2 else 'rank 0'}:\n{largest:.2f}", page.BLUE)])
 
     if rates.size:
-        figures["speed"] = draw(draw_rates)
+        figures["speed"] = draw_line(draw_rates)
         shown.append('![Samples/s of each logging window, over time](speed "Samples/s of each logging window")')
     if memory.size:
-        figures["memory"] = draw(draw_memory)
+        figures["memory"] = draw_line(draw_memory)
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
         limit, remedy = bottleneck(vars(times), record.accelerator == "cuda", record.placement)

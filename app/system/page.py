@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 from markdown_it import MarkdownIt
@@ -97,7 +97,13 @@ def code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None) -> Figure:
+def draw(
+    paint: Callable[[Axes], None],
+    width: float = 4.6,
+    height: float = 3.2,
+    title: str | None = None,
+    layout: Literal["constrained"] | None = "constrained",
+) -> Figure:
     """Draw a figure in the pages' style.
 
     Args:
@@ -105,12 +111,25 @@ def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2,
         width: Width in inches.
         height: Height in inches.
         title: Title above the axes, for a figure outside a page.
+        layout: Layout of matplotlib; None for fixed margins.
     """
     with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout=layout)
         if title is not None:
             figure.suptitle(title, fontsize=11)
         paint(figure.subplots())
+    return figure
+
+
+def draw_line(paint: Callable[[Axes], None], height: float = 3.2) -> Figure:
+    """Draw a line plot with fixed margins, in half the time: numbers on the left, names of lines on the right.
+
+    Args:
+        paint: Function that draws on the axes.
+        height: Height in inches.
+    """
+    figure = draw(paint, height=height, layout=None)
+    figure.subplots_adjust(0.135, 0.47 / height, 0.79, 1 - 0.12 / height)
     return figure
 
 

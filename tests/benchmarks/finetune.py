@@ -14,7 +14,7 @@ from pathlib import Path
 
 FIRST = "--data.batch_size 128 --model.optimizer.lr 0.1 --model.optimizer.weight_decay 5e-4 --model.warmup 1ep"
 TUNED = "--data.batch_size 32 --model.optimizer.lr 0.01 --model.head_lr 10"
-FRESH = "--data.batch_size 32 --model.optimizer.lr 0.05 --model.warmup 1ep"
+FRESH = "--model.optimizer.lr 0.05 --model.warmup 1ep"
 FEW = 200  # images of each class to fine-tune on, and as many to validate
 
 
