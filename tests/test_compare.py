@@ -137,6 +137,11 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     for row in head["variants"]:
         whole = sum(row[f"{phase}_ms"] for phase in PHASES)
         assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)  # rounded
+    for damaged in ("runs/repeat_1/one/version_0/run.json", "experiment.json"):
+        (folder / damaged).write_text("{")
+        said = error_of(*app("compare", "--root", path.parent, "--experiment", path))
+        assert f"{folder / damaged} cannot be read (" in said
+        assert said.endswith("give --fresh true to begin a new report")
 
 
 def test_no_verdict_on_a_busy_machine(

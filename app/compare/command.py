@@ -56,11 +56,14 @@ def run(arguments: list[str]) -> int:
     console = make_console(soft_wrap=True, markup=False, highlight=False)
     folder = Path(options.root, "compare", str(experiment.name))
     fingerprint = _fingerprint(experiment, variants, options.wandb)
-    name = _version(folder, fingerprint, options.fresh)
-    folder /= name
-    group = f"{experiment.name}/{name}"
-    tracking = ["--run.group", group] if options.wandb else ["--run.wandb", "off"]
-    runner = Runner(experiment, variants, folder, tracking)
+    try:
+        name = _version(folder, fingerprint, options.fresh)
+        folder /= name
+        group = f"{experiment.name}/{name}"
+        tracking = ["--run.group", group] if options.wandb else ["--run.wandb", "off"]
+        runner = Runner(experiment, variants, folder, tracking)
+    except ValueError as error:
+        raise UserError(f"{error}: give --fresh true to begin a new report") from error
     if options.dry_run:
         _announce(runner, console)
         return 0

@@ -128,11 +128,13 @@ class GlobalOrder:
         return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
 
     def weight(self, step: int, window: tuple[int, int]) -> float:
-        """Return the factor for this rank's mean loss, so that the mean over ranks is the global mean.
+        """Return a factor for this rank's mean loss.
+
+        With this factor, the mean over ranks and accumulated batches is the mean over all samples of an optimizer step.
 
         Args:
             step: Number of the batch in its epoch.
-            window: Number of accumulated batches, and number of batches of the epoch.
+            window: A pair: number of batches to accumulate, and number of batches in the epoch.
         """
         return self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
 
@@ -187,7 +189,8 @@ class RawBatch(NamedTuple):
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
         draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
-        mix: Mixing of each sample with the next one, or None. To be mixed, a batch has one more sample at its end.
+        mix: Mixing of each sample with the next one, or None. A batch that is mixed ends with one more
+            sample, the partner of the last one.
     """
 
     images: Tensor

@@ -91,7 +91,7 @@ class RunCheckpoint(ModelCheckpoint):
             rank_zero_info(f"{why}: keeping the newest checkpoint, not the best: give --best_checkpoint.monitor")
             self.monitor = None
         super().on_validation_end(trainer, pl_module)
-        if not trainer.is_last_batch:  # early stopping may end training here
+        if not trainer.is_last_batch:  # validation within an epoch, after which early stopping may end training
             self._save_if_stopped(trainer)
 
 

@@ -148,7 +148,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether the data sets the model's number of classes: if both classes are this application's."""
+    """Return whether `num_classes` comes from the data: model and data are subclasses of this application's."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
@@ -271,10 +271,12 @@ def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[s
 
 
 def by_name(flags: Sequence[tuple[str, str]]) -> tuple[list[str], dict[str, str]]:
-    """Return the configs among flags of `fit`, and the other flags by name without dashes; the last value wins.
+    """Split flags of `fit` into config files and a dictionary of the other flags, without dashes.
+
+    If a flag is given twice, the dictionary keeps its last value.
 
     Raises:
-        UserError: When a flag that appends to a list is given twice, because both values count.
+        UserError: When a flag that appends, `--name+=`, is given twice, because the dictionary could keep only one.
     """
     configs = [value for flag, value in flags if flag == "--config"]
     others = [(flag[2:], value) for flag, value in flags if flag != "--config"]

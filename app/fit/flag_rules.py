@@ -32,7 +32,7 @@ MINIMA = {
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
 
-# classes of the sections whose class the user does not choose
+# class, or its base, of each section of flags; the user chooses the classes of --model and --data
 MADE = {
     "trainer": Trainer,
     "run": Run,

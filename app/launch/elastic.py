@@ -56,7 +56,7 @@ def launch(
         RankError: When a rank failed otherwise.
     """
     error: UserError | RankError
-    # torch would not delete a temporary folder of its own
+    # our own temporary folder, because torch would not delete the one that it creates
     with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as temporary, _agent(processes, cluster.timeout):
         folder = Path(cluster.log_dir or temporary)
         try:

@@ -85,7 +85,7 @@ class ShardSums:
         return gradients
 
     def set_gradients(self) -> None:
-        """Set the parameters' gradients to the sum over all shards; under DDP, the hook has done so already."""
+        """Set the parameters' gradients to the sum over all shards, unless DDP's communication hook has set them."""
         if not self.in_buckets:
             for parameter, gradient in zip(self.parameters, self.nodes[self.tree.root], strict=True):
                 parameter.grad = gradient
@@ -310,7 +310,7 @@ class ShardedStep(Step):
         raise UserError(f"training_step {what} on some shards only: do it on all, or leave --run.virtual_devices out")
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
-        """Return one vector of a shard's loss, changed buffers and logged values, weighted by its number of samples."""
+        """Concatenate a shard's loss, changed buffers and logged values, multiplied by its number of samples."""
         numbers = [torch.as_tensor(logged.values[name], device=self._device).detach() for name in logged.options]
         parts = [loss.detach(), *self._buffers.values(changed), *numbers]
         sizes = [part.numel() for part in parts]

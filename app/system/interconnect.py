@@ -159,7 +159,7 @@ def use_loopback() -> None:
 def use_interface_to(address: str) -> None:
     """Make gloo and NCCL use the network interface towards an address, unless the user configured one.
 
-    By default, gloo uses the interface of the host's name, which is often the loopback.
+    By default, gloo uses the interface of the address that the host's name resolves to, often the loopback.
     """
     try:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]

@@ -90,8 +90,8 @@ class Recording(Callback):
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
-            if trainer.val_check_batch == float("inf"):  # a loader without a length: validation needs this limit
-                trainer.limit_train_batches = batches
+            if trainer.val_check_batch == float("inf"):
+                trainer.limit_train_batches = batches  # a loader without a length is validated after this many batches
             elif trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, batches)
 
