@@ -25,7 +25,7 @@ from app.system.patches import expects
 
 
 def log_window(trainer: Trainer) -> int:
-    """Return the number of steps of a logging window."""
+    """Return the length of a logging window: the number of steps between two logged losses."""
     return max(getattr(trainer, "log_every_n_steps", 50), 1)
 
 
@@ -349,7 +349,7 @@ class ImageClassifier(LightningModule):
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
         elif recipe.schedule is not None:
-            steps = trainer.estimated_stepping_batches  # before the next line, because it loads the data
+            steps = trainer.estimated_stepping_batches  # loads the data, which sets num_training_batches
             epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
             scheduler = recipe.make_scheduler(optimizer, steps, epoch)
         else:

@@ -1,4 +1,4 @@
-"""Loader of a rank's share: one global permutation per epoch, cut into global batches.
+"""Loader of each rank's samples: one global permutation per epoch, cut into global batches that the ranks share.
 
 Every strategy draws from the same seeded permutation, so that step k trains on the same samples for any world size; a
 rank takes its part of each global batch. The loader uses no global random state. The trainer holds the position in an
@@ -35,7 +35,7 @@ class Shards(list[Any]):
     Args:
         shards: The shards.
         first: Global index of the first shard.
-        counts: Number of samples of each shard. A shard without samples may hold a stand-in, which does not count.
+        counts: Number of samples of each shard. A shard of 0 samples may hold a stand-in sample.
         samples: Number of samples of the global batch.
     """
 
@@ -117,11 +117,11 @@ class GlobalOrder:
         return min(self.batch_size, self._samples - step * self.batch_size)
 
     def window_count(self, step: int, length: int, steps: int) -> int:
-        """Return the number of samples of all ranks in a window of accumulated batches.
+        """Return the number of samples, over all ranks, in the accumulated batches of an optimizer step.
 
         Args:
             step: Number of the batch in its epoch.
-            length: Number of accumulated batches; an epoch's last window may have fewer.
+            length: Number of batches to accumulate; an epoch's last optimizer step may have fewer.
             steps: Number of batches of the epoch.
         """
         first = step - step % length
@@ -265,8 +265,8 @@ class GlobalBatches(GlobalOrder):
         batch_size: Size of the global batch.
         rank: Rank of this process.
         world_size: Number of processes.
-        placement: `disk` reads items through worker processes, `memory` indexes one tensor on the host,
-            `device` the same tensor on `device`: all rows when shuffled, else only this rank's share.
+        placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds them. `device`: a
+            tensor on `device` holds them, all if shuffled, else only this rank's.
         device: Device of the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
@@ -451,7 +451,7 @@ class GlobalBatches(GlobalOrder):
         return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
-        """Draw for a whole epoch, so that draws are independent of ranks and batch size."""
+        """Draw the augmentations' random integers for a whole epoch, independently of ranks and batch size."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)

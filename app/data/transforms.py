@@ -22,8 +22,8 @@ class Choices(NamedTuple):
         counts: Number of choices for each draw, int32 (5,).
         rows: Flat index in the padded image at which each row of a crop starts, (crops, H).
         columns: Offset of each column within a row, for mirrored and for plain images, (2, crops, W).
-        hole_rows: Mask of the rows that cutout covers, by centre, bool (H, H).
-        hole_columns: Mask of the columns that cutout covers, by centre, bool (W, W).
+        hole_rows: Mask of the rows that cutout covers, for each centre, bool (H, H).
+        hole_columns: Mask of the columns that cutout covers, for each centre, bool (W, W).
     """
 
     counts: Tensor
@@ -155,7 +155,7 @@ class Transform:
         return self._choices[key]
 
     def _hole(self, size: int) -> Tensor:
-        """Return the mask of a side's pixels that cutout covers, by centre, bool (size, size)."""
+        """Return the mask of the rows or columns that cutout covers, for each centre, bool (size, size)."""
         start = torch.arange(size) - self.cutout // 2
         distance = torch.arange(size) - start[:, None]
         return (distance >= 0) & (distance < self.cutout)

@@ -271,7 +271,7 @@ class CLI(Flags):
         return record_of(self.trainer, self.record)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog, and close the run; in an agent, its ranks have done both."""
+        """Run the Trainer's method under the watchdog, and close the run. An agent does nothing: its ranks did both."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher

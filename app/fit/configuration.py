@@ -30,7 +30,8 @@ from app.system.patches import expects
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
-# exceptions that odd values raise in jsonargparse; `capture_parser` works by raising another one, which must pass
+# exceptions that jsonargparse raises for odd values; not `Exception`, because `capture_parser` works by raising one
+# that must not be caught
 PARSING = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
@@ -115,7 +116,7 @@ class Flags(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the skipped arguments of the requested command; Lightning builds a parser for each command listed."""
+        """Return only the requested command, with its skipped arguments, because Lightning builds a parser for each."""
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -148,7 +149,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether `num_classes` comes from the data: model and data are subclasses of this application's."""
+    """Return whether `num_classes` comes from the data: if model and data subclass this application's classes."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
@@ -195,7 +196,7 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
 
 @cache
 def _parser_for(command: str, model: str | None, data: str | None) -> ArgumentParser:
-    """Return the parser of a command for the chosen classes; building it takes longer than parsing."""
+    """Return a command's parser for the chosen classes; cached, because building it takes longer than parsing."""
     chosen = [f"--{section}={name}" for section, name in (("model", model), ("data", data)) if name is not None]
     return capture_parser(Flags, [command, *chosen])
 

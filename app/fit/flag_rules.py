@@ -32,7 +32,7 @@ MINIMA = {
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
 
-# class, or its base, of each section of flags; the user chooses the classes of --model and --data
+# class (or its base class) that a section's flags build; the user chooses the classes of --model and --data
 MADE = {
     "trainer": Trainer,
     "run": Run,
