@@ -25,7 +25,7 @@ Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
 
 
 def name_defaults(cls: type) -> type:
-    """Make default lambdas picklable for `ddp_spawn`. Lambdas, because jsonargparse reads settings only from them."""
+    """Make default lambdas picklable for `ddp_spawn`; jsonargparse could not read settings from named functions."""
     for name, parameter in inspect.signature(cls).parameters.items():
         if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
             setattr(cls, f"default_{name}", staticmethod(parameter.default))
@@ -91,7 +91,7 @@ class Recipe:
             raise UserError(f"--model.warmup {warmup}: give steps, such as 500, or epochs, such as 5ep")
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return itself, because jsonargparse's functions refer to the Trainer, which would be copied, too."""
+        """Return itself: a copy would include the Trainer, because jsonargparse's functions refer to it."""
         return self
 
     def criterion(self, logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:

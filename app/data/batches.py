@@ -45,7 +45,7 @@ class Shards(list[Any]):
 
 
 def equal_shares(world_size: int, count: int) -> list[int]:
-    """Divide `count` shards among the ranks as equally as possible; return each rank's number."""
+    """Return each rank's number of shards if the ranks divide `count` shards as equally as possible."""
     return [(rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)]
 
 
@@ -437,7 +437,7 @@ class GlobalBatches(GlobalOrder):
         yield from one_ahead(batches()) if self._pin and read is None else batches()
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Copy rows; for an accelerator into pinned memory, so that transfers overlap with computation."""
+        """Return a copy of rows, in pinned memory for an accelerator, so that transfers overlap with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)

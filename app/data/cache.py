@@ -38,7 +38,7 @@ class ImageCache:
         self.folder = Path(folder or os.path.join(home, "data-parallel-lab"))
 
     def open(self, source: Source, split: SplitName) -> Split | None:
-        """Map the decoded images of a split; return None if the file is missing or damaged."""
+        """Memory-map the decoded images of a split; return None if the file is missing, outdated or damaged."""
         files = source.encoded(split)
         made = self._map(*self._identify(source, split, files)) if files else None
         if made is not None:

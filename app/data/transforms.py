@@ -16,7 +16,7 @@ DRAW_RANGE = 2**DRAW_BITS
 
 
 class Choices(NamedTuple):
-    """Lookup tables of random choices, for one image size and device; each choice is a row.
+    """Lookup tables from random choices to crops, flips and cutouts, for one image size and device.
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
@@ -65,7 +65,7 @@ class Mix(NamedTuple):
             mixed = images[:-1].clone()
             mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
             weight = 1 - (bottom - top) * (right - left) / (height * width)
-        # not F.one_hot, which reads the labels' values on a CPU
+        # not F.one_hot, which checks the labels' values on a CPU
         targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
         return mixed, targets[1:].lerp(targets[:-1], weight)
 

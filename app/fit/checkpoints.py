@@ -148,7 +148,7 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def _wrong_with(path: Path, whole: bool = False) -> str | None:
-    """Return a description of a checkpoint's damage, or None; with `whole`, also reject a file with only weights."""
+    """Return the reason why a checkpoint is unusable, or None; with `whole`, a file with only weights is unusable."""
     try:
         checkpoint = read(path)
     except UserError as error:
@@ -157,7 +157,7 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
-    """Return the newest readable checkpoint, or None without checkpoints; rename newer damaged ones.
+    """Return the newest readable checkpoint, or None if there are none; rename damaged ones that are newer.
 
     Args:
         root: Directory of all runs.
@@ -189,7 +189,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 
 def is_newest(path: Path) -> bool:
-    """Return whether a checkpoint is the newest of its run; a newer `best` does not count."""
+    """Return whether a checkpoint is the newest of its run; ignore newer `best` checkpoints."""
     return path.samefile(next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best"))
 
 

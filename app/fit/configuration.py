@@ -50,8 +50,8 @@ SKIPPED = {  # arguments of the Trainer's methods without a flag
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    A section gets its default class only if the user chooses no class. A replaced default would leave its settings
-    behind: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    A section gets its default class only if the user chooses no class, because the settings of a replaced default
+    would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -82,10 +82,10 @@ class Flags(LightningCLI):
         )
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would replace the requested model's settings by the checkpoint's."""
+        """Do nothing, because Lightning's method would replace the requested model's settings by the checkpoint's."""
 
     def _dump_config(self) -> None:
-        """Set the hyperparameters of model and data, without a second validation of the config."""
+        """Set `config_dump`, the hyperparameters of model and data, without a second validation of the config."""
         if not hasattr(self, "config_dump"):
             text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, skip_validation=True)
             self.config_dump = yaml.safe_load(text)[self.config.subcommand]

@@ -43,7 +43,7 @@ def trusted_modules() -> list[str]:
 
 
 def import_trusted_only() -> None:
-    """Make jsonargparse reject repeated keys, and classes of untrusted modules without importing them."""
+    """Make jsonargparse reject repeated keys, and reject classes of untrusted modules before it imports them."""
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
 

@@ -89,7 +89,7 @@ TRAINING = (  # prefixes of flags that define a training
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
     *("run.virtual_devices", "run.global_order"),
 )
-EXECUTION = (  # suffixes of flags among them that a resumed run may change: paths and ways of computing
+EXECUTION = (  # suffixes of those flags that a resumed run may change, because they are paths or affect only execution
     *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )

@@ -77,7 +77,7 @@ def may_resume() -> bool:
 
 
 class Slurm(SLURMEnvironment):
-    """Environment of srun's tasks, read from the variables of SLURM's step; Lightning reads the job's.
+    """Environment of srun's tasks. Reads the variables of SLURM's step, where Lightning reads the job's.
 
     Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler, which runs at different
     steps on different ranks. This application requeues jobs itself.
@@ -104,7 +104,7 @@ class Slurm(SLURMEnvironment):
 
 
 def environment_of(num_nodes: int) -> ClusterEnvironment:
-    """Return this process's ClusterEnvironment; Lightning's own detection would also accept mpirun and LSF."""
+    """Return this process's ClusterEnvironment. Replaces Lightning's detection, which also accepts mpirun and LSF."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()

@@ -94,7 +94,7 @@ def explained(error: BaseException) -> BaseException:
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Translate exceptions by `explained`, and abort an NCCL group.
+    """Translate the block's exceptions with `explained`, and abort an NCCL process group after an error.
 
     Raises:
         RankError: When another rank is lost or silent.

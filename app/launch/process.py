@@ -100,7 +100,7 @@ def begin() -> None:
     signal.signal(signal.SIGTERM, _end)
     if is_task_of_srun():
         task = os.getpid()
-        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # ignored in a loader's worker
+        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # a loader's worker ignores it
 
 
 def end_with_parent(parent: int) -> None:

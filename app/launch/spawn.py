@@ -118,7 +118,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
-        self.kill(signal.SIGKILL if again else number)  # while they start, the setter of `procs` kills them later
+        self.kill(signal.SIGKILL if again else number)  # while they start, `procs` is empty; its setter kills them
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         """Run the rank in the new process; signals end it from here on."""
