@@ -32,7 +32,7 @@ def log_window(trainer: Trainer) -> int:
 class Sums:
     """Sums of losses and correct predictions, kept on the device and read once per logging window (see `log_window`).
 
-    The sums are float64, so that the order of additions does not change the logged values.
+    The sums are float64 (float32 on MPS), so that the order of additions does not change the logged values.
 
     Args:
         device: Device of the losses.

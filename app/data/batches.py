@@ -189,8 +189,8 @@ class RawBatch(NamedTuple):
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
         draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
-        mix: Mixing of each sample with the next one, or None. A batch that is mixed ends with one more
-            sample, the partner of the last one.
+        mix: Mixing of each sample with the next one, or None. A mixed batch has an extra sample at its
+            end, the partner of the last one.
     """
 
     images: Tensor
@@ -211,8 +211,8 @@ class Reader:
 
     Args:
         split: The images.
-        crop: Function from an image, uint8 (C, h, w), to (C, H, W), by torch's global random state; or None.
-        augment: Augmentations of an image, uint8 (C, H, W), by torch's global random state. They must keep the shape.
+        crop: Function that crops an image, uint8 (C, h, w), to (C, H, W) with torch's global random state; or None.
+        augment: Modules that augment an image, uint8 (C, H, W), with torch's global random state, and keep its shape.
     """
 
     def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
@@ -279,8 +279,8 @@ class GlobalBatches(GlobalOrder):
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
             with the first.
         weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
-        crop: Crop of images of different sizes by the workers, for `disk` only.
-        augment: Augmentations by the workers, for `disk` only.
+        crop: Function with which the workers crop images of different sizes; for `disk` only.
+        augment: Modules with which the workers augment images; for `disk` only.
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 

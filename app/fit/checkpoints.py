@@ -222,7 +222,7 @@ def check_checkpoint(
 
     Raises:
         UserError: When the file is missing or damaged; when model, classes or optimizer settings differ, with the first
-            difference; or when the checkpoint's training has already reached its limit.
+            difference; or when its training has already reached `max_epochs` or `max_steps`.
     """
     checkpoint = read(Path(path))
     saved = checkpoint["state_dict"]

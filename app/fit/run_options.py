@@ -22,7 +22,7 @@ from app.system.files import remove_parts
 
 @dataclass
 class Run:
-    """Folder and tracking of a run.
+    """Options of a run: folder, tracking, threads and training loop.
 
     Args:
         name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.

@@ -156,7 +156,7 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
 
 
 def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
-    """Move a loader's worker into a process group of its own, then call the user's `worker_init_fn`."""
+    """Move a loader's worker into its own process group, then call the user's `worker_init_fn`."""
     work_apart(worker)
     if then is not None:
         then(worker)

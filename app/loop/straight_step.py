@@ -1,6 +1,6 @@
 """Loop that calls only overridden hooks, and its training step; `app.loop` explains their purpose.
 
-At an upgrade of Lightning, compare
+When you upgrade Lightning, compare
 
 * `StraightLoop` and `Step` with `advance` and `on_advance_end` in loops/training_epoch_loop.py, and with `run` in
   loops/optimization/automatic.py;
