@@ -17,7 +17,7 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
                         flag), help, configuration (all flags), resolved (strategy, devices, processes), rules and
                         flag_rules (whether a run can work), command (launches or trains), assembly (of a Trainer),
-                        outcome (exit code, closing lines), run_options (its folder), checkpoints,
+                        outcome (exit code, closing lines), run_options (a run's folder), checkpoints,
                         checkpoint_file
     runs                starter: one training run as a function, run_fit
     callbacks           callbacks that a user may add to a run: BatchShapes

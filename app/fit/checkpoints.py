@@ -58,8 +58,8 @@ class RunCheckpoint(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Save if training stops within an epoch.
 
-        After an epoch's last step, `on_train_epoch_end` saves instead, after the validation. A run resumed from a
-        checkpoint before the validation would skip it.
+        After an epoch's last step, `on_train_epoch_end` saves instead, because a run resumed from a checkpoint that was
+        saved before the validation would skip the validation.
         """
         if not trainer.is_last_batch:
             if self._every_n_train_steps or self._train_time_interval is not None:
@@ -194,7 +194,7 @@ def is_newest(path: Path) -> bool:
 
 
 def read_earlier(path: Path) -> Record:
-    """Return an earlier run's record, or an empty one if the file is missing or, with a message, unreadable."""
+    """Return an earlier run's record, or an empty record for a missing or unreadable file; print the read error."""
     if not path.exists():
         return Record()
     try:

@@ -149,7 +149,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether `num_classes` comes from the data: if model and data subclass this application's classes."""
+    """Return whether `num_classes` comes from the data, because model and data subclass this application's classes."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 

@@ -112,7 +112,7 @@ class ShardSums:
         return future
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
-        """Sum a bucket over all shards. DDP calls this hook once the bucket has the gradients of the last shard."""
+        """Sum a bucket over all shards. DDP calls this hook when the bucket holds the last shard's gradients."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
         starts = list(accumulate((each.numel() for each in parameters), initial=0))

@@ -162,7 +162,7 @@ class StraightLoop(_TrainingEpochLoop):
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def on_batch_end(self, accumulating: bool) -> None:
-        """Store the metrics of this step, and pass them to the loggers every `log_every_n_steps` steps.
+        """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
 
         Unlike Lightning, do not read metrics for the progress bar on every step.
         """
