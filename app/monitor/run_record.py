@@ -107,7 +107,7 @@ class RunRecord(Callback):
         self._validated = self._epoch_validated = False
         self._course = Course()
         self._before = records.Course()  # time series of the training before it was resumed
-        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, is profiled
+        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, has profiled steps
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
         self._begin_window(0.0)
@@ -235,14 +235,14 @@ class RunRecord(Callback):
         self._learning_rate = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clocks at the first step."""
+        """At the first step, record the set-up time, and start the clocks."""
         if self._first_step is None:
             self._first_batch = _batches(trainer)
             self.record.setup_s = round(time.time() - self._started, 3)
             if self.path is not None:
                 self._write()
             self._first_step = time.perf_counter()
-            if self._epoch_start == 0.0:  # resumed in the middle of an epoch
+            if self._epoch_start == 0.0:  # resumed within an epoch, without on_train_epoch_start
                 self._begin_epoch(trainer)
 
     def on_train_batch_end(

@@ -209,10 +209,11 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
 
 
 def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
-    """Reject a plan whose processes would share a GPU or this machine's cores.
+    """Reject a plan that needs more processes than this machine has GPUs or cores for.
 
     Raises:
-        UserError: Unless flags describe another machine's network, or the network between machines like this one.
+        UserError: When the processes do not fit, and no flags describe another machine's network, or the network
+            between machines like this one.
     """
     per_node = options.per_node or devices
     network = options.bandwidth is not None and options.latency is not None

@@ -106,7 +106,7 @@ _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector:_Checkpo
     *(f"{_RESTORING}.restore_training_state", f"{_RESTORING}.dump_checkpoint"),
 )
 class Restoring(_CheckpointConnector):
-    """Checkpoint connector that raises a UserError for a damaged checkpoint.
+    """Checkpoint connector that raises a UserError for a damaged checkpoint, and calls the callbacks' `before_saving`.
 
     At an upgrade: do `Trainer._run` and `save_checkpoint` still call these methods?
     """
@@ -148,9 +148,9 @@ class Restoring(_CheckpointConnector):
 
 @expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")
 def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
-    """Disable Lightning's broadcast of SIGTERM on every step, because it raises an exception instead of saving.
+    """Disable Lightning's broadcast of SIGTERM on every step, because it ends training without saving a checkpoint.
 
-    Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call it?
+    Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call this method?
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _no  # type: ignore[method-assign, assignment]
 

@@ -81,7 +81,7 @@ class Prover:
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
 
     def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return the variants' flags by name, and the reasons of skipped variants by name."""
+        """Return two dictionaries by variant name: flags of the variants to run, and reasons of the skipped ones."""
         ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
         skipped: dict[str, str] = {}
         if self.settings.quick:
@@ -135,7 +135,7 @@ class Prover:
         """
         variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
-            variant.lacking = None  # run it even if its replicas share cores
+            variant.lacking = None  # replicas that share cores are slow, but train the same
         return variant
 
     def _run(
@@ -155,7 +155,7 @@ class Prover:
             reference: Recording to compare with, or None.
             earlier: Recording of the run that this run resumes, or None.
             steps: Number of optimizer steps; by default the settings'.
-            more: Name of a series of runs with additional flags; also the name of its folder.
+            more: Text of the additional flags among `flags`, such as `run.global_order=true`; also the runs' folder.
         """
         variant = self.variant(name, flags)
         result = Result(name, variant.arguments, skipped=variant.lacking)
@@ -225,9 +225,9 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, more=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant with flags that remove known causes, to find the causes behind them.
+        """Repeat a variant with flags that remove its known causes, to find causes that these hide.
 
-        The result gets the further causes, and each cause its effect on the loss.
+        Adds the hidden causes to the result, and sets each cause's effect on the loss.
 
         Args:
             result: Result of a variant that differs.
@@ -290,7 +290,7 @@ class Prover:
 
 
 def _outcome(flags: Mapping[str, Any], result: Result) -> str:
-    """Describe a repetition with flags that remove causes."""
+    """Describe how a variant ran with additional flags, such as `--run.global_order true: the same training`."""
     text = f"still different {', '.join(result.differences)}" if result.differences else "the same training"
     text = f"does not run: {result.failed}" if result.failed else text
     return f"{' '.join(f'--{name} {value}' for name, value in flags.items())}: {text}"
@@ -301,13 +301,13 @@ def _without_figures(cause: Cause) -> str:
 
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Return a cause with its effect on the loss, after a repetition with flags that remove causes.
+    """Return a copy of a cause with its effect on the loss, measured by a repetition with flags that remove causes.
 
     Args:
         cause: The cause.
-        remaining: Texts of the causes that the repetition still shows, without figures.
-        removed: Change of the loss by the causes that the repetition lacks.
-        change: Change of the loss by the remaining causes.
+        remaining: Texts, without digits, of the causes that the repetition did not remove.
+        removed: Change of the loss due to the causes that the repetition removed.
+        change: Change of the loss due to the remaining causes.
     """
     if not cause.changes_loss:
         return cause
