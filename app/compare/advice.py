@@ -9,7 +9,7 @@ from app.record import PHASES
 from app.record.words import bottleneck
 from app.system.page import plain
 
-NEARLY_FULL = 80.0  # percentage of a device's memory; a variant that uses more is reported as limited by memory
+NEARLY_FULL = 80.0  # percentage of a device's memory, from which on a variant is reported as limited by memory
 BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
 NAMED = 3  # largest number of variants to name in a sentence
 
@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         conclusion: Result, one line of plain text.
-        recommended: Recommended variant, or None without a measurement.
+        recommended: Name of the recommended variant, or None without a recommendation.
         reason: The recommendation and its reason, a sentence of Markdown.
     """
 

@@ -46,7 +46,7 @@ def pictures(
     Args:
         table: Table of `app.compare.results.tabulate`.
         outcomes: The variants and their runs.
-        baseline: Reference of the ideal speed-up.
+        baseline: Name of the variant from which the ideal speed-up is computed.
         recommended: The recommended variant.
     """
     rows, drawn = ranked(table), {}

@@ -32,8 +32,8 @@ class RankTimes:
     """Exchange of step times among ranks, once per window in the background, and detection of slow ranks.
 
     A rank counts as slow if it was slower than the others in significantly more than half of the windows. The threshold
-    is the mean plus four standard deviations of the number of heads in as many tosses of a coin. If ranks share cores,
-    their wait for a core is subtracted, because chance decides which rank waits.
+    is the mean plus four standard deviations of the number of heads in as many coin tosses as windows. If ranks share
+    cores, their wait for a core is subtracted, because chance decides which rank waits.
 
     Args:
         timeout: Seconds to wait for another rank.

@@ -119,7 +119,7 @@ class RunRecord(Callback):
 
         Args:
             folder: Directory of the run.
-            earlier: Record of the run.
+            earlier: Record of the run up to now.
         """
         part = records.Part(**{each.name: getattr(earlier, each.name) for each in fields(records.Part)})
         if part.status == "running":
@@ -218,7 +218,7 @@ class RunRecord(Callback):
         self.record.model = model
         self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
-            if device.type == "cuda":  # a run on the CPU leaves a GPU alone
+            if device.type == "cuda":  # a run on the CPU must not start CUDA
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -370,7 +370,7 @@ class RunRecord(Callback):
         self.record.peak_memory = memory
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the record, also if a resumed run took no step."""
+        """Update the record, because a resumed run that takes no step reaches no epoch's end."""
         self._measure(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

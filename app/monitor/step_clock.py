@@ -42,7 +42,7 @@ class StepClock(Callback):
     * data: wait for the batch, its transfer to the device, augmentation and normalisation
     * forward_backward: the model's step (forward) and its backward pass; launch is the part in which the host issues
       work (on a CPU, the whole phase)
-    * communication: the wait above, and the ranks' agreement whether to stop. Under dp: scattering the batch, copying
+    * communication: the wait above, and the ranks' agreement on stopping. Under dp: scattering the batch, copying
       the model, gathering the outputs. dp sums gradients during the backward pass, so this time counts as backward.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls

@@ -22,7 +22,7 @@ update and rest are those of the whole batch on the first device:
     step = data(B) + N · (launch of forward and backward) + (forward + backward)(b) without launch
            + 2(N-1) · (bytes of the parameters/bandwidth + latency) + update + rest
 
-On a CPU, nothing is copied, and autograd runs all replicas' backward passes in one thread. It has one thread per GPU:
+On a CPU, nothing is copied, and autograd runs all replicas' backward passes in one thread. GPUs have one thread each:
 https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
 Processes that share cores are not predicted, because the formulas ignore their interference.

@@ -52,7 +52,7 @@ BITS = "--run.virtual_devices 4 (not for dp)"
 
 
 def causes(case: Case) -> list[Cause]:
-    """Return the causes of the differences, in order of occurrence."""
+    """Return the causes of the differences, in the order of training: samples, rates, gradients, state, evaluation."""
     if not case.differences:
         return []
     at_most_one = [_split(case), _samples(case), _rates(case)]

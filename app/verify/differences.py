@@ -27,7 +27,7 @@ class Recorded:
 
     Args:
         run_dir: Directory of the run.
-        earlier: Recording of the run that this run resumes; its steps come first.
+        earlier: Recording of the run that this run resumes; its steps are put before this run's.
 
     Raises:
         UserError: When the run recorded nothing.
@@ -69,7 +69,7 @@ class Step:
 
     Args:
         number: Number of the step, from 0.
-        ranks: Recording of each rank.
+        ranks: Each rank's recording of the step.
     """
 
     def __init__(self, number: int, ranks: list[dict[str, Any]]) -> None:

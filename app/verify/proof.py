@@ -28,7 +28,7 @@ class Settings:
 
     Args:
         steps: Number of optimizer steps of each run.
-        ways: Further variants, each a name with its flags of `fit`.
+        ways: Flags of `fit` of each further variant, by its name.
         quick: Run only one device, two processes, and stop and resume.
         bits: Require the same bits, and print the first operation whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
@@ -75,7 +75,7 @@ class Prover:
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.references: dict[str, Recorded | None] = {}  # runs on one device, by their additional flags
+        self.references: dict[str, Recorded | None] = {}  # one-device recordings by additional flags; None: failed
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
@@ -128,7 +128,7 @@ class Prover:
         return Verdict(reference.recorded, results, self.settings.bits)
 
     def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
-        """Return the training under another strategy or with other flags, as a `Variant`.
+        """Return the training with a variant's flags, as a `Variant`.
 
         Raises:
             UserError: When `fit` rejects the flags.
@@ -210,7 +210,7 @@ class Prover:
             more: Additional flags.
 
         Returns:
-            Recording on one device, and the variant's result; None and the failure if the run on one device fails.
+            Recording on one device and the variant's result. If the run on one device fails, None and its result.
         """
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
         failure = Result(name, [])
@@ -241,7 +241,7 @@ class Prover:
                 continue
             try:
                 self.variant(result.name, {**(flags or ALONE), **more, name: value})
-            except UserError:  # a rule rejects the flag
+            except UserError:  # `fit` does not allow the flag in this variant
                 continue
             more[name] = value
             same, after = self._again(result.name, flags, more)
