@@ -17,15 +17,16 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     fit                 fit, validate, test, predict: arguments (tokens and configs), parser, messages (of a rejected
                         flag), help, configuration (all flags), resolved (strategy, devices, processes), rules and
                         flag_rules (whether a run can work), command (launches or trains), assembly (of a Trainer),
-                        outcome (exit code, closing lines), run_options (where a run is kept), checkpoints,
+                        outcome (exit code, closing lines), run_options (a run's folder), checkpoints,
                         checkpoint_file
     runs                starter: one training run as a function, run_fit
     callbacks           callbacks that a user may add to a run: BatchShapes
     monitor             watches one run: run_record (fills the record), step_clock, rank_times (slow ranks), balance
-                        (shares that follow speed), course (of a figure), results (of a test or prediction), nonfinite,
-                        progress_bar, loggers, header and summary (printed at the start and the end), report (its page)
-    launch              how processes start: elastic (torch's agent) and spawn; meet: rendezvous, cluster_environment;
-                        agree; and end: signals, failures, watchdog, process
+                        (fewer shards for slow ranks), course (time series), results (of a test or prediction),
+                        nonfinite, progress_bar, loggers, header and summary (printed at the start and the end), report
+                        (its page)
+    launch              processes: their start (elastic, with torch's agent; spawn), how they meet (rendezvous,
+                        cluster_environment) and agree (agree), and their end (signals, failures, watchdog, process)
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
                         tree (sums over shards)
     loop                straight_step (a fast training step), shards (of a batch, for virtual devices), buffers

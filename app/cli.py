@@ -124,7 +124,7 @@ def _route(argv: list[str]) -> int:
     own_module = MODULES.get(argv[0])
     module = importlib.import_module(own_module or "app.fit.command")
     if is_first:
-        if "triton" not in sys.modules:  # because triton's nanobind would report leaks at exit
+        if "triton" not in sys.modules:  # triton's nanobind would report frozen objects as leaks at exit
             gc.freeze()
         gc.enable()
     print("\r\033[K" * in_terminal, end="", file=sys.stderr, flush=True)

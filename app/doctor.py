@@ -1,7 +1,7 @@
 """Command `python -m app doctor`: checks of this machine, and a test of each strategy.
 
 Each check is green, yellow (works, with a caution) or red (does not work), with a remedy. The last checks run one
-training step under each strategy. A timeout is red only on a quiet machine, because a busy one proves nothing.
+training step under each strategy. A timeout is red only on a quiet machine; on a busy one, it proves nothing.
 """
 
 import importlib.metadata

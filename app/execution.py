@@ -15,7 +15,7 @@ from app.errors import UserError
 Compile = Literal["off", "default", "reduce-overhead"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 
-# an optimizer's settings that select an implementation; a resumed run ignores the checkpoint's
+# optimizer settings that select an implementation; a resumed run ignores those in the checkpoint
 IMPLEMENTATION = {"fused", "foreach", "capturable"}
 
 

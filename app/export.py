@@ -95,7 +95,7 @@ def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
         file: Path of the file.
     """
     names, dynamic = json.dumps(classifier.class_names), {"images": {0: torch.export.Dim("batch")}}
-    # two images, because a batch of one would become a constant
+    # two images, because torch.export would treat a batch size of 1 as a constant
     program = torch.export.export(classifier, (images[:2],), dynamic_shapes=dynamic)
     if file.suffix == ".pt2":
         torch.export.save(program, file, extra_files={"class_names": names})

@@ -41,7 +41,7 @@ class Classifier(nn.Module):
     Args:
         module: The LightningModule.
         images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of its training images.
-        geometry: Sizes of its images.
+        geometry: Resizing and cropping of its images.
         folder: Folder of the run's config.yaml.
     """
 
@@ -107,8 +107,8 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
     """Load a trained classifier, without its data set.
 
     Args:
-        run: Folder of a run, such as `runs/NAME/version_0`, for its best checkpoint, else the last one; or a
-            checkpoint file.
+        run: A checkpoint file; or the folder of a run, such as `runs/NAME/version_0`, whose best checkpoint is loaded,
+            or its last one if there is no best one.
         device: Device to compute on; by default the accelerator, if there is one.
 
     Raises:

@@ -25,14 +25,14 @@ from app.system.patches import expects
 
 
 def log_window(trainer: Trainer) -> int:
-    """Return the number of steps of a logging window."""
+    """Return the length of a logging window: the number of steps between two logged losses."""
     return max(getattr(trainer, "log_every_n_steps", 50), 1)
 
 
 class Sums:
-    """Sums of losses and correct predictions, kept on the device until a logging window ends.
+    """Sums of losses and correct predictions, kept on the device and read once per logging window (see `log_window`).
 
-    The sums are float64, so that the order of additions does not change the logged values.
+    The sums are float64 (float32 on MPS), so that the order of additions does not change the logged values.
 
     Args:
         device: Device of the losses.
@@ -88,7 +88,7 @@ class ImageClassifier(LightningModule):
     """LightningModule for image classification: loss, metrics, optimizer, predictions.
 
     A batch is a pair of images (B, C, H, W) and labels (B,). Metrics accumulate on the device and are means over the
-    samples of all ranks. `train_loss_step` is logged once per logging window, the other metrics once per epoch.
+    samples of all ranks. `train_loss_step` is logged every `log_every_n_steps` steps, the others once per epoch.
 
     Args:
         network: Network that maps images to logits. Its optional `image_shape`, such as (3, None, None), restricts the
@@ -296,7 +296,7 @@ class ImageClassifier(LightningModule):
         return self._training_losses(*parts[-1], batch_idx).sum() * scale + earlier
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the mean loss at the end of a logging window."""
+        """Log the mean loss every `log_every_n_steps` steps."""
         trainer = self.trainer
         if (trainer.global_step + 1) % log_window(trainer) == 0:
             loss = self._sums.end_window(trainer)
@@ -349,7 +349,7 @@ class ImageClassifier(LightningModule):
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
         elif recipe.schedule is not None:
-            steps = trainer.estimated_stepping_batches  # before the next line, because it loads the data
+            steps = trainer.estimated_stepping_batches  # loads the data, which sets num_training_batches
             epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
             scheduler = recipe.make_scheduler(optimizer, steps, epoch)
         else:

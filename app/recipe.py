@@ -25,7 +25,7 @@ Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
 
 
 def name_defaults(cls: type) -> type:
-    """Make a class's default lambdas picklable for `ddp_spawn`; jsonargparse reads settings only from lambdas."""
+    """Make default lambdas picklable for `ddp_spawn`; jsonargparse could not read settings from named functions."""
     for name, parameter in inspect.signature(cls).parameters.items():
         if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
             setattr(cls, f"default_{name}", staticmethod(parameter.default))
@@ -91,7 +91,7 @@ class Recipe:
             raise UserError(f"--model.warmup {warmup}: give steps, such as 500, or epochs, such as 5ep")
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return itself, because jsonargparse's functions refer to the Trainer, which would be copied, too."""
+        """Return itself: a copy would include the Trainer, because jsonargparse's functions refer to it."""
         return self
 
     def criterion(self, logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
@@ -200,7 +200,7 @@ class MovingAverage(EMAWeightAveraging):
         self._decay = decay
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._counts: list[tuple[Tensor, Tensor]] = []  # copied: integer buffers
+        self._counts: list[tuple[Tensor, Tensor]] = []  # pairs of integer buffers, which are copied
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Update the average after an optimizer step."""
@@ -229,7 +229,7 @@ def _falling(done: float) -> float:
 def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Module]:
     """Exclude blocks from training, and return the modules to keep in evaluation mode.
 
-    A block is a child of the network with parameters. Each layer with parameters in an `nn.Sequential` is a block, too.
+    A block is a child of the network that has parameters. Of an `nn.Sequential`, each layer with parameters is a block.
 
     Args:
         network: The network.

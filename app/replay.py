@@ -95,7 +95,7 @@ class Replay(Callback):
             self._worst = self._step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the kept step."""
+        """Write the step with the largest loss."""
         if self._worst:
             torch.save(self._worst, Path(str(trainer.log_dir), FILE))
 

@@ -38,9 +38,9 @@ class Graph:
 class StepGraph:
     """Training step that scores a batch and updates the weights in one CUDA graph.
 
-    The first batches run without the graph, as do batches of another size, such as an epoch's last one: Lightning calls
-    backward and update. All others replay the graph, and hooks such as `on_after_backward` see no gradients. When a
-    setting of the optimizer changes, a new graph is recorded.
+    The first batches, and batches of another size, such as an epoch's last one, run without the graph: Lightning calls
+    backward and update. All other batches replay the graph, so that hooks such as `on_after_backward` see no gradients.
+    When a setting of the optimizer changes, a new graph is recorded.
 
     Args:
         score: Function from images and labels to losses and logits.

@@ -9,7 +9,7 @@ from app.record import PHASES
 from app.record.words import bottleneck
 from app.system.page import plain
 
-NEARLY_FULL = 80.0  # if a variant uses this percentage of a device's memory, memory is a bottleneck
+NEARLY_FULL = 80.0  # percentage of a device's memory, from which on a variant is reported as limited by memory
 BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
 NAMED = 3  # largest number of variants to name in a sentence
 
@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         conclusion: Result, one line of plain text.
-        recommended: Recommended variant, or None without a measurement.
+        recommended: Name of the recommended variant, or None without a recommendation.
         reason: The recommendation and its reason, a sentence of Markdown.
     """
 
@@ -92,9 +92,9 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    A second that a core spends on another program delays the run by at most one second. So a run that lacked the share
-    s of one core would be at most 1 / (1 - s) times as fast on a quiet machine; a run that lacked a whole core may be
-    any times as fast.
+    Each second that a core spends on another program delays a run by at most one second. Therefore, a run that lacked
+    the fraction s of a core would be at most 1 / (1 - s) times as fast on a quiet machine. For a run that lacked a
+    whole core, there is no such bound.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -183,7 +183,7 @@ def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
 
 
 def ranks(table: pd.DataFrame) -> dict[str, int]:
-    """Return the place of each variant; variants that tie with the fastest share place 1."""
+    """Return each measured variant's place in the order of speed; variants that tie with the fastest share place 1."""
     rows = ranked(table)
     if rows.empty:
         return {}
@@ -200,7 +200,7 @@ def _limit(row: pd.Series) -> list[str]:
             f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try `--trainer.precision bf16-mixed` or a "
             "smaller `--data.batch_size`."
         )
-    if row["rest_ms"] >= 0:  # false for NaN, if no step was timed
+    if row["rest_ms"] >= 0:  # NaN, hence false, if no step was timed
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
         limit, remedy = bottleneck(times, row["accelerator"] == "cuda", row["placement"])
         sentences.append(f"**{name} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}.")

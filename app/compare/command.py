@@ -148,7 +148,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
-    """Return the folder of the newest report, to continue it, if its fingerprint is equal; else a new folder."""
+    """Return the name of the newest report's folder if its fingerprint matches, to continue it; else a new name."""
     version = next_version(str(folder.parent), folder.name)
     newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
     if fresh or not (newest / "experiment.json").exists():

@@ -12,7 +12,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 from app.errors import UserError, nearest
 from app.variant import RESERVED, Variant, typed
 
-MOST_VARIANTS = 1000  # because each variant takes several runs of minutes
+MOST_VARIANTS = 1000  # upper limit of variants, and of repeats, because each run takes minutes
 Seconds = restricted_number_type("Seconds", float, [(">=", 1), ("<", math.inf)])
 
 
@@ -138,7 +138,7 @@ def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({
 
 
 def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    """Return each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
+    """Return the flags of each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
     grid, exclude = experiment.grid, experiment.exclude
     for key, values in grid.items():
         if not values:

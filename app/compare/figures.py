@@ -18,15 +18,15 @@ from app.monitor.report import stacked_bars
 from app.record import PHASES
 from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines
 
-ALIKE = 0.005  # curves coincide if they differ by at most this share of the losses' range, less than a line's width
-NAMED = 5  # with more curves, only the baseline's and the recommended variant's have a colour and a name
+ALIKE = 0.005  # curves coincide if they differ by at most this fraction of the losses' range, less than a line's width
+NAMED = 5  # with more curves than this, only the baseline and the recommended variant get a colour and a label
 
 
 class Picture(NamedTuple):
     """Plot of a report.
 
     Attributes:
-        title: Observation, such as `All 4 loss curves coincide`, or a description; also read by screen readers.
+        title: Observation, such as `All 4 loss curves coincide`, or a description. Screen readers read it, too.
         paint: Function that draws on the axes.
         width: Width in inches.
         height: Height in inches.
@@ -46,7 +46,7 @@ def pictures(
     Args:
         table: Table of `app.compare.results.tabulate`.
         outcomes: The variants and their runs.
-        baseline: Reference of the ideal speed-up.
+        baseline: Name of the variant from which the ideal speed-up is computed.
         recommended: The recommended variant.
     """
     rows, drawn = ranked(table), {}
@@ -104,7 +104,7 @@ def _throughput(
     if ideals.notna().any():
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2)
         legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
-    room = 0.2 * most.max()  # width of a label; a label that would cover a mark of the ideal begins behind it
+    room = 0.2 * most.max()  # width of a label; if the label would cover the mark of the ideal, it starts at the mark
     ends = most.where(~ideals.between(most, most + room), ideals)
     for place, (name, end) in enumerate(ends.items()):
         axes.annotate(rate(rates[str(name)]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
@@ -116,7 +116,7 @@ def _throughput(
 
 
 def _alike(lines: dict[str, pd.DataFrame], baseline: str) -> dict[str, float]:
-    """Return each variant whose curve coincides with the baseline's, with its largest difference from that curve."""
+    """Return the largest difference from the baseline's curve, for each variant whose curve coincides with it."""
     losses = {name: line["loss"] for name, line in lines.items()}
     reference = losses.get(baseline, next(iter(losses.values())))
     close = ALIKE * (max(map(max, losses.values())) - min(map(min, losses.values())))
@@ -137,7 +137,7 @@ def _coinciding(alike: dict[str, float], count: int) -> str:
 def _loss(
     axes: Axes, lines: dict[str, pd.DataFrame], alike: dict[str, float], baseline: str, recommended: str | None
 ) -> None:
-    """Draw each variant's median with a band for the range of its runs; curves that coincide are one line."""
+    """Draw each variant's median loss, and the range of its runs as a band. Curves that coincide share one line."""
     first, *others = alike
     names = [first, *(name for name in lines if name not in alike)]
     colours = dict(zip(names, COLOURS, strict=False))

@@ -23,16 +23,16 @@ def write_report(
 ) -> tuple[str, str | None, pd.DataFrame, dict[str, Path]]:
     """Write report.html, report.md, results.csv, results.json and the pictures.
 
-    Omit verdict, ranking and advice if the load of other programs may explain the differences.
+    If the load of other programs may explain the differences, the report has no verdict, ranking or advice.
 
     Args:
         experiment: The experiment.
         outcomes: The outcome of each variant.
-        head: Circumstances: command, date, versions, hardware, driver, usable cores, load.
+        head: Description of the measurement: command, date, versions, hardware, driver, usable cores, load.
         folder: The directory of the report.
 
     Returns:
-        Markdown for the terminal; the next command, or None; the table; title and file of each picture.
+        Markdown for the terminal; command to run next, or None; table of results; each picture's file, by its title.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
     results, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
@@ -94,7 +94,7 @@ def _write_results(
 
 
 def _command(outcome: Outcome) -> str:
-    """Return the command that repeats the runs; on a CPU, with their number of threads."""
+    """Return the command that repeats a variant's runs; for runs on a CPU, it sets the number of threads, too."""
     records = outcome.records.values()
     threads = {record.threads for record in records if record.hardware and not record.hardware.gpus}
     return outcome.variant.commands(threads.pop() if len(threads) == 1 else None)
@@ -106,7 +106,7 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
 
 
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str]) -> str:
-    """Return the experiment's description, cautions, and unmeasured variants, as Markdown."""
+    """Return the top of the report as Markdown: description, cautions, and variants whose runs are missing."""
     missing = [outcome.variant.name for outcome in outcomes if outcome.status == "waiting"]
     if missing:
         cautions.append(f"**Not complete: {plain(', '.join(missing))}.** The same command continues.")

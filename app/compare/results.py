@@ -69,7 +69,7 @@ COLUMNS = {
 }
 TEXT = ("variant", "status", "precision", "placement", "accelerator", "slow_rank")
 WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
-OF_THE_WHOLE = ("loss_middle", "loss_last", "val_acc", "train_s")  # columns that need a complete run
+OF_THE_WHOLE = ("loss_middle", "loss_last", "val_acc", "train_s")  # NaN for a run stopped by the time limit
 
 
 def rate(rates: Sequence[float]) -> str:
@@ -86,10 +86,10 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     - Times, losses, accuracies: medians over the runs.
     - Peak memory: maximum over the runs.
     - speed_up: samples/s divided by the baseline's.
-    - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. NaN for other variants with the
-      baseline's number of devices, and for all others if the baseline uses all cores.
-    - less_accurate: 1 where val_acc is below the baseline's by more than chance explains.
-    - Phases of a step: milliseconds of the timed steps, scaled so that they add up to the step time of samples_per_s.
+    - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. NaN for another variant with
+      as many devices, and for all variants but the baseline if the baseline uses all cores of a CPU.
+    - less_accurate: 1 if val_acc is below the baseline's by more than chance explains, else 0.
+    - Phases of a step: milliseconds, measured in a few steps, and scaled to add up to the step time of samples_per_s.
     """
     table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=list(COLUMNS))
     table = table.astype({name: float for name in table if name not in TEXT})
@@ -138,9 +138,9 @@ def _field(record: Record, path: str) -> Any:
 
 
 def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:
-    """Return peak memory, in GiB and percent, of the first device or of the other devices.
+    """Return peak memory, in GiB and as a percentage, of the first device or of each other device.
 
-    On a CPU, this is the memory of the process.
+    On a CPU, this is the peak memory of each process.
     """
     peaks = list({(peak.rank, peak.device): peak for peak in record.peak_memory}.values())
     gib = [(peak.allocated_gib or peak.host_rss_gib or 0.0, peak.total_gib) for peak in peaks]

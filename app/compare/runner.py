@@ -46,13 +46,13 @@ class Runner:
         experiment: The experiment.
         variants: Its variants.
         directory: Directory of the runs.
-        more: Arguments of every run that do not affect training, such as those of the tracker.
+        more: Further arguments of every run, which do not affect training, such as the tracker's.
     """
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
         self.more = ["--run.warmup_epochs", str(experiment.warmup_epochs), *more]
-        self.more += ["--run.on_nonfinite", "warn"]  # a run goes on after a NaN loss
+        self.more += ["--run.on_nonfinite", "warn"]  # a run continues after a NaN loss, and the report warns of it
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
             if outcome.variant.lacking:
@@ -89,7 +89,7 @@ class Runner:
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Estimate the seconds of the missing runs by the mean of the earlier ones; return None without one."""
+        """Estimate the seconds of all missing runs from the mean of the finished runs; return None before the first."""
         walls = [record.wall_s or 0.0 for outcome in self.outcomes for record in outcome.records.values()]
         return statistics.mean(walls) * len(list(self.todo())) if walls else None
 
@@ -98,7 +98,7 @@ class Runner:
 
         Raises:
             KeyboardInterrupt: On Ctrl-C, after the run has ended.
-            SystemExit: On SIGTERM, likewise.
+            SystemExit: On SIGTERM, after the run has ended.
         """
         variant, folder = outcome.variant, self.folder(outcome.variant, repeat)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
@@ -123,7 +123,7 @@ class Runner:
                 outcome.reason += ": see --time_limit"
 
     def _keep_slow(self, outcome: Outcome, repeat: int, record: Record) -> None:
-        """Keep the record of a run that stopped at the time limit; measure its warm-up if it got no further."""
+        """Keep the record of a run that stopped at the time limit. If it ended in the warm-up, use that speed."""
         outcome.records[repeat], outcome.status = record, "slow"
         after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]

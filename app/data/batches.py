@@ -1,4 +1,4 @@
-"""Loader of a rank's share: one global permutation per epoch, cut into global batches.
+"""Loader of each rank's samples: one global permutation per epoch, cut into global batches that the ranks share.
 
 Every strategy draws from the same seeded permutation, so that step k trains on the same samples for any world size; a
 rank takes its part of each global batch. The loader uses no global random state. The trainer holds the position in an
@@ -35,7 +35,7 @@ class Shards(list[Any]):
     Args:
         shards: The shards.
         first: Global index of the first shard.
-        counts: Number of samples of each shard. A shard without samples may hold a stand-in, which does not count.
+        counts: Number of samples of each shard. A shard of 0 samples may hold a stand-in sample.
         samples: Number of samples of the global batch.
     """
 
@@ -45,7 +45,7 @@ class Shards(list[Any]):
 
 
 def equal_shares(world_size: int, count: int) -> list[int]:
-    """Divide `count` shards among the ranks as equally as possible; return each rank's number."""
+    """Return each rank's number of shards if the ranks divide `count` shards as equally as possible."""
     return [(rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)]
 
 
@@ -117,11 +117,11 @@ class GlobalOrder:
         return min(self.batch_size, self._samples - step * self.batch_size)
 
     def window_count(self, step: int, length: int, steps: int) -> int:
-        """Return the number of samples of all ranks in a window of accumulated batches.
+        """Return the number of samples, over all ranks, in the accumulated batches of an optimizer step.
 
         Args:
             step: Number of the batch in its epoch.
-            length: Number of accumulated batches; an epoch's last window may have fewer.
+            length: Number of batches to accumulate; an epoch's last optimizer step may have fewer.
             steps: Number of batches of the epoch.
         """
         first = step - step % length
@@ -189,8 +189,8 @@ class RawBatch(NamedTuple):
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
         draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
-        mix: Mixing of each sample with the next one, or None. A batch that is mixed ends with one more
-            sample, the partner of the last one.
+        mix: Mixing of each sample with the next one, or None. A mixed batch has an extra sample at its
+            end, the partner of the last one.
     """
 
     images: Tensor
@@ -211,8 +211,8 @@ class Reader:
 
     Args:
         split: The images.
-        crop: Function from an image, uint8 (C, h, w), to (C, H, W), by torch's global random state; or None.
-        augment: Augmentations of an image, uint8 (C, H, W), by torch's global random state. They must keep the shape.
+        crop: Function that crops an image, uint8 (C, h, w), to (C, H, W) with torch's global random state; or None.
+        augment: Modules that augment an image, uint8 (C, H, W), with torch's global random state, and keep its shape.
     """
 
     def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
@@ -265,8 +265,8 @@ class GlobalBatches(GlobalOrder):
         batch_size: Size of the global batch.
         rank: Rank of this process.
         world_size: Number of processes.
-        placement: `disk` reads items through worker processes, `memory` indexes one tensor on the host,
-            `device` the same tensor on `device`: all rows when shuffled, else only this rank's share.
+        placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds them. `device`: a
+            tensor on `device` holds them, all if shuffled, else only this rank's.
         device: Device of the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
@@ -279,8 +279,8 @@ class GlobalBatches(GlobalOrder):
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
             with the first.
         weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
-        crop: Crop of images of different sizes by the workers, for `disk` only.
-        augment: Augmentations by the workers, for `disk` only.
+        crop: Function with which the workers crop images of different sizes; for `disk` only.
+        augment: Modules with which the workers augment images; for `disk` only.
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 
@@ -437,7 +437,7 @@ class GlobalBatches(GlobalOrder):
         yield from one_ahead(batches()) if self._pin and read is None else batches()
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Copy rows; for an accelerator into pinned memory, so that transfers overlap with computation."""
+        """Return a copy of rows, in pinned memory for an accelerator, so that transfers overlap with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
@@ -451,7 +451,7 @@ class GlobalBatches(GlobalOrder):
         return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
-        """Draw for a whole epoch, so that draws are independent of ranks and batch size."""
+        """Draw the augmentations' random integers for a whole epoch, independently of ranks and batch size."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)

@@ -38,7 +38,7 @@ class ImageCache:
         self.folder = Path(folder or os.path.join(home, "data-parallel-lab"))
 
     def open(self, source: Source, split: SplitName) -> Split | None:
-        """Map the decoded images of a split; return None if the file is missing or damaged."""
+        """Memory-map the decoded images of a split; return None if the file is missing, outdated or damaged."""
         files = source.encoded(split)
         made = self._map(*self._identify(source, split, files)) if files else None
         if made is not None:
@@ -88,7 +88,7 @@ class ImageCache:
             remove_parts(self.folder)
             images = source.load(split)
             ragged = source.ragged(split)
-            sides = (ragged.kept[0], 1.5 * ragged.kept[1]) if ragged else source.image_shape[1:]  # if most are 3:2
+            sides = (ragged.kept[0], 1.5 * ragged.kept[1]) if ragged else source.image_shape[1:]  # assume 3:2 images
             needed = len(images) * source.image_shape[0] * math.prod(sides)
             if needed > shutil.disk_usage(self.folder).free // 2:
                 raise OSError(errno.ENOSPC, f"{needed / 2**30:.1f} GiB are over half of the free space")

@@ -50,8 +50,8 @@ class EncodedImages(ImageData):
         resize: Shorter side of an image before the centre crop to `size`, by default `size`; `squash` resizes to `size`
             without a crop, and distorts.
         interpolation: Interpolation of all resizing, with antialiasing.
-        crop: Training crop by the worker processes. `random`: a random part of `size`, after `resize`.
-            `random_resized`: a part of random area, resized to `size`. `none`: the centre, as in evaluation.
+        crop: Crop of training images, by the worker processes. `random`: at a random place, to `size`, after `resize`.
+            `random_resized`: of random area, then resized to `size`. `none`: of the centre, as in evaluation.
         scale: Range of the area of a `random_resized` crop, relative to the image's area.
         ratio: Range of width / height of a `random_resized` crop.
         cache_size: Shorter side to which larger images are reduced before `random_resized` crops; by default 1.15 times
@@ -134,8 +134,8 @@ class HuggingFace(EncodedImages):
     """Data module for a data set of Hugging Face, read by `datasets`.
 
     Args:
-        path: Folder of a saved data set, or of Parquet or Arrow files; a Parquet file; a saved data set's or a Parquet
-            file's URL, such as `s3://…`; or a name on the Hub.
+        path: Folder with a saved data set, or with Parquet or Arrow files; a Parquet file; the URL of a saved data set
+            or of a Parquet file, such as `s3://…`; or a name on the Hub.
         image_column: Column of the images; by default the one of type Image.
         label_column: Column of the labels; by default the one of type ClassLabel.
         **kwargs: As for `EncodedImages`.

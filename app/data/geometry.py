@@ -1,4 +1,4 @@
-"""Sizes of images between file and network: resize, crop, and the size in which training images are kept."""
+"""Sizes of images between file and network: resize, crop, and the size of training images before the random crop."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Geometry:
         crop: Training crop.
         scale: Range of the area of `random_resized`, relative to the image's area.
         ratio: Range of width / height of `random_resized`.
-        cache_size: Shorter side to which larger images are reduced before they are kept for `random_resized`.
+        cache_size: Shorter side to which larger images are reduced before `random_resized` crops.
 
     Raises:
         UserError: When settings contradict each other.
@@ -57,17 +57,17 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that a kept training image must cover, so that crops find enough pixels."""
+        """Height and width that a training image must cover before the random crop, which needs enough pixels."""
         side = self.cache_size or round(1.15 * max(self._cover))
         return (side, side) if self.crop == "random_resized" else self._cover
 
     def kept_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width in which an image is kept for training; `random_resized` enlarges no image."""
+        """Return a training image's height and width before the random crop; `random_resized` enlarges no image."""
         size = _covering(height, width, self.kept)
         return (height, width) if self.crop == "random_resized" and size[0] * size[1] > height * width else size
 
     def keep(self, image: Tensor) -> Tensor:
-        """Resize an image, uint8 (C, h, w), to the size in which it is kept for training."""
+        """Resize a training image, uint8 (C, h, w), to its size before the random crop."""
         return self._resize(image, self.kept_size(*image.shape[1:]))
 
     def evaluated(self, image: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Geometry:
         return v2.functional.center_crop(whole, list(self.size))
 
     def random_crop(self) -> nn.Module:
-        """Return the random crop of a kept image, uint8 (C, h, w), for training: uint8 (C, H, W)."""
+        """Return the module that crops a resized training image, uint8 (C, h, w), at random: uint8 (C, H, W)."""
         if self.crop == "random":
             return v2.RandomCrop(self.size)
         return v2.RandomResizedCrop(self.size, self.scale, self.ratio, v2.InterpolationMode(self.interpolation))

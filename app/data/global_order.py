@@ -82,8 +82,8 @@ class GlobalSampler(GlobalOrder):
 
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.
-        train: Whether an empty part gets a stand-in: the global batch's first sample. Otherwise the rank skips the
-            batch.
+        train: Whether the loader is for training. In training, an empty part gets a stand-in, the global batch's first
+            sample; in evaluation, the rank skips the batch.
         **order: As for `GlobalOrder`.
     """
 

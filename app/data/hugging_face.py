@@ -40,7 +40,7 @@ class RowSplit(FileSplit):
 class HuggingFaceSource(EncodedSource):
     """Source of a Hugging Face data set on disk, behind a URL, or on the Hub.
 
-    The library maps its tables, so that they may be larger than memory.
+    The library memory-maps the tables, so they may be larger than memory.
 
     Args:
         path: Folder, file, URL or name of the data set.

@@ -139,7 +139,7 @@ class EncodedSource(Source):
         return [*super().settings(split), sizes.interpolation, sizes.resize]
 
     def prepare(self) -> None:
-        """Check that images to predict exist."""
+        """Check that `predict_dir` holds images."""
         if self.predict_dir is not None:
             self._samples("predict")
 

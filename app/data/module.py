@@ -211,7 +211,7 @@ class ImageData(LightningDataModule):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of images of each loaded split, without images held out of it."""
+        """Number of images of each loaded split; images held out for validation do not count as training images."""
         return {name: len(rows) for name, (_, rows) in self._splits.items()}
 
     @property

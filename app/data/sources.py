@@ -70,7 +70,7 @@ class _Items(Dataset[Any]):
             return wrong
 
     def stack(self, images: list[Tensor | UserError]) -> tuple[Images, dict[int, UserError]]:
-        """Return the readable images, n of them, and the errors of the others by index; n may be 0."""
+        """Stack the readable images, perhaps none; return them, and the errors of the others by index."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         if self.image_shape is None:  # one tensor, because each tensor costs a file descriptor and system calls
@@ -129,7 +129,7 @@ class Split(Dataset[Tensor]):
         images: uint8 (N, C, H, W).
         labels: int64 (N,).
         names: File names, if any.
-        mapped: Whether a node's ranks map the images from one file.
+        mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
         left_out: Number of images that could not be read.
 
     Attributes:

@@ -16,14 +16,14 @@ DRAW_RANGE = 2**DRAW_BITS
 
 
 class Choices(NamedTuple):
-    """Lookup tables of random choices, for one image size and device; each choice is a row.
+    """Lookup tables from random choices to crops, flips and cutouts, for one image size and device.
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
         rows: Flat index in the padded image at which each row of a crop starts, (crops, H).
         columns: Offset of each column within a row, for mirrored and for plain images, (2, crops, W).
-        hole_rows: Mask of the rows that cutout covers, by centre, bool (H, H).
-        hole_columns: Mask of the columns that cutout covers, by centre, bool (W, W).
+        hole_rows: Mask of the rows that cutout covers, for each centre, bool (H, H).
+        hole_columns: Mask of the columns that cutout covers, for each centre, bool (W, W).
     """
 
     counts: Tensor
@@ -65,7 +65,7 @@ class Mix(NamedTuple):
             mixed = images[:-1].clone()
             mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
             weight = 1 - (bottom - top) * (right - left) / (height * width)
-        # not F.one_hot, which reads the labels' values on a CPU
+        # not F.one_hot, which checks the labels' values on a CPU
         targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
         return mixed, targets[1:].lerp(targets[:-1], weight)
 
@@ -155,7 +155,7 @@ class Transform:
         return self._choices[key]
 
     def _hole(self, size: int) -> Tensor:
-        """Return the mask of a side's pixels that cutout covers, by centre, bool (size, size)."""
+        """Return the mask of the rows or columns that cutout covers, for each centre, bool (size, size)."""
         start = torch.arange(size) - self.cutout // 2
         distance = torch.arange(size) - start[:, None]
         return (distance >= 0) & (distance < self.cutout)

@@ -26,7 +26,7 @@ class _Fit(ModuleType):
         Raises:
             UserError: When the flags are invalid, several flags have the same last name, or the run fails.
         """
-        # these modules import this package
+        # imported in the function, because these modules import this package
         from app.fit.configuration import FIT_FLAGS, MADE, classes_of, find_class, parameters, read_arguments, resolve
         from app.fit.run_options import default_name
         from app.runs import run_fit

@@ -60,7 +60,7 @@ def tokenise(words: Sequence[str]) -> list[Token]:
 
 
 def _network(token: Token) -> list[Token]:
-    """Replace a network of torchvision, `--model NAME`, by `--model ImageClassifier --model.network NAME`."""
+    """Replace `--model resnet50`, a torchvision network, by `--model ImageClassifier --model.network resnet50`."""
     if token.name != "--model" or token.value not in names_of_torchvision():
         return [token]
     return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", token.value)]
@@ -207,7 +207,7 @@ def load_yaml(text: str) -> Any:
         UserError: For a repeated key.
         YAMLError: For text that is not YAML.
     """
-    if ":" in text or "{" in text:  # otherwise there is no mapping
+    if ":" in text or "{" in text:  # only a mapping can repeat a key
         try:
             yaml.load(text, Loader=_Loader)
         except UserError as error:
@@ -216,7 +216,7 @@ def load_yaml(text: str) -> Any:
 
 
 def shipped(path: str) -> str:
-    """Return the path; for a missing `configs/…`, the path of that file in the installed application."""
+    """Return the path unchanged, but resolve a missing `configs/…` to that config in the installed package."""
     ours = Path(app.__file__).parent / path
     is_shipped = path.startswith("configs/") and not os.path.exists(path) and ours.is_file()
     return str(ours) if is_shipped else path
@@ -231,7 +231,7 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     try:
         with open_file(shipped(name)) as file:
             content = yaml.load(file.read().decode(), Loader=_Loader)
-        json.dumps(content, default=str)  # raises for a mapping that contains itself, in which jsonargparse would loop
+        json.dumps(content, default=str)  # raises for a mapping that contains itself; jsonargparse would never end
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
         raise UserError(f"{flag} {name}: there is no such file{near}") from None

@@ -24,7 +24,7 @@ class CheckpointFiles(TorchCheckpointIO):
     """Checkpoint plugin for local files; Lightning handles remote paths."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, and keep the previous last one.
+        """Write a checkpoint; if it replaces `last.ckpt`, keep the old file as `last-1.ckpt`.
 
         Raises:
             UserError: When the file cannot be written. An existing file is kept.
@@ -64,7 +64,7 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 def _keep(file: Path, name: Path) -> None:
     """Link a file to a second name. One of the two files always exists."""
-    if name.exists() and name.samefile(file):  # a kill left two names of one file, for which rename(2) does nothing
+    if name.exists() and name.samefile(file):  # after a kill, both may be one file: rename(2) would do nothing
         return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
     try:

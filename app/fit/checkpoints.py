@@ -41,7 +41,7 @@ class RunCheckpoint(ModelCheckpoint):
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add epoch and step to the names of several kept checkpoints, so that none is overwritten."""
+        """Add epoch and step to the file name if several checkpoints are kept, so that none is overwritten."""
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "-{epoch}-{step}"
         with warnings.catch_warnings():  # a resumed run uses its existing folder
@@ -58,8 +58,8 @@ class RunCheckpoint(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Save if training stops within an epoch.
 
-        After an epoch's last step, `on_train_epoch_end` saves instead, because a run resumed from here would skip the
-        validation.
+        After an epoch's last step, `on_train_epoch_end` saves instead, because a run resumed from a checkpoint that was
+        saved before the validation would skip the validation.
         """
         if not trainer.is_last_batch:
             if self._every_n_train_steps or self._train_time_interval is not None:
@@ -67,15 +67,15 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after a complete epoch; after an interrupted one, a resumed run would skip the epoch's rest."""
+        """Save after a complete epoch, but not after an interrupted one: a resumed run would skip the epoch's rest."""
         if trainer.is_last_batch:
             super().on_train_epoch_end(trainer, pl_module)
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Save if training ends here or a checkpoint is due, unless one of this step exists.
+        """Save if training ends or a checkpoint is due, unless this step already has a checkpoint.
 
-        At an upgrade: compare with `ModelCheckpoint.on_train_batch_end`.
+        When you upgrade Lightning, compare this with `ModelCheckpoint.on_train_batch_end`.
         """
         is_stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
         is_complete, every = 0 <= trainer.max_steps <= trainer.global_step, self._every_n_train_steps
@@ -91,7 +91,7 @@ class RunCheckpoint(ModelCheckpoint):
             rank_zero_info(f"{why}: keeping the newest checkpoint, not the best: give --best_checkpoint.monitor")
             self.monitor = None
         super().on_validation_end(trainer, pl_module)
-        if not trainer.is_last_batch:  # validation within an epoch, after which early stopping may end training
+        if not trainer.is_last_batch:  # early stopping may end training after a validation within an epoch
             self._save_if_stopped(trainer)
 
 
@@ -125,7 +125,7 @@ def _named(name: str, record: Path | None, folder: Path) -> Path:
 
     Args:
         name: `last` or `best`.
-        record: Record of the run, or None to search the folder.
+        record: Path of the run's `run.json`, or None to search the folder.
         folder: Folder with the runs of one name.
 
     Raises:
@@ -148,7 +148,7 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def _wrong_with(path: Path, whole: bool = False) -> str | None:
-    """Return a description of a checkpoint's damage, or None; with `whole`, also reject a file with only weights."""
+    """Return the reason why a checkpoint is unusable, or None; with `whole`, a file with only weights is unusable."""
     try:
         checkpoint = read(path)
     except UserError as error:
@@ -157,7 +157,7 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
-    """Return the newest readable checkpoint, or None without checkpoints; rename newer damaged ones.
+    """Return the newest readable checkpoint, or None if there are none; rename damaged ones that are newer.
 
     Args:
         root: Directory of all runs.
@@ -189,12 +189,12 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 
 def is_newest(path: Path) -> bool:
-    """Return whether a checkpoint is the newest of its run; a newer `best` does not count."""
+    """Return whether a checkpoint is the newest of its run; ignore newer `best` checkpoints."""
     return path.samefile(next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best"))
 
 
 def read_earlier(path: Path) -> Record:
-    """Return an earlier run's record; return an empty record, and print the reason, if it is unreadable."""
+    """Return an earlier run's record, or an empty record for a missing or unreadable file; print the read error."""
     if not path.exists():
         return Record()
     try:
@@ -218,11 +218,11 @@ def check_checkpoint(
         model: The model.
         data: The data module.
         resumed_by: Trainer that resumes the checkpoint's training, or None.
-        may_be_finished: Accept a training that has reached its limits already.
+        may_be_finished: Accept a checkpoint whose training has already reached `max_epochs` or `max_steps`.
 
     Raises:
         UserError: When the file is missing or damaged; when model, classes or optimizer settings differ, with the first
-            difference; or when the checkpoint's training has already reached its limit.
+            difference; or when its training has already reached `max_epochs` or `max_steps`.
     """
     checkpoint = read(Path(path))
     saved = checkpoint["state_dict"]
@@ -264,7 +264,7 @@ def _check_resumable(
             )
     sharded = trainer.fit_loop.epoch_loop
     for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
-        if state.get(name, value) != value:  # because other shards or threads change the bits
+        if state.get(name, value) != value:  # other numbers of shards or threads round differently
             problem = f"--run.{name} {value}: {path} was trained with {state[name]}, which affects rounding"
             raise UserError(f"{problem}: give --run.{name} {state[name]}, or leave --run.virtual_devices out")
     if isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier):

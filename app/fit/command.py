@@ -120,7 +120,7 @@ class CLI(Flags):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.virtual_devices and config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ:
-            # independent of the number of ranks, because the number of threads affects rounding
+            # do not divide the cores by the number of ranks, because the number of threads affects rounding
             config.run.threads = max(usable_cores() // config.run.virtual_devices, 1)
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes
@@ -193,7 +193,7 @@ class CLI(Flags):
         except BaseException:
             if self.decided.get("folder"):
                 folder = Path(self.flags.run.root, self.decided["folder"])
-                with contextlib.suppress(OSError):  # not empty
+                with contextlib.suppress(OSError):  # the folder is not empty
                     folder.rmdir()
                     folder.parent.rmdir()
             raise
@@ -271,7 +271,7 @@ class CLI(Flags):
         return record_of(self.trainer, self.record)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog, and close the run; in an agent, its ranks have done both."""
+        """Run the Trainer's method under the watchdog, and close the run. An agent does nothing: its ranks did both."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher

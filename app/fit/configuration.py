@@ -30,7 +30,8 @@ from app.system.patches import expects
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
-# exceptions that odd values raise in jsonargparse; `capture_parser` works by raising another one, which must pass
+# exceptions that jsonargparse raises for odd values; not `Exception`, because `capture_parser` works by raising one
+# that must not be caught
 PARSING = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
@@ -49,8 +50,8 @@ SKIPPED = {  # arguments of the Trainer's methods without a flag
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    A section gets its default class only if the user chooses no class. A replaced default would leave its settings
-    behind: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    A section gets its default class only if the user chooses no class, because the settings of a replaced default
+    would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -81,10 +82,10 @@ class Flags(LightningCLI):
         )
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would replace the requested model's settings by the checkpoint's."""
+        """Do nothing, because Lightning's method would replace the requested model's settings by the checkpoint's."""
 
     def _dump_config(self) -> None:
-        """Set the hyperparameters of model and data, without a second validation of the config."""
+        """Set `config_dump`, the hyperparameters of model and data, without a second validation of the config."""
         if not hasattr(self, "config_dump"):
             text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, skip_validation=True)
             self.config_dump = yaml.safe_load(text)[self.config.subcommand]
@@ -115,7 +116,7 @@ class Flags(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the skipped arguments of the requested command; Lightning builds a parser for each command listed."""
+        """Return only the requested command, with its skipped arguments, because Lightning builds a parser for each."""
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -148,7 +149,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether `num_classes` comes from the data: model and data are subclasses of this application's."""
+    """Return whether `num_classes` comes from the data, because model and data subclass this application's classes."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
@@ -195,7 +196,7 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
 
 @cache
 def _parser_for(command: str, model: str | None, data: str | None) -> ArgumentParser:
-    """Return the parser of a command for the chosen classes; building it takes longer than parsing."""
+    """Return a command's parser for the chosen classes; cached, because building it takes longer than parsing."""
     chosen = [f"--{section}={name}" for section, name in (("model", model), ("data", data)) if name is not None]
     return capture_parser(Flags, [command, *chosen])
 

@@ -21,7 +21,7 @@ from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.parallel import DDP, SplitForward
 
-# smallest allowed values of flags; Lightning's classes check the others
+# smallest allowed values of flags; Lightning checks other flags itself
 MINIMA = {
     **dict.fromkeys(("trainer.max_epochs", "trainer.max_steps", "trainer.num_sanity_val_steps"), -1),
     **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps", "trainer.log_every_n_steps"), 0),
@@ -32,7 +32,7 @@ MINIMA = {
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
 
-# class, or its base, of each section of flags; the user chooses the classes of --model and --data
+# class (or its base class) that a section's flags build; the user chooses the classes of --model and --data
 MADE = {
     "trainer": Trainer,
     "run": Run,

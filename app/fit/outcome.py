@@ -45,7 +45,7 @@ def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> in
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":
         signal = None if requeue() else "SIGTERM"
-    # for our agent and for srun, the exit code of one rank is enough
+    # our agent and srun need a nonzero exit code from one rank only
     reports = {OWN_AGENT: trainer.local_rank == 0, "srun": trainer.is_global_zero}
     if signal is None or (launcher is not None and not reports.get(launcher.by, True)):
         return 0

@@ -34,7 +34,7 @@ TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
 
 
 def trusted_modules() -> list[str]:
-    """Return the top-level modules that a config may name: TRUSTED, the current folder's, PYTHONPATH's, --trust's."""
+    """Return the top-level modules that a config may name: of TRUSTED, the current folder, PYTHONPATH and --trust."""
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     own = {path.stem for path in files if path.suffix == ".py" or path.is_dir()} - sys.stdlib_module_names
@@ -43,7 +43,7 @@ def trusted_modules() -> list[str]:
 
 
 def import_trusted_only() -> None:
-    """Make jsonargparse reject repeated keys, and classes of untrusted modules without importing them."""
+    """Make jsonargparse reject repeated keys, and reject classes of untrusted modules before it imports them."""
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
 

@@ -72,7 +72,7 @@ class Resolved:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The strategy's options: from the configuration, or of its registered name, such as `ddp_spawn`."""
+        """The strategy's options: the configured ones, or those that a registered name such as `ddp_spawn` implies."""
         flag = self.trainer.strategy
         if isinstance(flag, str):
             return StrategyRegistry[flag]["init_params"] if flag in StrategyRegistry else {}
@@ -216,7 +216,7 @@ class Resolved:
     def virtual_devices(self) -> int | None:
         """Value of `--run.virtual_devices`, or None."""
         count = self.config.run.virtual_devices
-        return None if count is None else int(count)  # a plain integer, for the checkpoint
+        return None if count is None else int(count)  # a plain int, because checkpoints hold only plain values
 
     @property
     def compiled(self) -> bool:

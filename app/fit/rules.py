@@ -104,7 +104,7 @@ def _devices(s: Resolved) -> Iterator[str]:
 
 
 def needs_cuda(s: Resolved) -> Iterator[str]:
-    """Yield messages about flags without effect outside CUDA."""
+    """Yield messages about flags that work on CUDA only, if the accelerator is another one."""
     for flag, is_set in {
         "trainer.benchmark": s.trainer.benchmark,
         "model.cuda_graph": s.given("model.cuda_graph"),

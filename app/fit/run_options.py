@@ -22,7 +22,7 @@ from app.system.files import remove_parts
 
 @dataclass
 class Run:
-    """Folder and tracking of a run.
+    """Options of a run: folder, tracking, threads and training loop.
 
     Args:
         name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
@@ -89,7 +89,7 @@ TRAINING = (  # prefixes of flags that define a training
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
     *("run.virtual_devices", "run.global_order"),
 )
-EXECUTION = (  # exceptions, which a resumed run may change: flags of paths and of execution
+EXECUTION = (  # suffixes of those flags that a resumed run may change, because they are paths or affect only execution
     *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )

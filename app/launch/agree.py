@@ -134,8 +134,8 @@ def connect(trainer: Trainer, timeout: float) -> None:
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     """Host a store on rank zero for the process group, and publish its port in the agents' store.
 
-    The agents' store outlives the ranks. Keys of an earlier attempt would make restarted ranks wait for processes that
-    have ended.
+    The process group does not use the agents' store, because it outlives the ranks: the keys of an earlier attempt
+    would make restarted ranks wait for processes that have ended.
     Source: https://github.com/pytorch/pytorch/issues/135712.
 
     Returns:

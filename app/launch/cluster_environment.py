@@ -36,7 +36,7 @@ def launched() -> Launched | None:
         return Launched(by, nodes, here if here * nodes == world else None, world)
     if is_task_of_srun():
         world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
-        # such as `2(x2)` or `3,1`; SLURM_NTASKS_PER_NODE is the job's value, not the step's
+        # such as `2(x2)` (equal) or `3,1` (unequal); SLURM_NTASKS_PER_NODE is the job's value, not the step's
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         if world == 1 and _interactive():
             return None  # `srun --pty bash`: an interactive shell on a node
@@ -62,13 +62,13 @@ def launch_id() -> str | None:
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    stat = Path(f"/proc/{agent}/stat")  # holds its start in ticks since boot, not by the clock
+    stat = Path(f"/proc/{agent}/stat")  # holds the start in ticks since boot, which clock changes do not affect
     began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
     return f"{launcher.by} {socket.gethostname()} {agent} {began}"
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run. True under torchrun, which does not count all restarts."""
+    """Return whether a launcher may have restarted this run. True under torchrun: it does not count all restarts."""
     launcher = launched()
     if launcher is None:
         return False
@@ -77,10 +77,10 @@ def may_resume() -> bool:
 
 
 class Slurm(SLURMEnvironment):
-    """Environment of srun's tasks, read from the variables of SLURM's step; Lightning reads the job's.
+    """Environment of srun's tasks. Reads the variables of SLURM's step, where Lightning reads the job's.
 
-    This application requeues jobs itself. Lightning would save the checkpoint in a signal handler, which runs at
-    different steps on different ranks.
+    Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler, which runs at different
+    steps on different ranks. This application requeues jobs itself.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Slurm(SLURMEnvironment):
 
 
 def environment_of(num_nodes: int) -> ClusterEnvironment:
-    """Return this process's ClusterEnvironment; Lightning's own detection would also accept mpirun and LSF."""
+    """Return this process's ClusterEnvironment. Replaces Lightning's detection, which also accepts mpirun and LSF."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()

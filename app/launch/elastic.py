@@ -80,7 +80,7 @@ def launch(
                 kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")
                 if kind == UserError.__name__:
                     raise UserError(text)
-                if not kind.startswith("Rank") and lost(text) is None:  # exclude consequences of another rank's failure
+                if not kind.startswith("Rank") and lost(text) is None:  # not a consequence of another rank's failure
                     reason = f"rank {rendezvous.rank * processes + int(file.parent.name)} has failed: {cause}"
             for file in files(f"*/{STOPPED}"):
                 raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))

@@ -66,7 +66,7 @@ def who_hangs() -> str:
 def leave_nccl() -> None:
     """Abort an NCCL process group after an error.
 
-    The group's pending calls would block the process's exit, and before it, the move of the model to the host.
+    The group's pending calls would block the move of the model to the host, and later the process's exit.
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
     global _has_left
@@ -94,7 +94,7 @@ def explained(error: BaseException) -> BaseException:
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Translate exceptions by `explained`, and abort an NCCL group.
+    """Translate the block's exceptions with `explained`, and abort an NCCL process group after an error.
 
     Raises:
         RankError: When another rank is lost or silent.
@@ -130,7 +130,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
-    """Return the exception to raise for a failed rank in the command that started it."""
+    """Return the exception that the starting command raises for a failed rank."""
     message = message_of(failure.error_file_data)
     name, _, text = message.partition(": ")
     if name == UserError.__name__:

@@ -22,7 +22,7 @@ TRUST = "APP_TRUST"  # modules of `--trust`, separated by commas
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
-# variables of launchers; with one of them, a run waits for other processes
+# variables of launchers; a run that finds one of them waits for other processes
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
@@ -92,7 +92,7 @@ def begin() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     if is_worker():
-        _handle(signal.SIG_DFL, signal.SIG_DFL)  # a starting rank has nothing to save
+        _handle(signal.SIG_DFL, signal.SIG_DFL)  # end at once, because a starting rank has nothing to save
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # because our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
             os.environ["PYTHONBREAKPOINT"] = "0"  # because only rank zero has the terminal
@@ -100,7 +100,7 @@ def begin() -> None:
     signal.signal(signal.SIGTERM, _end)
     if is_task_of_srun():
         task = os.getpid()
-        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # ignored in a loader's worker
+        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # a loader's worker ignores it
 
 
 def end_with_parent(parent: int) -> None:

@@ -184,13 +184,13 @@ class NodeRendezvous(StaticTCPRendezvous):
         store = PrefixStore(f"round{self._rounds}", self.store())
         store.set(f"node{self.rank}", "")
         self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
-        # because a starting rank would print a traceback on Ctrl-C; `process.begin` unblocks signals in each rank
+        # block signals, because a starting rank would print a traceback on Ctrl-C; `process.begin` unblocks them in it
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because nodes never join later. The agent calls this once its ranks run, so unblock signals."""
+        """Return 0, because nodes never join later; unblock signals, because ranks run when the agent calls this."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return 0
 

@@ -90,13 +90,13 @@ class StopTogether(Callback):
         self._pending: tuple[np.ndarray, Any] | None = None  # buffer and handle of the pending all-reduce
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare the all-reduce, and disable Lightning's broadcast of SIGTERM, which would raise instead of saving."""
+        """Prepare the all-reduce; disable Lightning's broadcast of SIGTERM, because it raises instead of saving."""
         leave_out_sigterm_broadcast(trainer)
         self._pending = None
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
-        if isinstance(loader, DataLoader):  # a user's loader; its workers receive an agent's signals, too
+        if isinstance(loader, DataLoader):  # a user's loader: protect its workers from an agent's signals, too
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(
@@ -118,7 +118,7 @@ class StopTogether(Callback):
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
         """Return the lowest signal that any rank received, or 0. Collective.
 
-        Of several ranks, each learns of signals up to the previous step; with `at_once`, up to now.
+        With several ranks, the result covers signals up to the previous step; with `at_once`, up to now.
         """
         signals: Signals = signal_connector(trainer)
         if trainer.world_size == 1:
@@ -151,12 +151,12 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
         return  # run the validation that is due, because a resumed run would skip it
     trainer.limit_val_batches = 0
-    for callback in trainer.early_stopping_callbacks:  # which need a metric of the skipped validation
+    for callback in trainer.early_stopping_callbacks:  # they need a metric of the skipped validation
         callback._check_on_train_epoch_end = False
 
 
 def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
-    """Move a loader's worker into a process group of its own, then call the user's `worker_init_fn`."""
+    """Move a loader's worker into its own process group, then call the user's `worker_init_fn`."""
     work_apart(worker)
     if then is not None:
         then(worker)

@@ -65,7 +65,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
             for number in heard(CAUSES) if threading.current_thread() is threading.main_thread() else ():
                 signal.signal(number, self._forward)
             resource_tracker.ensure_running()  # before signals are blocked, because its start unblocks them
-            # because a process that still imports would print a traceback on Ctrl-C; `procs` unblocks them
+            # block signals, because a process that still imports would print a traceback on Ctrl-C; the setter of
+            # `procs` unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
             try:
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -117,7 +118,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
-        self.kill(signal.SIGKILL if again else number)  # none while they start: the setter of `procs` does it then
+        self.kill(signal.SIGKILL if again else number)  # while they start, `procs` is empty; its setter kills them
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         """Run the rank in the new process; signals end it from here on."""

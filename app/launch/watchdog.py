@@ -28,7 +28,7 @@ BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, 
 # phases of a rank; in `elsewhere`, no other rank waits for it
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
-WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # would kill a process that has no handler for it
+WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # signal to write the stacks; kills a process without a handler
 SIZE, PEERS = 2**15, 64  # bytes of the shared memory; offset at which the list of up to 1,000 connections begins
 
 
@@ -56,7 +56,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Record the connections that the block opens to other ranks; one that closes later shows that a rank left."""
+        """Record the connections to other ranks that the block opens; if one closes later, another rank has left."""
         before = connections(os.getpid())
         yield
         peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
@@ -225,14 +225,14 @@ class Place(NamedTuple):
         return cls(int(step), phase, line, users is not None or not stacks, communicates)
 
     def __str__(self) -> str:
-        """Format the place: `in …` the user's code, or `at …` a library's, where the rank may only wait for others."""
+        """Format the place: `in …` for the user's code; `at …` for a library's, where the rank may only be waiting."""
         evaluates = self.phase == PHASES[EVALUATION]
         step = "" if self.phase in PHASES[:2] else "the evaluation, " if evaluates else f"step {self.step:,}, "
         return f"{'in' if self.is_users else 'at'} {step}{self.line}"
 
 
 def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Return the frames below the training or evaluation loop."""
+    """Return the frames called by the training or evaluation loop, innermost first."""
     ends = (index for index, (path, _, name) in enumerate(frames) if LOOP.search(f"{path} {name}"))
     return frames[: next(ends, None)]
 

@@ -57,7 +57,7 @@ class Buffers:
         return self._owners[place][0]
 
     def values(self, places: list[int]) -> list[Tensor]:
-        """Return the values of the buffers that the indices select."""
+        """Return the values of the buffers at some indices."""
         return [buffers[name] for _, buffers, name in (self._owners[place] for place in places)]
 
     def restore(self, places: list[int]) -> None:

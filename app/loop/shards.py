@@ -112,7 +112,7 @@ class ShardSums:
         return future
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
-        """Sum a bucket over all shards, as DDP's communication hook; the bucket holds the last shard's gradients."""
+        """Sum a bucket over all shards. DDP calls this hook when the bucket holds the last shard's gradients."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
         starts = list(accumulate((each.numel() for each in parameters), initial=0))
@@ -254,8 +254,8 @@ class ShardedStep(Step):
         """Run the forward and backward pass of each shard.
 
         Returns:
-            Indices of the changed buffers; outputs of the last shard other than its loss; gradients that earlier
-            batches of the accumulation window left; future of the sum of all shards' `_vector`.
+            Indices of the changed buffers; the last shard's outputs without its loss; gradients accumulated from
+            earlier batches; a future of the sum of all shards' vectors, which `_vector` makes.
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:
@@ -293,7 +293,7 @@ class ShardedStep(Step):
         return changed, outputs, earlier, sums
 
     def _begin(self, accumulated: int) -> Gradients:
-        """Zero the gradients at the start of an accumulation window; return a copy of those accumulated so far."""
+        """Zero the gradients before the first accumulated batch; return a copy of the gradients accumulated so far."""
         if self.index % accumulated == 0:
             self._zero()
         earlier = self._sums.pop_gradients()  # may be views of DDP's buckets, so they are cloned below
@@ -366,7 +366,7 @@ class ShardedLoop(StraightLoop):
                 f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself: add "
                 "--run.global_order true"
             )
-        # logged values are equal on all ranks, so sync_dist would only add rounding
+        # hide the advice to use sync_dist: logged values are equal on all ranks, so it would only add rounding
         warnings.filterwarnings("ignore", r"It is recommended to use `self\.log")
         return ShardedStep(self)
 
@@ -386,6 +386,6 @@ class ShardedLoop(StraightLoop):
 
     @property
     def kept(self) -> dict[str, int]:
-        """Number of shards, and of CPU threads, because CPU kernels split their sums over threads."""
+        """Settings that affect rounding: number of shards, and of CPU threads, over which CPU kernels split sums."""
         threads = torch.get_num_threads() if self.trainer.strategy.root_device.type == "cpu" else 0
         return {"virtual_devices": self.virtual_devices, "threads": threads}

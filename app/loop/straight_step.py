@@ -1,6 +1,6 @@
 """Loop that calls only overridden hooks, and its training step; `app.loop` explains their purpose.
 
-At an upgrade of Lightning, compare
+When you upgrade Lightning, compare
 
 * `StraightLoop` and `Step` with `advance` and `on_advance_end` in loops/training_epoch_loop.py, and with `run` in
   loops/optimization/automatic.py;
@@ -124,7 +124,7 @@ class StraightLoop(_TrainingEpochLoop):
         return None
 
     def advance(self, data_fetcher: Any) -> None:
-        """Take one step. Lightning's own method runs the validation that a resumed run still owes."""
+        """Take one step; call Lightning's method if there is no `Step`, or if a resumed run must validate first."""
         step = self._step
         trainer: Any = self.trainer
         if step is None or (self.restarting and self._should_check_val_fx(data_fetcher)):
@@ -162,7 +162,7 @@ class StraightLoop(_TrainingEpochLoop):
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def on_batch_end(self, accumulating: bool) -> None:
-        """Store the metrics of this step, and pass them to the loggers at the end of a logging window.
+        """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
 
         Unlike Lightning, do not read metrics for the progress bar on every step.
         """
@@ -335,7 +335,7 @@ class Step:
             self.update = self._part("optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute))
 
     def _can_bypass(self, *names: str) -> bool:
-        """Return whether neither strategy nor precision plugin adds anything in these methods."""
+        """Return whether these methods of the strategy and of the precision plugin add nothing."""
         strategy, precision = self.strategy, self.strategy.precision_plugin
         # in automatic optimization, DDPStrategy's overrides do nothing, nor do MixedPrecision's without a scaler
         ddp = isinstance(strategy, DDPStrategy)

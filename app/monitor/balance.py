@@ -25,7 +25,7 @@ class Balance(Callback):
         self.ranks = ranks
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Redistribute the shards if that shortens a step. The epoch's loader starts only after this hook."""
+        """Redistribute the shards if that shortens a step. The epoch's loader, started later, uses them."""
         loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return

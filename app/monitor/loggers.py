@@ -264,7 +264,7 @@ class MetricsFile(CSVLogger):
 
 
 class RateMonitor(LearningRateMonitor):
-    """Learning-rate monitor that does no work on each step unless a scheduler changes the rate on each step."""
+    """Learning-rate monitor that works once per epoch, unless a scheduler changes the rate on each step."""
 
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Decide whether to log once per logging window, or only once per epoch."""
@@ -273,7 +273,7 @@ class RateMonitor(LearningRateMonitor):
         self._logs_windows = self.logging_interval == "step" or (self.logging_interval is None and by_step)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Log the learning rate of a logging window."""
+        """Log the learning rate once per logging window, if a scheduler changes it on each step."""
         if self._logs_windows:
             super().on_train_batch_start(*args, **kwargs)
 
@@ -284,7 +284,8 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False, skip_validation=True)
-        # ddp_spawn pickles this callback. These 200 kB would fill the pipe, and processes would start one by one
+        # ddp_spawn pickles this callback. These 200 kB would fill the pipe until the new process reads it, so that
+        # processes would start one after the other
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

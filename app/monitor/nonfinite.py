@@ -52,7 +52,7 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._checked_step:  # when `app.modules` reads the device, too
+        if step % self._window == 0 and step != self._checked_step:  # `app.modules` reads the device now, too
             self._checked_step = step
             self._check(trainer)
 
@@ -63,7 +63,7 @@ class NonFinite(Callback):
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Check losses and weights before a checkpoint is written.
 
-        `Restoring` calls this, because Lightning has no hook for checkpoints of weights only.
+        `Restoring` calls this method, because Lightning calls no hook for a checkpoint that holds only weights.
         """
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()

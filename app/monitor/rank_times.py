@@ -32,7 +32,7 @@ class RankTimes:
     """Exchange of step times among ranks, once per window in the background, and detection of slow ranks.
 
     A rank counts as slow if it was slower than the others in significantly more than half of the windows. The threshold
-    lies four standard deviations above the number of windows that tosses of a fair coin would give. If ranks share
+    is the mean plus four standard deviations of the number of heads in as many coin tosses as windows. If ranks share
     cores, their wait for a core is subtracted, because chance decides which rank waits.
 
     Args:
@@ -116,7 +116,7 @@ class RankTimes:
         self._pending = elapsed, rows, distributed.all_gather(rows, mine, self._group, async_op=True)
 
     def forget(self) -> None:
-        """Drop the times so far, because the ranks' shares have changed."""
+        """Drop the times so far, because they were measured with another number of shards on each rank."""
         self._windows.clear()
 
     def _memory(self, device: torch.device) -> float:

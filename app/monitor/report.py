@@ -24,7 +24,7 @@ from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
 SHOWN = 5  # rows of a table of mistakes
-CELLS = 20  # with more classes, a confusion matrix shows no counts
+CELLS = 20  # largest number of classes whose counts a confusion matrix shows, and of ranks that get a bar
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
@@ -116,7 +116,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the rows of metrics.csv without empty cells; return an empty list without a file."""
+    """Read the rows of metrics.csv without empty cells; return an empty list if the file is missing."""
     if not path.exists():
         return []
     with io.TextIOWrapper(open_file(path), newline="") as file:
@@ -125,7 +125,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
     epochs = record.epochs
-    # steps per epoch, from the step at which an epoch's metrics are logged: record.steps_per_epoch counts batches
+    # optimizer steps per epoch, from the rows logged at epoch ends, because record.steps_per_epoch counts batches
     ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
     length = ends[-1] if ends else record.steps_per_epoch or 1
 
@@ -310,7 +310,7 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
 
 
 def _over_time(axes: Axes, points: np.ndarray) -> None:
-    """Plot columns of an array (points, 1 + lines) against its first column, in seconds."""
+    """Plot an array (points, 1 + lines): the first column holds seconds, and each other column is a line."""
     axes.plot(points[:, 0], points[:, 1:], color=page.BLUE)
     axes.set_xlabel("seconds of training")
     axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)

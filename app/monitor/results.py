@@ -31,7 +31,7 @@ class PredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        """Store this rank's rows: index, and probability and label of the most likely classes."""
+        """Store a row for each image of this rank: index, and probabilities and labels of its most likely classes."""
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
             best = (each.tolist() for each in outputs.topk(min(self.top_k, outputs.shape[1])))

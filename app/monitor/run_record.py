@@ -107,7 +107,7 @@ class RunRecord(Callback):
         self._validated = self._epoch_validated = False
         self._course = Course()
         self._before = records.Course()  # time series of the training before it was resumed
-        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, is profiled
+        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, has profiled steps
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
         self._begin_window(0.0)
@@ -119,7 +119,7 @@ class RunRecord(Callback):
 
         Args:
             folder: Directory of the run.
-            earlier: Record of the run.
+            earlier: Record of the run up to now.
         """
         part = records.Part(**{each.name: getattr(earlier, each.name) for each in fields(records.Part)})
         if part.status == "running":
@@ -218,7 +218,7 @@ class RunRecord(Callback):
         self.record.model = model
         self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
         for device in devices_of(trainer):
-            if device.type == "cuda":  # a run on the CPU leaves a GPU alone
+            if device.type == "cuda":  # a run on the CPU must not start CUDA
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -235,14 +235,14 @@ class RunRecord(Callback):
         self._learning_rate = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clocks at the first step."""
+        """At the first step, record the set-up time, and start the clocks."""
         if self._first_step is None:
             self._first_batch = _batches(trainer)
             self.record.setup_s = round(time.time() - self._started, 3)
             if self.path is not None:
                 self._write()
             self._first_step = time.perf_counter()
-            if self._epoch_start == 0.0:  # resumed in the middle of an epoch
+            if self._epoch_start == 0.0:  # resumed within an epoch, without on_train_epoch_start
                 self._begin_epoch(trainer)
 
     def on_train_batch_end(
@@ -370,7 +370,7 @@ class RunRecord(Callback):
         self.record.peak_memory = memory
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the record, also if a resumed run took no step."""
+        """Update the record, because a resumed run that takes no step reaches no epoch's end."""
         self._measure(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class StepClock(Callback):
     * data: wait for the batch, its transfer to the device, augmentation and normalisation
     * forward_backward: the model's step (forward) and its backward pass; launch is the part in which the host issues
       work (on a CPU, the whole phase)
-    * communication: the wait above, and the ranks' agreement whether to stop. Under dp: scattering the batch, copying
+    * communication: the wait above, and the ranks' agreement on stopping. Under dp: scattering the batch, copying
       the model, gathering the outputs. dp sums gradients during the backward pass, so this time counts as backward.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls
@@ -105,7 +105,8 @@ class StepClock(Callback):
         self.ranks.begin(trainer)
         if trainer.world_size > 1:
             trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
-            self.on_after_backward = self._on_averaged  # type: ignore[method-assign]  # a hook costs time
+            # a hook costs time, so a single rank has none
+            self.on_after_backward = self._on_averaged  # type: ignore[method-assign]
             self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in trainable]
         self._begin(trainer)
 
@@ -291,7 +292,7 @@ class _PhaseProfiler(PassThroughProfiler):
             self._begun["optimizer"] = self.now()
         if name not in ACTIONS or name not in self._begun:
             return
-        issued, phase = time.perf_counter(), ACTIONS[name]  # the device may still compute
+        issued, phase = time.perf_counter(), ACTIONS[name]  # launched by the host; the device may still compute
         seconds = self.now() - self._begun[name]
         waited = self.wait() if name == "backward" else 0.0
         self._spent[phase] += seconds - waited
@@ -319,5 +320,5 @@ class _PhaseProfiler(PassThroughProfiler):
             began, *replicas = marks
             overhead = self.now() - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
-            for phase in ("forward", "launch"):  # both phases include the overhead of the module's forward
+            for phase in ("forward", "launch"):  # both include this overhead, because the module's forward does
                 self._spent[phase] -= overhead

@@ -112,7 +112,7 @@ class LocalSGD(FixedHook):
     def comm_state(self) -> PostLocalSGDState:
         """Return the hook's state with one process group per node.
 
-        Torch's default would put as many ranks into a group as the node has CUDA devices, none on a CPU.
+        Torch's default group size is the node's number of CUDA devices, which is 0 on a CPU.
         """
         node, _ = dist.new_subgroups(group_size=self.num_processes)
         return PostLocalSGDState(process_group=None, subgroup=node, start_localSGD_iter=self.start_localsgd_iter)
@@ -150,7 +150,7 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
 
 
 def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.ProcessGroup | None) -> int:
-    """Send to the next rank while receiving from the previous one, which avoids a deadlock; return the sent bytes."""
+    """Send to the next rank while receiving from the previous one, to avoid a deadlock; return the sent bytes."""
     ends = ((dist.isend, out, (rank + 1) % world), (dist.irecv, into, (rank - 1) % world))
     operations = [dist.P2POp(do, tensor, group=group, group_peer=peer) for do, tensor, peer in ends if len(tensor)]
     for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -161,8 +161,8 @@ def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.Proce
 def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients by `ring_all_reduce`, and count the traffic.
 
-    For learning and measuring: this hook blocks the backward pass. Torch's own all-reduce runs beside it, and should be
-    faster.
+    For learning and measuring only. This hook blocks the backward pass; torch's own all-reduce overlaps with it, and
+    should be faster.
     """
     buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, as in torch's hooks, to avoid overflow
     traffic.update(sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last()))

@@ -27,11 +27,11 @@ from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tre
 class Replica(nn.Module):
     """Replica of the model on one device, with the calling thread's autocast state.
 
-    Of an `ImageClassifier`, only the network is copied, because its forward pass is the network's. Any other
-    LightningModule is copied whole.
+    For an `ImageClassifier`, only the network is copied, because the module's forward pass only calls the network.
+    Any other LightningModule is copied whole.
 
-    The replica sets the autocast state itself. `parallel_apply` would enable autocast without its dtype, so that bf16
-    silently became fp16.
+    The replica sets the autocast state itself, because `parallel_apply` enables autocast without its dtype: bf16 would
+    silently become fp16.
 
     Attributes:
         index: Number of this replica.
@@ -55,7 +55,7 @@ class Replica(nn.Module):
         """Run the model's forward pass on this replica."""
         inference = torch.inference_mode() if self.inference else nullcontext()
         with inference, self.autocast():
-            if isinstance(self.module, LightningModule):  # the instance's forward would recurse
+            if isinstance(self.module, LightningModule):  # the instance's forward is `_forward` and would recurse
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.module(*args, **kwargs)
 

@@ -54,7 +54,7 @@ class Tree:
             sibling = level, index ^ 1
             if sibling in nodes:
                 value = plus(nodes.pop(sibling), value)
-            elif (index ^ 1) << level < self.count:  # otherwise the node has no sibling
+            elif (index ^ 1) << level < self.count:  # the sibling is still missing; a node without one moves up
                 break
             level, index = level + 1, index >> 1
         nodes[level, index] = value

@@ -65,7 +65,7 @@ def quantity(name: str, text: str) -> float:
 
 @dataclass
 class Basis:
-    """Basis of a plan.
+    """Inputs of a plan: the measured step, and the settings that it was measured with.
 
     Attributes:
         step: Step on one device.
@@ -73,7 +73,7 @@ class Basis:
         config: Resolved configuration of the measurement.
         cuda: Whether the device is a GPU.
         threads: Number of threads of a process on a CPU.
-        source: Origin of the step's times, in words.
+        source: Text on where the step's times come from.
         devices: Number of processes that the measured machine can run, each with its own GPU or cores.
         cautions: Sentences about effects that the predictions ignore.
     """
@@ -209,10 +209,13 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
 
 
 def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
-    """Reject a plan whose processes would share a GPU or this machine's cores.
+    """Reject a plan whose network can neither be measured on this machine nor is given by flags.
+
+    Two processes measure the network within a node. They must not share a GPU or cores.
 
     Raises:
-        UserError: Unless flags describe another machine's network, or the network between machines like this one.
+        UserError: When a node has more devices than this machine, and no flags give the network within a node; or
+            when a node has one device, and no flags give the network within or between nodes.
     """
     per_node = options.per_node or devices
     network = options.bandwidth is not None and options.latency is not None
@@ -228,7 +231,7 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
-    """Return the machines whose training is predicted, and the origin of their network's figures, in words."""
+    """Return the machines whose training is predicted, and a text on where their network's figures come from."""
     within, between = (
         {name: options[prefix + name] for name in ("bandwidth", "latency") if options[prefix + name] is not None}
         for prefix in ("", "node_")

@@ -22,13 +22,14 @@ update and rest are those of the whole batch on the first device:
     step = data(B) + N · (launch of forward and backward) + (forward + backward)(b) without launch
            + 2(N-1) · (bytes of the parameters/bandwidth + latency) + update + rest
 
-On a CPU, nothing is copied. Autograd runs all replicas' backward passes in one thread, but has one thread per GPU:
+On a CPU, nothing is copied, and autograd runs all replicas' backward passes in one thread. GPUs have one thread each:
 https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
 Processes that share cores are not predicted, because the formulas ignore their interference.
 
-Each prediction has a range. Its ends come from the same formulas, with the step and the link scaled by their largest
-measured deviations: of logging windows from the fitted step, and of all-reduces from the fitted link.
+Each prediction has a range. Its ends come from the same formulas, after the step and the link are scaled by the largest
+measured deviations. For the step, these are the deviations of logging windows from the fit; for the link, those of
+all-reduces.
 
 Not modelled: stragglers, other traffic, and algorithms other than the ring. For small buffers among many ranks, NCCL
 uses trees, whose latency grows with log N.
@@ -82,7 +83,8 @@ class Step:
         update: Optimizer step.
         rest: Remaining time.
         buckets: Gradients, in the order in which they become ready.
-        launch_known: Whether the lines were fitted to several batch sizes. With one size, their offset is taken as 0.
+        launch_known: Whether data, forward and backward were fitted to several batch sizes. With one size, their launch
+            is taken as 0.
         spread: Times of the fastest and the slowest measured step, relative to the fitted time.
     """
 
@@ -157,8 +159,8 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
 
     Args:
         measured: Measurements. With one batch size, data, forward and backward are taken as proportional to the images.
-        backward: Share of the backward pass in forward and backward, 0…1.
-        buckets: Gradients.
+        backward: The backward pass's share of the time of forward and backward, 0…1.
+        buckets: Gradients, grouped into DDP's buckets.
     """
     images = [timed.images for timed in measured]
 
@@ -260,8 +262,8 @@ def predict(
 
     Returns:
         A row for each strategy and number of devices, with step_ms, samples_per_s, speed_up, efficiency, waiting_ms
-        (communication that the backward pass does not hide) and, with a price, cost_per_million_samples. `_low` and
-        `_high` are the ends of the range.
+        (communication that the backward pass does not hide) and, with a price, cost_per_million_samples. Columns
+        with the suffix `_low` or `_high` are the ends of the prediction's range.
     """
     rows: list[dict[str, Any]] = []
     alone = batch / step.single(batch)

@@ -14,11 +14,11 @@ from app.system.page import table as page_table
 
 ENDS = ("_low", "", "_high")
 PICTURES = {"samples_per_s": "Samples/s", "efficiency": "Samples/s of each device, relative to one device's"}
-ENOUGH = 0.5  # only a variant of higher efficiency is recommended
+ENOUGH = 0.5  # a variant is recommended only above this efficiency
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
-    """Return the row of the fastest variant with enough efficiency, judged by the low ends of the ranges."""
+    """Return the row of the fastest variant with an efficiency above `ENOUGH`; both at the low end of their range."""
     return table[table["shared_equally"] & (table["efficiency_low"] > ENOUGH)].nlargest(1, "speed_up_low").iloc[0]
 
 

@@ -15,7 +15,7 @@ from app.system.files import read_json, write_json
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
 
-LIMIT = 1e15  # a file with a larger number is damaged
+LIMIT = 1e15  # larger numbers are rejected, because only a damaged file has them
 Int = Annotated[int, Interval(gt=-LIMIT, lt=LIMIT)]
 Float = Annotated[float, Interval(gt=-LIMIT, lt=LIMIT)]
 Count = Annotated[int, Interval(gt=0, lt=LIMIT)]
@@ -113,7 +113,7 @@ class DeviceMemory:
 
 @dataclass
 class Course:
-    """Time series of training: rows of seconds and samples/s, and rows of seconds and each rank's GiB."""
+    """Time series of training. Each row holds the seconds of training, then samples/s or each rank's memory in GiB."""
 
     samples_per_s: list[list[Float]] = field(default_factory=list)
     memory_gib: list[list[Float]] = field(default_factory=list)
@@ -155,9 +155,10 @@ class Hardware:
 
 @dataclass
 class Part:
-    """Training from a start or a resume to its end.
+    """Part of a training, from its start or a resume to the next stop.
 
-    A resumed run lists the earlier parts in `Record.parts`. There, `train_s` counts one part; in the record, all.
+    A resumed run lists the earlier parts in `Record.parts`. An earlier part's `train_s` covers only that part, but the
+    record's `train_s` covers all parts.
     """
 
     # outcome
@@ -250,7 +251,7 @@ class Record(Part):
         Raises:
             ValueError: When the file is unreadable or a field is invalid; the message names file and field.
         """
-        from pydantic import TypeAdapter, ValidationError  # a new run reads no record
+        from pydantic import TypeAdapter, ValidationError  # imported late, because a new run reads no record
 
         try:
             return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
@@ -283,7 +284,7 @@ class Record(Part):
 
 
 def mark_failed(directory: str, reason: str) -> None:
-    """Write the reason of a failure into a run's record, if the run's own process cannot, because it was killed.
+    """Mark a run's record as failed, on behalf of a process that was killed. A completed run's record is kept.
 
     Args:
         directory: Directory of the run.

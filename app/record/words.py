@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from app.record import PHASES, Record
 
-OVERHEAD = 0.35  # a phase above this share of a step is the bottleneck; else forward and backward are
+OVERHEAD = 0.35  # the largest other phase is the bottleneck above this share of a step; else forward and backward are
 LAUNCH_BOUND = 0.9  # if launching takes this share of forward and backward, the host is the bottleneck
 BOTTLENECKS = {  # name and remedy of each phase
     "forward_backward": (

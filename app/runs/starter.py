@@ -1,4 +1,4 @@
-"""Start of runs: `python -m app fit` in separate processes, and the record that it writes.
+"""Functions that run `python -m app fit` in separate processes, and return the record that it writes.
 
 `compare`, `verify`, `plan`, `replay` and `doctor` run `fit` this way, because a new process has a fresh accelerator,
 its own threads, and default settings.
@@ -71,7 +71,7 @@ def run_fit(
     Args:
         flags: Arguments of `fit`, such as `["--config", "a.yaml", "--trainer.max_steps", "30"]`.
         limit: Seconds after which the run is stopped.
-        folder: Parent of the run's directory, `version_0` or the next one; a temporary folder by default.
+        folder: Parent of the run's directory, which is the next free `version_N`; a temporary folder by default.
         nodes: Environment variables of each node; several nodes share this machine.
 
     Returns:

@@ -77,7 +77,8 @@ class _NothingCompiled(type):
 def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
     """Replace `torch._dynamo.disable` until the real module is loaded.
 
-    `torch._disable_dynamo` caches an unwrapped result in `__dynamo_disable`; loading the module removes that attribute.
+    Without `wrapping`, it returns the function itself, which `torch._disable_dynamo` caches in `__dynamo_disable`.
+    Loading the real module deletes this attribute, so that the real `disable` replaces it.
     """
     if not isinstance(function, FunctionType):
         return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)

@@ -33,7 +33,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 @contextmanager
 def downloading(problem: str, remedy: str) -> Iterator[None]:
-    """Limit the time of a download, because torchvision sets no timeout, and translate its errors.
+    """Set a timeout for downloads, because torchvision sets none, and turn their errors into a UserError.
 
     Args:
         problem: Error message before the reason, such as `no weights of resnet18`.
@@ -56,10 +56,10 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for atomic writing: it is renamed to its path when it is complete and flushed to disk.
+    """Open a temporary file for writing, and rename it to `path` when it is complete and flushed to disk.
 
-    The unfinished file lies in the same folder, locked as long as its writer lives. `remove_parts` deletes unlocked
-    ones, whose writers were killed.
+    The temporary file is in the same folder, and locked while its writer lives. `remove_parts` deletes unlocked
+    temporary files, whose writers were killed.
 
     Args:
         path: Path of the file; its folder is created.

@@ -47,7 +47,7 @@ HIDDEN = (  # first words of hidden lines
 
 
 def hide_lines() -> None:
-    """Hide Lightning's advertisements and lines that repeat ours, unless --verbose is set."""
+    """Hide Lightning's advertisements and lines that repeat this application's, unless --verbose is set."""
     for name in SPEAKERS:
         logging.getLogger(name).addFilter(_is_shown)
 
@@ -106,7 +106,7 @@ _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector:_Checkpo
     *(f"{_RESTORING}.restore_training_state", f"{_RESTORING}.dump_checkpoint"),
 )
 class Restoring(_CheckpointConnector):
-    """Checkpoint connector that raises a UserError for a damaged checkpoint.
+    """Checkpoint connector that raises a UserError for a damaged checkpoint, and calls the callbacks' `before_saving`.
 
     At an upgrade: do `Trainer._run` and `save_checkpoint` still call these methods?
     """
@@ -148,9 +148,9 @@ class Restoring(_CheckpointConnector):
 
 @expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")
 def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
-    """Disable Lightning's broadcast of SIGTERM on every step, because it raises an exception instead of saving.
+    """Disable Lightning's broadcast of SIGTERM on every step, because it ends training without saving a checkpoint.
 
-    Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call it?
+    Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call this method?
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _no  # type: ignore[method-assign, assignment]
 
@@ -159,7 +159,7 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
 
 
 def complaint(error: Exception) -> str | None:
-    """Return Lightning's message about its settings, with the flag if known; None for other errors."""
+    """Return Lightning's error message about a wrong setting, with the flag if it is known; None for other errors."""
     if isinstance(error, MisconfigurationException):
         return one_line(str(error))
     file = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
@@ -200,7 +200,7 @@ class DDPWithHooks(DDPStrategy):
         # a separate group, because gloo aborts the process if DDP's call meets a user's call in a shared group
         if distributed.is_initialized() and distributed.get_backend() == "gloo":
             level = distributed.get_debug_level()
-            # not under DETAIL, because torch's DDP logger then crashes on the group's wrapper
+            # OFF, because at level DETAIL the new group is a wrapper, on which torch's DDP logger crashes
             distributed.set_debug_level(distributed.DebugLevel.OFF)
             group = distributed.new_group(backend="gloo", timeout=self._timeout)
             distributed.set_debug_level(level)

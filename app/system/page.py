@@ -122,7 +122,9 @@ def draw(
 
 
 def draw_line(paint: Callable[[Axes], None], height: float = 3.2) -> Figure:
-    """Draw a line plot with fixed margins, in half the time: numbers on the left, names of lines on the right.
+    """Draw a line plot with fixed margins, because computing them doubles the time.
+
+    The margins have room for numbers on the left and for the lines' names on the right.
 
     Args:
         paint: Function that draws on the axes.

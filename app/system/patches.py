@@ -16,7 +16,8 @@ def expects(*names: str) -> Callable[[Patch], Patch]:
     """Declare the private names that a patch uses.
 
     Args:
-        names: Private names, each as `module:name` or `module:Class.attribute`; `Class.__init__` may set the attribute.
+        names: Private names, each as `module:name` or `module:Class.attribute`. The attribute may be one that only
+            `Class.__init__` sets.
     """
 
     def declare(patch: Patch) -> Patch:

@@ -6,11 +6,11 @@ import warnings
 from app.system.deferred_imports import defer_imports
 
 IGNORED = (  # patterns of the first words of ignored warnings
-    ".*LeafSpec",  # Lightning 2.6 with newer torch
-    r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True",  # synchronized before logging
+    ".*LeafSpec",  # Lightning 2.6 uses a class that newer torch deprecates
+    r".*'(train|val|test)_(loss|acc|loss_step)'.*sync_dist=True",  # ours are synchronized before `log`
     "The number of training batches",  # fewer batches than log_every_n_steps; epochs are logged anyway
     "Experiment logs directory",  # the tracker creates the folder first
-    "The `srun` command is available",  # covered by the rules of fit
+    "The `srun` command is available",  # the rules of `fit` check this
 )
 
 

@@ -10,8 +10,8 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
-# frames at which `maker` stops: loops and autograd run inside calls of an optimizer, strategy or precision plugin,
-# but that object does not cause their errors
+# frames at which `maker` stops its search: an optimizer, strategy or precision plugin may call loops and autograd, but
+# does not cause the errors raised in them
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 # beginning of a traceback, with the sentence that links it to the previous one in a chain
@@ -26,7 +26,7 @@ def _is_users(file: str) -> bool:
 
 
 def users_part(text: str) -> str | None:
-    """Shorten tracebacks to the user's frames and the frame that calls them; return None without such frames.
+    """Shorten tracebacks to the user's frames and the frame that calls them; return None if there are no user frames.
 
     In a chain, or in another process's traceback, exceptions without user frames are omitted.
     """
@@ -56,7 +56,7 @@ def blamed(error: Exception, message: str | None = None) -> UserError | None:
 
     Args:
         error: The exception.
-        message: Text that replaces the exception's. With a message, return a UserError even without a flag.
+        message: Text that replaces the exception's. If it is given, the function never returns None.
     """
     flag = maker(error)
     if flag is None:

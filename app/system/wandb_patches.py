@@ -10,7 +10,7 @@ from app.system.patches import expects
 def forget_run() -> None:
     """Make wandb forget the parent's run in a forked process, because its threads exist only in the parent.
 
-    At an upgrade: does `wandb.run` still survive a fork, and does `wandb.setup` start again there?
+    At an upgrade: does `wandb.run` still survive a fork, and does `wandb.setup` start again in the child?
     """
     from wandb.sdk.lib.module import unset_globals
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # not at run time, because recorded ranks import this package
+if TYPE_CHECKING:  # deferred, because every rank of a recorded run imports this package
     from app.verify.verdict import Verdict
 
 
@@ -18,7 +18,7 @@ def same_training(
     steps: int = 30,
     quick: bool = False,
 ) -> "Verdict":
-    """Return whether a training is the same in every way of running.
+    """Return whether a model trains the same in every variant: under dp and ddp, on several nodes, after a resume.
 
     In a test: `assert same_training("my.Model", "my.Data")`.
 
@@ -26,9 +26,9 @@ def same_training(
         model: Import path of the LightningModule.
         data: Import path of the LightningDataModule.
         flags: Flags of `fit`, without dashes: `{"data.batch_size": 32}`.
-        ways: Further variants, each a name with its flags of `fit`, such as `{"ddp × 3": {"trainer.devices": 3}}`.
+        ways: Flags of `fit` of each further variant, by its name, such as `{"ddp × 3": {"trainer.devices": 3}}`.
         steps: Number of optimizer steps of each run.
-        quick: Whether to run only one device, two processes, and stop and resume.
+        quick: Whether to run only these variants: ddp on two processes, stop and resume, and `ways`.
 
     Returns:
         The verdict: true if all variants are the same training. Its `repr` is the table with the causes.

@@ -52,7 +52,7 @@ BITS = "--run.virtual_devices 4 (not for dp)"
 
 
 def causes(case: Case) -> list[Cause]:
-    """Return the causes of the differences, in order of occurrence."""
+    """Return the causes of the differences, in the order of training: samples, rates, gradients, state, evaluation."""
     if not case.differences:
         return []
     at_most_one = [_split(case), _samples(case), _rates(case)]
@@ -70,7 +70,7 @@ def _samples(case: Case) -> Cause | None:
         return Cause(text, f"keep the global batch; or {OURS}")
     here, there = way.steps[place.step], reference.steps[place.step]
     is_per_rank = world > 1 and len(here.samples) == world * len(there.samples)
-    if _split(case) and not is_per_rank:  # the other split explains the other samples
+    if _split(case) and not is_per_rank:  # `_split` already explains the different samples
         return None
     if _other_pixels(case):
         return Cause(
@@ -114,7 +114,10 @@ def _samples(case: Case) -> Cause | None:
 
 
 def _other_pixels(case: Case) -> bool:
-    """Return whether all steps have the reference's labels, but the first differing step has none of its samples."""
+    """Return whether only the pixels of the samples differ, as with unseeded augmentation.
+
+    Then every step has the reference's labels, but the first step that differs shares no sample with the reference.
+    """
     place = case.differences.get("samples")
     if place is None or place.step is None:
         return False
@@ -147,7 +150,7 @@ def _same_order(recorded: Recorded) -> bool:
 
 
 def _lost_order(case: Case, number: int) -> Cause:
-    """Return the cause of other samples in a resumed run's step."""
+    """Return the cause if a resumed run's step has different samples: the loader's order was lost."""
     samples = Counter(map(str, case.way.steps[number].samples))
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
     change = "draws new samples"
@@ -172,7 +175,8 @@ def _rates(case: Case) -> Cause | None:
     number = place.step or 0
     pairs = zip(way.steps[number].rates, reference.steps[number].rates, strict=False)
     ratios = {round(here / there, 6) for here, there in pairs if there}
-    first = next((step.number for step in reference.steps if any(step.rates)), 0)  # skips a warm-up's rate of 0
+    # first step with a nonzero rate, because a warm-up starts at 0
+    first = next((step.number for step in reference.steps if any(step.rates)), 0)
     if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
         by = "the number of ranks" if ratio == len(way.ranks) else "a setting that differs"
         return Cause(
@@ -206,7 +210,7 @@ def _rates(case: Case) -> Cause | None:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """Yield causes that arise when a batch is divided or a run resumed: BatchNorm, and random numbers."""
+    """Yield causes that splitting a batch or resuming a run introduces: BatchNorm's statistics, and random numbers."""
     facts, resumed = case.way.facts, case.way.resumed_at is not None
     is_same_order = "samples" not in case.differences or _other_pixels(case)
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):
@@ -229,7 +233,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
 
 
 def _gradients(case: Case) -> Iterator[Cause]:
-    """Yield causes in the loss, or between the backward pass and the optimizer."""
+    """Yield causes of different losses or gradients: hooks of parameters, and averages that weigh samples unequally."""
     way, reference, differences = case.way, case.reference, case.differences
     place = differences.get("gradients") or differences.get("loss")
     if "samples" in differences or place is None or place.step is None:
@@ -330,5 +334,5 @@ def _some(names: list[str]) -> str:
 
 
 def rounding() -> Cause:
-    """Return the cause of different bits if no other cause is known."""
+    """Return the cause to report for different bits when no other is found: the order of summation."""
     return Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)

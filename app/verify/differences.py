@@ -15,9 +15,9 @@ from app.errors import UserError
 from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
-TOLERANCE = 1e-5  # tolerance for float32: relative for losses, gradients, and other values above 1
-# losses below this value, and gradient norms below this share of the largest norm, are compared absolutely, because
-# such a number may be the difference of larger ones, and has their rounding error
+TOLERANCE = 1e-5  # tolerance for float32: relative for losses, gradients and values above 1, else absolute
+# losses below TINY, and gradient norms below TINY × the largest norm, are compared absolutely, because such a number
+# may be the difference of two larger ones, and carry their rounding error
 TINY = 1e-3
 EXACT = 1e-10  # tolerance for float64; smaller differences are rounding
 
@@ -27,7 +27,7 @@ class Recorded:
 
     Args:
         run_dir: Directory of the run.
-        earlier: Recording of the run that this run resumes; its steps come first.
+        earlier: Recording of the run that this run resumes; its steps are put before this run's.
 
     Raises:
         UserError: When the run recorded nothing.
@@ -59,7 +59,7 @@ class Recorded:
 
     @cached_property
     def evaluated(self) -> Counter[Any]:
-        """Count of each sample in the last validation."""
+        """Number of times that each sample was evaluated in the last validation, over all ranks."""
         batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
         return Counter(sample for batch in batches for sample in batch)
 
@@ -69,7 +69,7 @@ class Step:
 
     Args:
         number: Number of the step, from 0.
-        ranks: Recording of each rank.
+        ranks: Each rank's recording of the step.
     """
 
     def __init__(self, number: int, ranks: list[dict[str, Any]]) -> None:
@@ -114,7 +114,7 @@ class Step:
 
     @property
     def operations(self) -> list[list[tuple[str, str, list[str]]]]:
-        """Module, name and output digests of each operation, for each shard or rank."""
+        """Operations of each shard or rank, each operation as its module, its name and the digests of its outputs."""
         return [part for rank in self.ranks for part in rank.get("operations", [])]
 
     @property
@@ -135,7 +135,7 @@ class Difference:
     Attributes:
         where: Step, parameter or metric.
         figures: Values of run and reference, as text.
-        size: Size of the difference, relative for values above 1; infinite without numbers, or if one is not finite.
+        size: Size of the difference, relative for values above 1; infinite for values that are not finite numbers.
         step: Number of the step, or None.
     """
 
@@ -190,14 +190,14 @@ def effect(way: Recorded, other: Recorded) -> float:
 
 
 def first_operation(reference: Recorded, way: Recorded) -> str | None:
-    """Return the first operation with other output bits, or else the first gradient with other bits, or else None."""
+    """Return the first operation whose output bits differ; else the first gradient whose bits differ; else None."""
     for here, there in zip(way.steps, reference.steps, strict=False):
         shards = list(zip(here.operations, there.operations, strict=False))
-        if len(here.operations) != len(there.operations):  # other shards: compare over the whole batch
+        if len(here.operations) != len(there.operations):  # the runs split a batch differently: compare whole batches
             shards = [(_joined(here.operations), _joined(there.operations))]
         for number, pair in enumerate(shards):
             for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):
-                counts = module == "Global" and name.endswith("_")  # in-place, outside the network: a metric's state
+                counts = module == "Global" and name.endswith("_")  # in-place, outside all modules: updates a metric
                 if ours != theirs and len(ours) == len(theirs) and not counts:
                     place = f", shard {number + 1}" if len(shards) > 1 else ""
                     return f"step {there.number + 1}{place}: {name} in {module}"
@@ -208,7 +208,7 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
 
 
 def _joined(parts: list[list[tuple[str, str, list[str]]]]) -> list[tuple[str, str, list[str]]]:
-    """Concatenate the digests of a batch's parts, operation by operation."""
+    """Concatenate each operation's output digests over all shards or ranks of a batch."""
     return [(*rows[0][:2], [each for row in rows for each in row[2]]) for rows in zip(*parts, strict=False)]
 
 

@@ -28,7 +28,7 @@ class Settings:
 
     Args:
         steps: Number of optimizer steps of each run.
-        ways: Further variants, each a name with its flags of `fit`.
+        ways: Flags of `fit` of each further variant, by its name.
         quick: Run only one device, two processes, and stop and resume.
         bits: Require the same bits, and print the first operation whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
@@ -75,13 +75,13 @@ class Prover:
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.references: dict[str, Recorded | None] = {}  # runs on one device, by their additional flags
+        self.references: dict[str, Recorded | None] = {}  # one-device recordings by additional flags; None: failed
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
 
     def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return the variants' flags by name, and the reasons of skipped variants by name."""
+        """Return two dictionaries by variant name: flags of the variants to run, and reasons of the skipped ones."""
         ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
         skipped: dict[str, str] = {}
         if self.settings.quick:
@@ -128,14 +128,14 @@ class Prover:
         return Verdict(reference.recorded, results, self.settings.bits)
 
     def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
-        """Return the training under another strategy or with other flags, as a `Variant`.
+        """Return the training with a variant's flags, as a `Variant`.
 
         Raises:
             UserError: When `fit` rejects the flags.
         """
         variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
-            variant.lacking = None  # run it even if its replicas share cores
+            variant.lacking = None  # replicas that share cores are slow, but train the same
         return variant
 
     def _run(
@@ -155,7 +155,7 @@ class Prover:
             reference: Recording to compare with, or None.
             earlier: Recording of the run that this run resumes, or None.
             steps: Number of optimizer steps; by default the settings'.
-            more: Name of a series of runs with additional flags; also the name of its folder.
+            more: Text of the additional flags among `flags`, such as `run.global_order=true`; also the runs' folder.
         """
         variant = self.variant(name, flags)
         result = Result(name, variant.arguments, skipped=variant.lacking)
@@ -210,7 +210,7 @@ class Prover:
             more: Additional flags.
 
         Returns:
-            Recording on one device, and the variant's result; None and the failure if the run on one device fails.
+            Recording on one device and the variant's result. If the run on one device fails, None and its result.
         """
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
         failure = Result(name, [])
@@ -225,9 +225,9 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, more=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant with flags that remove known causes, to find the causes behind them.
+        """Repeat a variant with flags that remove its known causes, to find causes that these hide.
 
-        The result gets the further causes, and each cause its effect on the loss.
+        Adds the hidden causes to the result, and sets each cause's effect on the loss.
 
         Args:
             result: Result of a variant that differs.
@@ -241,7 +241,7 @@ class Prover:
                 continue
             try:
                 self.variant(result.name, {**(flags or ALONE), **more, name: value})
-            except UserError:  # a rule rejects the flag
+            except UserError:  # `fit` does not allow the flag in this variant
                 continue
             more[name] = value
             same, after = self._again(result.name, flags, more)
@@ -290,7 +290,7 @@ class Prover:
 
 
 def _outcome(flags: Mapping[str, Any], result: Result) -> str:
-    """Describe a repetition with flags that remove causes."""
+    """Describe how a variant ran with additional flags, such as `--run.global_order true: the same training`."""
     text = f"still different {', '.join(result.differences)}" if result.differences else "the same training"
     text = f"does not run: {result.failed}" if result.failed else text
     return f"{' '.join(f'--{name} {value}' for name, value in flags.items())}: {text}"
@@ -301,13 +301,13 @@ def _without_figures(cause: Cause) -> str:
 
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Return a cause with its effect on the loss, after a repetition with flags that remove causes.
+    """Return a copy of a cause with its effect on the loss, measured by a repetition with flags that remove causes.
 
     Args:
         cause: The cause.
-        remaining: Texts of the causes that the repetition still shows, without figures.
-        removed: Change of the loss by the causes that the repetition lacks.
-        change: Change of the loss by the remaining causes.
+        remaining: Texts, without digits, of the causes that the repetition did not remove.
+        removed: Change of the loss due to the causes that the repetition removed.
+        change: Change of the loss due to the remaining causes.
     """
     if not cause.changes_loss:
         return cause

@@ -23,7 +23,7 @@ from app.data.batches import GlobalBatches, Shards
 from app.launch.signals import stop_training
 from app.system.patches import expects
 
-FOLDER = "recording"  # folder in the run's directory with each rank's rank_N.json, and rank zero's weights.pt
+FOLDER = "recording"  # folder in the run's directory; holds a rank_N.json of each rank, and rank zero's weights.pt
 
 
 @expects("torch.utils._python_dispatch:TorchDispatchMode")
@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
     """Dispatch mode that records each operation's module and name, and digests of its output.
 
     Args:
-        samples: Number of samples of the batch.
+        samples: Number of samples of the batch. An output with this many rows gets one digest per row.
     """
 
     def __init__(self, samples: int) -> None:
@@ -65,7 +65,7 @@ class Recording(Callback):
         self._before: dict[str, float] = {}  # metrics at the start of the last validation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap `training_step` to record its operations, if bits are recorded."""
+        """Wrap `training_step` to record its operations, if `bits` is set."""
         if self.bits and stage == "fit":
             pl_module.training_step = self._watched(pl_module)  # type: ignore[method-assign]
 
@@ -78,20 +78,21 @@ class Recording(Callback):
             with (operations := Operations(samples)), operations.tracker:
                 output = training_step(batch, *args)
             assert self._step is not None
-            if samples:  # a rank without samples trains on a stand-in
+            if samples:  # a rank without samples trains on a stand-in batch, which is not recorded
                 self._step.setdefault("operations", []).append(operations.rows)
             return output
 
         return watched
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record possible causes of differences, and limit the epochs."""
+        """Record facts that may explain differences, and limit the length of an epoch."""
         self.record["facts"] = facts(trainer, pl_module)
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
             if trainer.val_check_batch == float("inf"):
-                trainer.limit_train_batches = batches  # a loader without a length is validated after this many batches
+                # for a loader without a length, Lightning validates after this many batches
+                trainer.limit_train_batches = batches
             elif trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, batches)
 
@@ -106,7 +107,7 @@ class Recording(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Record the learning rates, and the gradients after their reduction over ranks and before clipping."""
-        if self._step is None:  # the module steps outside a batch
+        if self._step is None:  # the module calls its optimizer outside a batch
             return
         for group in optimizer.param_groups:
             self._step.setdefault("rates", []).append(float(group.get("lr") or 0.0))
@@ -131,7 +132,8 @@ class Recording(Callback):
             return
         step["loss"], self._step = sum(step["losses"]) / trainer.accumulate_grad_batches, None
         self.record["steps"].append(step)
-        if trainer.global_step >= self.steps * max(len(trainer.optimizers), 1):  # counts all optimizers' steps
+        # global_step counts the steps of all optimizers
+        if trainer.global_step >= self.steps * max(len(trainer.optimizers), 1):
             stop_training(trainer, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,7 +165,7 @@ class Recording(Callback):
         self.record["evaluation"].setdefault(str(dataloader_idx), []).append(contents(loader, batch, batch_idx)[0])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the recording, with the final weights. Collective."""
+        """Write the recording and the final weights. Collective, because `trainer.log_dir` broadcasts."""
         state = {k: v.detach().cpu() for k, v in pl_module.state_dict().items() if isinstance(v, Tensor)}
         self.record["digests"] = {name: digest(value) for name, value in state.items()}
         self.record["parameters"] = [name for name, each in pl_module.named_parameters() if each.requires_grad]
@@ -202,7 +204,7 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """Strip a sample's padding, which is a repeated value at its end."""
+    """Strip the padding of a sequence of integers: the value that repeats at its end, except its first occurrence."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
     return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
@@ -264,7 +266,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return public attributes of submodules and the user's callbacks, by name: numbers, and norms of tensors."""
+    """Return numbers and norms of tensors in public attributes of submodules and of the user's callbacks, by name."""
     owners: list[tuple[str, Any]] = [
         (name, each) for name, each in module.named_modules() if not isinstance(each, Metric)
     ]

@@ -134,7 +134,7 @@ class Verdict:
         return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
 
     def explained(self) -> Iterator[str]:
-        """Yield lines that explain the table: one block per fault. Variants that agree are omitted."""
+        """Yield lines that explain the table: one block for all variants with the same fault, none if they agree."""
         faults: dict[str, list[Result]] = {}
         for result in self.results:
             if not result.same or result.rounding or result.skipped:
