@@ -235,10 +235,10 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
         size = preset.input_size[-1]
         sizes = {"size": size, "resize": round(size / preset.crop_pct)}
         return {"mean": [*preset.mean], "std": [*preset.std], "interpolation": preset.interpolation, **sizes}
-    checkpoint = Path(source, "checkpoints", "best.ckpt")
-    if not checkpoint.is_file():
+    try:
+        images = torch.load(checkpoint_of(Path(source)), mmap=True, weights_only=True).get("images")
+    except Exception:  # `read_weights` reports the error
         return {}
-    images = torch.load(checkpoint, mmap=True, weights_only=True).get("images")
     if not images:
         return {}
     names = ("mean", "std", "resize", "interpolation")

@@ -45,6 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give more than 0"),
         (["--trainer.check_val_every_n_epoch", "0"], "--trainer.check_val_every_n_epoch 0: give 1 or more"),
         (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
+        (["--cluster.node_rank", "-1"], "--cluster.node_rank -1: give 0 or more"),
         (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
         (["--data.size", "1000000000000"], "GiB, but only"),
         (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchvision
 import yaml
-from harness import App, draw_images, error_of, options, output_of, tiny, weights
+from harness import App, draw_images, error_of, last_of, options, output_of, tiny, weights
 from torch import nn
 from torch.nn import functional
 
@@ -102,7 +102,7 @@ def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Pat
     output_of(*app("fit", *own, *net, *options(size=36, resize=40, mean=[0.4, 0.5, 0.6]), "--run.name", "first"))
     first = tmp_path / "runs/first/version_0"
     draw_images(folder, ("eel",), train=12)
-    tuned = [*net, "--model.weights", first, "--model.freeze", "backbone", "--run.name", "second"]
+    tuned = [*net, "--model.weights", last_of(first), "--model.freeze", "backbone", "--run.name", "second"]
     out = output_of(*app("fit", *own, *tuned))
     assert "120 tensors loaded, fc starts anew for another number of classes" in out
     second = tmp_path / "runs/second/version_0"

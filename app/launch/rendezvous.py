@@ -48,7 +48,7 @@ class Cluster:
     """
 
     init_method: str | None = None
-    node_rank: int | None = None
+    node_rank: NonNegativeInt | None = None
     timeout: PositiveFloat = 1800.0
     max_restarts: NonNegativeInt = 0
     log_dir: str | None = None
