@@ -61,7 +61,8 @@ class Classifier(nn.Module):
         """Return the most likely classes of images, which are decoded and resized as for training.
 
         Args:
-            images: A file, a folder, an array (H, W, C) or a tensor (C, H, W), uint8; or a list or a batch of these.
+            images: A file, a folder, a picture of PIL, an array (H, W, C) or a tensor (C, H, W), uint8; or a list or a
+                batch of these.
             k: Number of classes.
             batch_size: Number of images per forward pass.
 
@@ -75,6 +76,7 @@ class Classifier(nn.Module):
             raise UserError(f"k={k}: the model has {len(self.class_names)} classes")
         is_path = isinstance(images, str | os.PathLike)
         is_single = os.path.isfile(images) if is_path else getattr(images, "ndim", 4) == 3
+        is_single |= isinstance(images, Image.Image)
         items: list[Any] = []
         for item in [images] if is_path or is_single else images:
             items += files_in([os.fspath(item)]) if isinstance(item, str | os.PathLike) else [item]
@@ -91,6 +93,8 @@ class Classifier(nn.Module):
         """Return an image in the training's shape, uint8 (C, H, W)."""
         if isinstance(item, str):
             return FileSplit([item], [-1], self.image_shape, self.geometry)[0]
+        if isinstance(item, Image.Image):
+            return self.geometry.evaluated(pixels(item, self.image_shape[0]))
         if isinstance(item, Tensor):
             if item.shape == self.image_shape and item.dtype == torch.uint8:
                 return item

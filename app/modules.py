@@ -1,6 +1,7 @@
 """LightningModules: loss, metrics, optimizer and predictions for the networks of `app.networks`."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
@@ -19,7 +21,7 @@ from app.data.module import ImageData
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, load_weights, make_network, read_weights
-from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults
+from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults, set_rates
 from app.step_graph import StepGraph
 from app.system.patches import expects
 
@@ -136,6 +138,8 @@ class ImageClassifier(LightningModule):
         self.network = make_network(network, num_classes) if isinstance(network, str) else network
         self.weights = weights
         self._frozen = freeze(self.network, self.recipe.freeze) if self.recipe.freeze else []
+        if self._frozen:
+            warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")
         self.execution = Execution(channels_last, compile, matmul_precision)
         self.cuda_graph = cuda_graph
         self.step_graph: StepGraph | None = None
@@ -360,6 +364,12 @@ class ImageClassifier(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": monitor},
         }
+
+    def on_train_start(self) -> None:
+        """Set the learning rate by the schedule, because the checkpoint's is that of a run of another length."""
+        for config in self.trainer.lr_scheduler_configs:
+            if self.recipe.schedule and isinstance(config.scheduler, LambdaLR):
+                set_rates(config.scheduler)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the unfinished epoch's sums over all ranks, and properties of the images for predictions.

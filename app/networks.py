@@ -202,7 +202,9 @@ def read_weights(source: str, name: str) -> dict[str, Tensor]:
     except ImportError:
         raise UserError(f"--model.weights {source}: safetensors is not installed: pip install safetensors") from None
     except Exception as error:  # torch, zipfile, pickle and safetensors each raise types of their own
-        raise UserError(f"--model.weights {source}: {file} cannot be read ({one_line(str(error))[:200]})") from error
+        has_code = "weights_only" in str(error)  # torch's advice to load a pickled model without this safeguard
+        reason = "it holds more than tensors: save the model's state_dict()" if has_code else one_line(str(error))[:200]
+        raise UserError(f"--model.weights {source}: {file} cannot be read ({reason})") from error
     for key in ("state_dict", "model"):
         state = state.get(key, state) if isinstance(state, dict) else {}
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

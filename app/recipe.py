@@ -162,6 +162,14 @@ class Recipe:
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 
+def set_rates(scheduler: LambdaLR) -> None:
+    """Set the optimizer's learning rates to the schedule's at its current step."""
+    for group, base, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(scheduler.last_epoch)
+
+
 def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
     """Return the learning rate at a step, relative to the highest.
 

@@ -53,6 +53,16 @@ def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Wri
     assert all("--seed_everything 3" in line for line in commands(out))
 
 
+def test_another_class_leaves_the_experiments_settings_of_its_section(app: App, image_root: Path) -> None:
+    own = ["--data", "ImageFolder", "--data.root", image_root]
+    config = image_root / "own.yaml"
+    config.write_text(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": {"root": str(image_root)}}}))
+    for words in (own, ["--config", config]):
+        _, out = app("compare", "--dry_run", *words)
+        assert commands(out)
+        assert all("--data.size" not in line and "--model.optimizer.lr 0.01" in line for line in commands(out))
+
+
 def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment: Write) -> None:
     path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
     _, out = app("compare", "--experiment", path, "--dry_run")

@@ -80,6 +80,7 @@ def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
     array = np.asarray(Image.open(file))
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     one = model.predict(file)
+    assert model.predict(Image.open(file)) == one._replace(file=None)
     assert one == model.predict(str(file)) == model.predict(folder)[1] == model.predict([file, folder])[0]
     for form in (array, tensor):
         assert model.predict(form) == one._replace(file=None)

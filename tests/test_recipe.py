@@ -19,6 +19,7 @@ from torch.nn import functional
 from app.data.batches import GlobalBatches
 from app.data.sources import Split
 from app.data.transforms import Mix, draw_mix
+from app.errors import UserError
 from app.modules import CIFARCNN, ImageClassifier
 from app.networks import image_settings, load_weights, make_network, read_weights
 from app.recipe import Recipe, rate
@@ -73,6 +74,7 @@ WRONG = {
     "--model.weights nowhere.pth": "nowhere.pth cannot be read",
     "--model.network lenet --model.weights DEFAULT": "DEFAULT is for networks of torchvision and timm",
     "--model.freeze 99": "--model.freeze 99: ResNet has 11 blocks: give less",
+    "--model.ema 1.5": "--model.ema 1.5: give more than 0, less than 1",
     "--model.no_decay norms": "--model.no_decay norms: give norm, bias, or norm,bias",
     "--model.warmup 3e": "--model.warmup 3e: give steps, such as 500, or epochs, such as 5ep",
     "--model.schedule cosine --model.warmup 5ep": "--model.warmup is 15 steps, but the run has only 3: give less",
@@ -130,6 +132,12 @@ def test_weights_of_files(tmp_path: Path) -> None:
         assert torch.equal(ours.features[0].weight, theirs.features[0].weight)
 
 
+def test_a_pickled_model(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "whole.pth")
+    with pytest.raises(UserError, match=r"it holds more than tensors: save the model's state_dict\(\)\)$"):
+        read_weights(str(tmp_path / "whole.pth"), "lenet")
+
+
 def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network, the error names the file to fetch and its folder."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -179,6 +187,16 @@ def test_parameter_groups() -> None:
     groups = recipe.make_optimizer(network, [*network.parameters()]).param_groups
     found = {(round(g["lr"], 6), g["weight_decay"]): len(g["params"]) for g in groups}
     assert found == {(0.001, 0.1): 20, (0.001, 0.0): 40, (0.01, 0.1): 1, (0.01, 0.0): 1}
+
+
+def test_a_resumed_run_of_another_length_follows_its_own_schedule(app: App, tmp_path: Path) -> None:
+    flags = [*tiny(40, 16), *options(test=False, accelerator="cpu", log_every_n_steps=1, name="x")]
+    flags += ["--model.schedule", "linear", "--model.optimizer.lr", "1e-3"]
+    output_of(*app("fit", *flags, *options(max_epochs=1)))
+    output_of(*app("fit", *flags, *options(max_epochs=3), "--ckpt_path", "last"))
+    rates = pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv").groupby("step")["lr-SGD"].first().dropna()
+    falling = [1 - step / 3 for step in range(3)] + [1 - step / 9 for step in range(3, 9)]
+    assert rates.tolist() == pytest.approx([1e-3 * rate for rate in falling])
 
 
 def test_schedules() -> None:

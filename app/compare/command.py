@@ -132,6 +132,10 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     experiment = Experiment(**{name: options[name] for name in settings})
     experiment.name = experiment.name or Path(file).stem
     experiment.configs += configs
+    replaced = {name for file in configs for name in read_yaml(file)}
+    replaced |= {name for name in typed if typed[name] != experiment.flags.get(name)}
+    replaced &= {"model", "data"}  # another class has other settings
+    experiment.flags = {name: v for name, v in experiment.flags.items() if name.partition(".")[0] not in replaced}
     return options, experiment, typed
 
 

@@ -179,7 +179,8 @@ class ImageData(LightningDataModule):
         if name in self._splits:
             return
         if name not in self.source.splits:
-            raise UserError(f"{type(self).__name__} has no {name} images here: add a test folder to --data.root")
+            remedy = "give --data.predict_dir, or add" if name == "predict" else "add"
+            raise UserError(f"{type(self).__name__} has no {name} images here: {remedy} a test split")
         split = self.cache and self.cache.open(self.source, name)
         if split is None and self.source.skips and self.source.encoded(name):
             raise UserError(

@@ -60,10 +60,11 @@ def tokenise(words: Sequence[str]) -> list[Token]:
 
 
 def _network(token: Token) -> list[Token]:
-    """Replace `--model resnet50`, a torchvision network, by `--model ImageClassifier --model.network resnet50`."""
-    if token.name != "--model" or token.value not in names_of_torchvision():
+    """Replace a network of torchvision or timm, `--model NAME`, by `--model ImageClassifier --model.network NAME`."""
+    name = token.value or ""
+    if token.name != "--model" or not (name in names_of_torchvision() or name.startswith("timm/")):
         return [token]
-    return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", token.value)]
+    return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", name)]
 
 
 class Arguments:

@@ -39,9 +39,11 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         return (flag if is_typed else min(within, key=len, default=f"{flag}.{inner[1]}")) + inner[2]
     got = re.search(r"(?:Got|Given) value: (.+?)(?: - |$)", text)
     value = (nested[2] or nested[3]) if nested else got[1] if got else ""
-    if match := re.search(r"Not of type \w+: (?:(\S+) )?does not conform to restriction v>(=?)(\S+)", text):
+    restriction = r"(?:(\S+) )?does not conform to restriction v>(=?)(\S+)(?: and v<(=?)(\S+))?"
+    if match := re.search(rf"Not of type \w+: {restriction}", text):
         least = f"{match[3]} or more" if match[2] else f"more than {match[3]}"
-        return f"{flag} {match[1] or value}: give {least}"
+        most = f", {match[5]} at most" if match[4] else f", less than {match[5]}" if match[5] else ""
+        return f"{flag} {match[1] or value}: give {least}{most}"
     if match := re.search(r"Not of type \w+: [^']*'([^']*)'", text):
         return f"{flag} {match[1]}: expected a number"
     if match := re.search(r"following arguments are required: (\w+)", text):
