@@ -117,10 +117,11 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, capt
 
 
 def _implemented_as_here(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Replace a checkpoint's implementation settings by this optimizer's."""
+    """Replace a checkpoint's `fused`, `foreach` and `capturable` by this optimizer's values."""
     groups = [
         {**theirs, **{name: ours[name] for name in IMPLEMENTATION if name in ours}}
-        for ours, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False)  # torch reports the error
+        # torch raises a clear error if the numbers of groups differ
+        for ours, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False)
     ]
     return {**saved, "param_groups": groups + saved["param_groups"][len(groups) :]}
 

@@ -25,7 +25,10 @@ Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
 
 
 def name_defaults(cls: type) -> type:
-    """Make default lambdas picklable for `ddp_spawn`; jsonargparse could not read settings from named functions."""
+    """Make the lambdas that are default arguments picklable for `ddp_spawn`, as attributes of the class.
+
+    They are lambdas because jsonargparse reads default settings only from lambdas.
+    """
     for name, parameter in inspect.signature(cls).parameters.items():
         if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
             setattr(cls, f"default_{name}", staticmethod(parameter.default))

@@ -20,7 +20,7 @@ GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
 _has_left = False  # whether `leave_nccl` has aborted the process group
-_nodes: dict[str, int] = {}  # numbers of other nodes by address
+_nodes: dict[str, int] = {}  # index of each other node, by the node's address
 
 
 def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
@@ -76,9 +76,10 @@ def leave_nccl() -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """Translate communication errors, out-of-memory errors, and errors of an object that a flag created.
+    """Return a clearer error, with one line for the user, in place of an exception of a run.
 
-    Return other errors unchanged.
+    A communication error becomes a RankError. Out of memory, an exception of an object that a flag created, and a known
+    complaint of Lightning become a UserError. Others are returned unchanged.
     """
     has_group = _has_left or distributed.is_initialized()
     communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)

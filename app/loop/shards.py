@@ -254,8 +254,9 @@ class ShardedStep(Step):
         """Run the forward and backward pass of each shard.
 
         Returns:
-            Indices of the changed buffers; the last shard's outputs without its loss; gradients accumulated from
-            earlier batches; a future of the sum of all shards' vectors, which `_vector` makes.
+            A tuple of the indices of the buffers that `training_step` changed; the last shard's outputs without the
+            loss; a copy of the gradients accumulated from earlier batches; and a future of the sum, over all shards, of
+            loss, changed buffers and logged values, as `_vector` concatenates them.
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:

@@ -209,13 +209,13 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
 
 
 def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
-    """Reject a plan whose network can neither be measured on this machine nor is given by flags.
+    """Require flags for the network where this machine cannot measure it.
 
-    Two processes measure the network within a node. They must not share a GPU or cores.
+    Two processes measure it, each on its own GPU or cores, as if they were two devices of a node.
 
     Raises:
-        UserError: When a node has more devices than this machine, and no flags give the network within a node; or
-            when a node has one device, and no flags give the network within or between nodes.
+        UserError: When a node has more devices than this machine, unless `--bandwidth` and `--latency` are given; or
+            when a node has a single device, unless these or `--node_bandwidth` and `--node_latency` are given.
     """
     per_node = options.per_node or devices
     network = options.bandwidth is not None and options.latency is not None

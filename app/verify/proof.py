@@ -145,7 +145,7 @@ class Prover:
         reference: Recorded | None = None,
         earlier: Recorded | None = None,
         steps: int | None = None,
-        more: str = "",
+        series: str = "",
     ) -> Result:
         """Run a variant, and compare its recording with the reference.
 
@@ -155,13 +155,14 @@ class Prover:
             reference: Recording to compare with, or None.
             earlier: Recording of the run that this run resumes, or None.
             steps: Number of optimizer steps; by default the settings'.
-            more: Text of the additional flags among `flags`, such as `run.global_order=true`; also the runs' folder.
+            series: Label of a series of runs with additional flags, such as `run.global_order=true`. It is printed
+                after the variant's name, and names the folder of the series.
         """
         variant = self.variant(name, flags)
         result = Result(name, variant.arguments, skipped=variant.lacking)
         if variant.lacking:
             return result
-        self.say(name + (f", {more}" if more else ""))
+        self.say(name + (f", {series}" if series else ""))
         recording = {
             "trainer.callbacks+": "app.verify.recording.Recording",
             "trainer.callbacks.steps": steps or self.settings.steps,
@@ -171,7 +172,7 @@ class Prover:
             "run.warmup_epochs": 0,
             "run.on_nonfinite": "warn",
         }
-        folder = self.folder / "runs" / more / variant.slug
+        folder = self.folder / "runs" / series / variant.slug
         arguments = [*variant.arguments[1:], *(f"--{flag}={value}" for flag, value in recording.items())]
         record = run_fit(arguments, self.settings.time_limit, folder, variant.nodes())
         if record.status != "completed":
@@ -193,11 +194,11 @@ class Prover:
     def _resume(self, reference: Recorded, more: Mapping[str, Any], series: str = "") -> Result:
         """Run a training that stops in the middle of the first epoch, and resume it from the checkpoint."""
         flags, middle = {**ALONE, **more}, max(len(reference.epoch(0)) // 2, 1)
-        stopped = self._run(STOPPED, flags, steps=middle, more=series)
+        stopped = self._run(STOPPED, flags, steps=middle, series=series)
         if stopped.recorded is None:
             return Result(RESUMED, stopped.command, failed=stopped.failed)
         checkpoint = {"ckpt_path": str(stopped.recorded.run_dir / "checkpoints" / "last.ckpt")}
-        return self._run(RESUMED, flags | checkpoint, reference, stopped.recorded, more=series)
+        return self._run(RESUMED, flags | checkpoint, reference, stopped.recorded, series=series)
 
     def _again(
         self, name: str, flags: Mapping[str, Any] | None, more: Mapping[str, Any]
@@ -215,14 +216,14 @@ class Prover:
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
         failure = Result(name, [])
         if series not in self.references:
-            failure = self._run(REFERENCE, {**ALONE, **more}, more=series)
+            failure = self._run(REFERENCE, {**ALONE, **more}, series=series)
             self.references[series] = failure.recorded
         reference = self.references[series]
         if reference is None:
             return None, failure
         if flags is None:
             return reference, self._resume(reference, more, series)
-        return reference, self._run(name, {**flags, **more}, reference, more=series)
+        return reference, self._run(name, {**flags, **more}, reference, series=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
         """Repeat a variant with flags that remove its known causes, to find causes that these hide.
