@@ -51,7 +51,7 @@ def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
     """Each rank raises the error, which is printed once."""
     way = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
     said = error_of(*fork_app("fit", *SMALL, *way, *CROP.split()))
-    assert said.replace("rank 1: ", "") == TOO_LARGE  # the first rank that fails ends the other, perhaps before it fails
+    assert said.replace("rank 1: ", "") == TOO_LARGE  # the first rank to fail ends the other
 
 
 def test_verbose_shows_what_the_library_did(app: App) -> None:
