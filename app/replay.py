@@ -20,8 +20,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from app.data.batches import GlobalBatches, Shards
+from app.data.batches import GlobalBatches
 from app.data.global_order import GlobalSampler, order_of
+from app.data.shares import Shards
 from app.errors import UserError
 from app.fit.configuration import split_flags
 from app.fit.parser import PlainParser

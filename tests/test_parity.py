@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import RECIPE, App, difference, fork_app, last_of, losses, on_cpu, options, output_of, tiny
 
-from app.data.batches import stream
+from app.data.shares import stream
 from app.data.synthetic import SyntheticSource
 from app.modules import CIFARCNN, FashionMLP
 from app.verify.differences import EXACT, TOLERANCE, Recorded, differences

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from app.data.batches import GlobalOrder, Shards, shards_beyond, stream
+from app.data.shares import GlobalOrder, Shards, shards_beyond, stream
 from app.errors import UserError
 from app.system.random_streams import own_streams
 

@@ -15,8 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from app.data.batches import GlobalBatches, Placement, RawBatch, shards_beyond, stream
+from app.data.batches import GlobalBatches, Placement, RawBatch
 from app.data.cache import ImageCache
+from app.data.shares import shards_beyond, stream
 from app.data.sources import Source, Split, SplitName
 from app.data.transforms import Transform
 from app.errors import UserError

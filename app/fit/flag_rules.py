@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from app.data import ImageData
-from app.data.batches import shards_beyond
+from app.data.shares import shards_beyond
 from app.errors import nearest
 from app.fit.parser import parameters, trusted_modules
 from app.fit.resolved import Resolved, class_of

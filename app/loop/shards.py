@@ -23,8 +23,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from app.data.batches import Shards
 from app.data.global_order import order_of
+from app.data.shares import Shards
 from app.errors import UserError
 from app.loop.buffers import Buffers
 from app.loop.straight_step import Step, StraightLoop

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from app.data.batches import equal_shares, run_of
+from app.data.shares import equal_shares, run_of
 
 Node = tuple[int, int]
 

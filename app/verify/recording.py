@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 from torchmetrics import Metric
 
-from app.data.batches import GlobalBatches, Shards
+from app.data.batches import GlobalBatches
+from app.data.shares import Shards
 from app.launch.signals import stop_training
 from app.system.patches import expects
 

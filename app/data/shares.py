@@ -1,0 +1,168 @@
+"""Global order of samples, and each rank's share of a global batch."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from app.errors import UserError
+from app.system.random_streams import seed_of
+
+
+def stream(*key: int) -> torch.Generator:
+    """Return an independent random generator for a key, such as (seed, purpose, epoch, step)."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+class Shards(list[Any]):
+    """List of a rank's shards of a global batch, one for each of its virtual devices.
+
+    Args:
+        shards: The shards.
+        first: Global index of the first shard.
+        counts: Number of samples of each shard. A shard of 0 samples may hold a stand-in sample.
+        samples: Number of samples of the global batch.
+    """
+
+    def __init__(self, shards: Iterable[Any], first: int, counts: Sequence[int], samples: int) -> None:
+        super().__init__(shards)
+        self.first, self.counts, self.samples = first, counts, samples
+
+
+def equal_shares(world_size: int, count: int) -> list[int]:
+    """Return each rank's number of shards if the ranks divide `count` shards as equally as possible."""
+    return [(rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)]
+
+
+def run_of(rank: int, shares: Sequence[int]) -> range:
+    """Return the indices of a rank's shards.
+
+    Args:
+        rank: The rank.
+        shares: Number of shards of each rank.
+    """
+    first = sum(shares[:rank])
+    return range(first, first + shares[rank])
+
+
+def shards_beyond(virtual_devices: int, batch_size: int) -> str:
+    """Return the error message for a global batch with fewer samples than shards."""
+    return (
+        f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards: give "
+        f"{batch_size} or less, or a larger batch"
+    )
+
+
+class GlobalOrder:
+    """Global order of an epoch's samples, and this rank's share of each global batch.
+
+    A global batch is cut into parts of nearly equal size: one for each rank, or one for each virtual device. A rank's
+    share is one part, or the consecutive parts of its virtual devices.
+
+    Args:
+        samples: Number of samples of an epoch.
+        batch_size: Size of the global batch.
+        drop_last: Whether to drop the last, smaller batch.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        virtual_devices: Number of shards of a global batch, or None for one part per process.
+        seed: Seed of the order.
+        position: Function that returns the first step of the epoch; above zero in a resumed epoch.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        virtual_devices: int | None,
+        seed: int,
+        position: Callable[[], int],
+    ) -> None:
+        self.seed, self.position = seed, position
+        self._samples = samples  # stored, because each step reads it
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
+        self._parts = virtual_devices or world_size
+        self.deal(equal_shares(world_size, self._parts))
+
+    def deal(self, shares: Sequence[int]) -> None:
+        """Set the number of parts of each rank, from the next iteration on."""
+        own = run_of(self.rank, shares)
+        self._ends = range(own.start, own.stop + 1)
+
+    def __len__(self) -> int:
+        full, rest = divmod(self._samples, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def global_count(self, step: int) -> int:
+        """Return the number of samples of all ranks at a step."""
+        return min(self.batch_size, self._samples - step * self.batch_size)
+
+    def window_count(self, step: int, length: int, steps: int) -> int:
+        """Return the number of samples, over all ranks, in the accumulated batches of an optimizer step.
+
+        Args:
+            step: Number of the batch in its epoch.
+            length: Number of batches to accumulate; an epoch's last optimizer step may have fewer.
+            steps: Number of batches of the epoch.
+        """
+        first = step - step % length
+        return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
+
+    def weight(self, step: int, window: tuple[int, int]) -> float:
+        """Return a factor for this rank's mean loss.
+
+        With this factor, the mean over ranks and accumulated batches is the mean over all samples of an optimizer step.
+
+        Args:
+            step: Number of the batch in its epoch.
+            window: A pair: number of batches to accumulate, and number of batches in the epoch.
+        """
+        return self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
+
+    def bounds(self, step: int) -> list[int]:
+        """Return the boundaries of this rank's parts of a step, as positions in the epoch's order."""
+        size, rest = divmod(self.global_count(step), self._parts)
+        first = step * self.batch_size
+        return [first + part * size + min(part, rest) for part in self._ends]
+
+    def span(self, step: int) -> slice:
+        """Return this rank's samples of a step, as a slice of the epoch's order."""
+        bounds = self.bounds(step)
+        return slice(bounds[0], bounds[-1])
+
+    def share_size(self, step: int) -> int:
+        """Return the number of this rank's samples at a step."""
+        span = self.span(step)
+        return span.stop - span.start
+
+    def cut(self, items: list[Any], step: int, stand_in: Any) -> "Shards":
+        """Cut this rank's parts out of the epoch's items; an empty part gets the stand-in."""
+        parts = [items[start:end] or [stand_in] for start, end in pairwise(self.bounds(step))]
+        return self.shards(parts, step)
+
+    def shards(self, parts: Iterable[Any], step: int) -> "Shards":
+        """Return this rank's parts of a step with their numbers of samples."""
+        counts = [end - start for start, end in pairwise(self.bounds(step))]
+        return Shards(parts, self._ends.start, counts, self.global_count(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings that define the order. The trainer itself saves the position in the epoch."""
+        return {"seed": self.seed, "batch_size": self.batch_size, "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the checkpoint's order equals this one.
+
+        Raises:
+            UserError: When seed, batch size or number of samples differ and the epoch is unfinished.
+        """
+        for key, value in self.state_dict().items():
+            if state[key] != value and self.position() > 0:
+                raise UserError(
+                    f"the checkpoint was made in the middle of an epoch with {key} {state[key]}, but this run "
+                    f"has {value}: resume with the same, or from a checkpoint made at the end of an epoch"
+                )
