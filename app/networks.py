@@ -2,6 +2,7 @@
 
 import pkgutil
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -192,22 +193,27 @@ def read_weights(source: str, name: str) -> dict[str, Tensor]:
     """
     if source == "DEFAULT":
         return _published(name)
+    state = _read(source)
+    for key in ("state_dict", "model"):
+        state = state.get(key, state) if isinstance(state, dict) else {}
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def _read(source: str) -> Any:
+    """Return the content of a file of weights; tensors of torch's format stay on disk until they are used."""
     file = checkpoint_of(Path(source))
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(file)
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     except ImportError:
         raise UserError(f"--model.weights {source}: safetensors is not installed: pip install safetensors") from None
     except Exception as error:  # torch, zipfile, pickle and safetensors each raise types of their own
         has_code = "weights_only" in str(error)  # torch's advice to load a pickled model without this safeguard
         reason = "it holds more than tensors: save the model's state_dict()" if has_code else one_line(str(error))[:200]
         raise UserError(f"--model.weights {source}: {file} cannot be read ({reason})") from error
-    for key in ("state_dict", "model"):
-        state = state.get(key, state) if isinstance(state, dict) else {}
-    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def _published(name: str) -> dict[str, Tensor]:
@@ -227,6 +233,9 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     Args:
         source: As for `read_weights`.
         name: Name of the network.
+
+    Raises:
+        UserError: When the weights cannot be read.
     """
     if source == "DEFAULT" and name in names_of_torchvision():
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
@@ -237,10 +246,8 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
         size = preset.input_size[-1]
         sizes = {"size": size, "resize": round(size / preset.crop_pct)}
         return {"mean": [*preset.mean], "std": [*preset.std], "interpolation": preset.interpolation, **sizes}
-    try:
-        images = torch.load(checkpoint_of(Path(source)), mmap=True, weights_only=True).get("images")
-    except Exception:  # `read_weights` reports the error
-        return {}
+    content = None if source == "DEFAULT" else _read(source)
+    images = content.get("images") if isinstance(content, dict) else None
     if not images:
         return {}
     names = ("mean", "std", "resize", "interpolation")

@@ -18,6 +18,7 @@ from app.fit.checkpoint_file import read
 from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier
 from app.record import Record
+from app.system.lightning_patches import is_stopped
 from app.system.patches import expects
 
 WEIGHTS_ALONE = "it holds weights alone"
@@ -27,7 +28,6 @@ _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 @expects(
     *(f"{_CHECKPOINT}._{name}" for name in ("every_n_train_steps", "train_time_interval", "monitor_candidates")),
     *(f"{_CHECKPOINT}._{name}" for name in ("should_skip_saving_checkpoint", "save_topk_checkpoint")),
-    "lightning.pytorch.loops.fit_loop:_FitLoop._can_stop_early",
 )
 class RunCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, adapted to resumed runs and to any model.
@@ -77,10 +77,9 @@ class RunCheckpoint(ModelCheckpoint):
 
         When you upgrade Lightning, compare this with `ModelCheckpoint.on_train_batch_end`.
         """
-        is_stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
         is_complete, every = 0 <= trainer.max_steps <= trainer.global_step, self._every_n_train_steps
         is_due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
-        saves = self.monitor is None and (is_stopped or is_complete or is_due)
+        saves = self.monitor is None and (is_stopped(trainer) or is_complete or is_due)
         if saves and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 

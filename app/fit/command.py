@@ -7,7 +7,6 @@ import re
 import shlex
 import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -42,6 +41,7 @@ from app.monitor.loggers import Tracker, make_loggers, tracking_mode
 from app.monitor.run_record import RunRecord
 from app.record import Record
 from app.system import lightning_patches
+from app.system.lightning_patches import replace_launcher, set_timeout, start_method
 from app.system.machine import busy, usable_cores
 from app.system.patches import expects
 from app.system.tracebacks import MADE_BY, blamed, users_part
@@ -80,12 +80,7 @@ def _run(argv: Sequence[str]) -> int:
         end_undisturbed()
 
 
-@expects(
-    *(f"{_CLI}.{name}" for name in ("_parser", "_prepare_subcommand_kwargs", "_run_subcommand")),
-    "lightning.pytorch.strategies.ddp:DDPStrategy._timeout",
-    "lightning.pytorch.strategies.strategy:Strategy._launcher",
-    "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher._start_method",
-)
+@expects(*(f"{_CLI}.{name}" for name in ("_parser", "_prepare_subcommand_kwargs", "_run_subcommand")))
 class CLI(Flags):
     """Command line of one run: builds model, data and Trainer, and runs them or starts the ranks.
 
@@ -183,10 +178,9 @@ class CLI(Flags):
     def _agree(self, timeout: float) -> None:
         """Let rank zero decide directory and checkpoint; then add the run's record and loggers."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        if hasattr(strategy, "_timeout"):  # a timedelta, which a flag cannot set
-            strategy._timeout = timedelta(seconds=timeout)
-        if method := getattr(strategy.launcher, "_start_method", None):  # ddp_spawn, ddp_fork
-            strategy._launcher = SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None)
+        set_timeout(strategy, timeout)
+        if method := start_method(strategy):
+            replace_launcher(strategy, SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None))
         connect(trainer, timeout)
         try:
             decided = agree(self._decide, self._check, trainer.node_rank, self.settings)
@@ -279,7 +273,7 @@ class CLI(Flags):
         several = trainer.world_size > 1 and not isinstance(launcher, SpawnLauncher)
         if isinstance(launcher, SpawnLauncher):
             launcher.stacks = stacks
-            for logger in trainer.loggers if launcher._start_method == "fork" else []:
+            for logger in trainer.loggers if start_method(trainer.strategy) == "fork" else []:
                 if isinstance(logger, Tracker):
                     logger.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None

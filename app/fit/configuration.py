@@ -170,8 +170,10 @@ def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[T
 def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
     """Set the data's normalisation, size and interpolation to the pretrained weights', unless flags set them."""
     source = arguments.chosen("model.weights")
-    known = parameters(find_class("data", classes["data"])) if source else {}
-    for name, value in image_settings(source, arguments.chosen("model.network")).items() if source else ():
+    if source in (None, "null"):
+        return
+    known = parameters(find_class("data", classes["data"]))
+    for name, value in image_settings(source, arguments.chosen("model.network")).items():
         if name in known and arguments.chosen(f"data.{name}") is None:
             arguments.tokens.append(Token.of(f"--data.{name}", str(value)))
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 LATER = 5  # seconds for the other ranks to report the hung rank
 BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, which the watchdog ignores
-# names of what a rank is doing; while it is `elsewhere`, no other rank waits for it, so it cannot hang them
+# A rank is in one of these phases. No other rank waits for a rank that is `elsewhere`.
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
 WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # signal to write the stacks; kills a process without a handler

@@ -3,10 +3,7 @@
 When you upgrade Lightning, compare
 
 * `StraightLoop` and `Step` with `advance` and `on_advance_end` in loops/training_epoch_loop.py, and with `run` in
-  loops/optimization/automatic.py;
-* `on_batch_start` and `on_batch_end` with the methods of those names, and `update_train_step_metrics`, in
-  trainer/connectors/logger_connector/logger_connector.py;
-* `in_hook` with trainer/call.py.
+  loops/optimization/automatic.py.
 """
 
 import sys
@@ -18,7 +15,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
@@ -28,13 +24,9 @@ from torch import Tensor
 
 from app.data.global_order import order_of
 from app.errors import UserError
+from app.loop.step_patches import AUTOMATIC, EPOCH_LOOP, LoggingLoop, averages_models, hook_owner, in_hook
 from app.system.patches import expects
 
-_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
-_CONNECTORS = "lightning.pytorch.trainer.connectors"
-_LOGGERS = f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector"
-_EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
-_AUTOMATIC = "lightning.pytorch.loops.optimization.automatic"
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -47,31 +39,12 @@ def overrides(thing: Any, base: type, *names: str) -> bool:
     return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
 
 
-@expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
-def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call so that `self.log` sees the hook's name."""
-    attributes = vars(module)  # bypasses torch's slow __setattr__
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        before = attributes["_current_fx_name"]
-        attributes["_current_fx_name"] = name
-        result = call(*args, **kwargs)
-        attributes["_current_fx_name"] = before
-        return result
-
-    return called
-
-
 @expects(
-    f"{_TRAINER}._logger_connector",
-    *(f"{_LOGGERS}.{name}" for name in ("_first_loop_iter", "_current_fx")),
-    *(f"{_LOGGERS}.{name}" for name in ("on_batch_end", "update_train_step_metrics")),
-    *(f"{_EPOCH_LOOP}.{name}" for name in ("_results", "_batches_that_stepped", "_should_check_val_fx")),
-    *(f"{_EPOCH_LOOP}.{name}" for name in ("on_run_start", "advance", "on_advance_end", "done")),
-    f"{_AUTOMATIC}:_AutomaticOptimization._skip_backward",
+    *(f"{EPOCH_LOOP}.{name}" for name in ("_batches_that_stepped", "_should_check_val_fx")),
+    *(f"{EPOCH_LOOP}.{name}" for name in ("on_run_start", "advance", "on_advance_end", "done")),
     "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
 )
-class StraightLoop(_TrainingEpochLoop):
+class StraightLoop(LoggingLoop):
     """Lightning's loop over the batches of an epoch, with `Step` in place of Lightning's training step.
 
     Attributes:
@@ -115,7 +88,7 @@ class StraightLoop(_TrainingEpochLoop):
             return "a profiler"
         if not module.automatic_optimization:
             return "manual optimization"
-        if self.automatic_optimization._skip_backward:  # StochasticWeightAveraging in its last epoch
+        if self.skips_backward:  # StochasticWeightAveraging in its last epoch
             return "a callback that trains without a backward pass"
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             return "a training_step that takes the data iterator"
@@ -154,28 +127,6 @@ class StraightLoop(_TrainingEpochLoop):
         elif progress.current.ready % trainer.accumulate_grad_batches == 0:
             self._batches_that_stepped += 1
 
-    def on_batch_start(self, batch: Any) -> None:
-        """Set the batch, and the flag of the epoch's first batch, for `self.log`."""
-        connector, results = self.trainer._logger_connector, self._results
-        connector._first_loop_iter = connector._first_loop_iter is None
-        connector._current_fx = None  # set by the first call of `self.log`
-        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
-
-    def on_batch_end(self, accumulating: bool) -> None:
-        """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
-
-        Unlike Lightning, do not read metrics for the progress bar on every step.
-        """
-        trainer: Any = self.trainer
-        connector, every = trainer._logger_connector, trainer.log_every_n_steps
-        if connector._current_fx is not None:
-            connector.on_batch_end()
-        self._results.batch = self._results.batch_size = None
-        self.batch_progress.increment_completed()
-        window_ends = every and ((self._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
-        if window_ends and not accumulating:
-            connector.update_train_step_metrics()
-
     @property
     def done(self) -> bool:
         """Whether the epoch has ended."""
@@ -192,13 +143,9 @@ class StraightLoop(_TrainingEpochLoop):
 
 
 @expects(
-    f"{_TRAINER}._data_connector",
-    f"{_CONNECTORS}.data_connector:_DataConnector._datahook_selector",
-    f"{_CONNECTORS}.data_connector:_DataHookSelector.get_instance",
-    f"{_EPOCH_LOOP}.automatic_optimization",
-    f"{_AUTOMATIC}:_AutomaticOptimization.output_result_cls",
-    f"{_AUTOMATIC}:ClosureResult.closure_loss",
-    "lightning.pytorch.strategies.ddp:DDPStrategy._model_averager",
+    f"{EPOCH_LOOP}.automatic_optimization",
+    f"{AUTOMATIC}:_AutomaticOptimization.output_result_cls",
+    f"{AUTOMATIC}:ClosureResult.closure_loss",
 )
 class Step:
     """Training step that calls the overridden hooks of callbacks, module, data module, strategy and precision plugin.
@@ -274,10 +221,10 @@ class Step:
     def _look_up_batch(self) -> None:
         """Look up the batch hooks of module and data module."""
         strategy, device = self.strategy, self.strategy.root_device
-        owners = self.trainer._data_connector._datahook_selector
+        trainer = self.trainer
 
         def hook(name: str) -> Callable[..., Any] | None:
-            owner = owners.get_instance(name)
+            owner = hook_owner(trainer, name)
             if name != "transfer_batch_to_device" and not overrides(owner, LightningModule, name):
                 return None
             return self._part(name, getattr(owner, name)) if owner is self.module else getattr(owner, name)
@@ -329,7 +276,7 @@ class Step:
         if overrides(module, LightningModule, "optimizer_step"):
             wrapped, own_step = module.optimizers(), self._part("optimizer_step", module.optimizer_step)
             self.update = lambda: own_step(trainer.current_epoch, self.index, wrapped, self.compute)
-        elif self._can_bypass("optimizer_step") and getattr(strategy, "_model_averager", None) is None:
+        elif self._can_bypass("optimizer_step") and not averages_models(strategy):
             self.update = lambda: optimizer.step(closure=self.compute_and_clip)
         else:
             self.update = self._part("optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute))

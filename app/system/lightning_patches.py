@@ -10,13 +10,14 @@ import re
 import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
@@ -95,6 +96,12 @@ def count_epochs(trainer: Trainer) -> None:
     Source: https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: run test_resume without this.
     """
     trainer.fit_loop._iteration_based_training = _no  # type: ignore[method-assign]
+
+
+@expects(f"{_FIT_LOOP}._can_stop_early")
+def is_stopped(trainer: Trainer) -> bool:
+    """Return whether training ends before its limits, such as by early stopping."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
 
 
 _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"
@@ -225,6 +232,28 @@ class DDPWithHooks(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self._ddp_comm_state = self.comm_state()
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+
+_LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
+
+
+@expects(f"{_DDP}._timeout")
+def set_timeout(strategy: Strategy, seconds: float) -> None:
+    """Set the timeout of DDP's collective calls, a timedelta, which a flag cannot set."""
+    if hasattr(strategy, "_timeout"):
+        strategy._timeout = timedelta(seconds=seconds)
+
+
+@expects(f"{_LAUNCHER}._start_method")
+def start_method(strategy: Strategy) -> Any:
+    """Return how the strategy's launcher starts processes: `spawn` or `fork`; None for other launchers."""
+    return getattr(strategy.launcher, "_start_method", None)
+
+
+@expects("lightning.pytorch.strategies.strategy:Strategy._launcher")
+def replace_launcher(strategy: Strategy, launcher: Any) -> None:
+    """Replace the launcher of a strategy's processes."""
+    strategy._launcher = launcher
 
 
 # -- loggers -------------------------------------------------------------------------------------------------

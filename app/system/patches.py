@@ -1,7 +1,7 @@
 """Declarations of the private library names in use; a test lists those that an upgrade has removed.
 
 Most uses of private names are in `lightning_patches`, `torch_patches`, `wandb_patches`, `deferred_imports` and
-`app.loop.straight_step`. Each function or class that uses one declares it with `expects`. `tests/test_patches.py` looks
+`app.loop.step_patches`. Each function or class that uses one declares it with `expects`. `tests/test_patches.py` looks
 up each declared name in the installed library, and finds undeclared ones.
 """
 

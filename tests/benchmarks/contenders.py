@@ -1,0 +1,504 @@
+"""Contenders of `speed.py`: loops and pipelines by hand, and this application beside them.
+
+`python contenders.py NAME` measures one, and prints its figures as one line of JSON.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[2]
+CORES = len(os.sched_getaffinity(0))
+FIT = ["fit", "--trainer.accelerator", "cpu", "--run.test", "false", "--run.wandb", "false"]
+QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+UNTOUCHED = ["--trainer.limit_val_batches", "0", "--trainer.enable_checkpointing", "false"]
+
+
+class Clock(Callback):
+    """Measures the epochs after the first, without validation; `$CLOCK` names the file for what it finds."""
+
+    def __init__(self) -> None:
+        self.began, self.cpu, self.steps = (0.0, 0.0), 0.0, 0
+        self.epochs: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin."""
+        self.began = time.process_time(), time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End, before the checkpoint."""
+        if trainer.current_epoch:
+            self.cpu += time.process_time() - self.began[0]
+            self.epochs.append(time.perf_counter() - self.began[1])
+            self.steps += trainer.num_training_batches
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say it."""
+        if trainer.is_global_zero and self.steps:
+            Path(os.environ["CLOCK"]).write_text(json.dumps(self.figures()))
+
+    def figures(self) -> dict[str, float]:
+        """All of them."""
+        return figures(self.cpu, self.epochs, self.steps)
+
+
+def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
+    """Figures of the epochs that were measured, from their seconds and the number of their steps."""
+    return {
+        "cpu_us_per_step": 1e6 * cpu / steps,
+        "ms_per_step": 1e3 * sum(epochs) / steps,
+        "epoch_s": statistics.median(epochs),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def cpu_of(command: list[str], **settings: Any) -> float:
+    """Seconds of processor time that a command takes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, **settings)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def ours(*flags: str, clock: bool = True) -> dict[str, float]:
+    """`python -m app fit` with these flags."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+        more = ["--trainer.callbacks+=contenders.Clock"] if clock else []
+        command = [sys.executable, "-m", "app", *FIT, *flags, *more, "--run.root", folder]
+        cpu = cpu_of(command, cwd=ROOT, env=environment, stdout=sys.stderr)
+        found = json.loads(Path(environment["CLOCK"]).read_text()) if clock else {}
+    return {**found, "cpu_s": cpu}
+
+
+def loop(
+    network: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: Callable[[], Iterator[tuple[Tensor, Tensor]]],
+    epochs: int,
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+) -> dict[str, float]:
+    """A loop by hand."""
+    walls, cpus, steps = [], [], 0
+    for _ in range(epochs):
+        wall, cpu, steps = time.perf_counter(), time.process_time(), 0
+        for images, labels in batches():
+            optimizer.zero_grad()
+            loss(network(images), labels).backward()
+            optimizer.step()
+            steps += 1
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return figures(sum(cpus[1:]), walls[1:], (epochs - 1) * steps)
+
+
+def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
+    """The embedded data set: images uint8 (n, C, H, W) and labels (n,)."""
+    from app.data.synthetic import SyntheticSource
+
+    split = SyntheticSource(like, size, 0).load("train")
+    return split.tensor(0), split.labels
+
+
+def shuffled(images: Tensor, labels: Tensor, batch: int) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
+    """Batches of resident images, in another order each time."""
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in torch.randperm(len(labels)).split(batch):
+            yield images[rows], labels[rows]
+
+    return batches
+
+
+TINY = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
+TINY += ["--data.like", "FashionMNIST", "--data.size", "8100", "--data.val_size", "100", "--data.batch_size", "16"]
+TINY += ["--trainer.max_epochs", "4"]
+
+
+def _tiny() -> tuple[nn.Module, Tensor, Tensor]:
+    images, labels = synthetic("FashionMNIST", 8000)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.ReLU(), nn.Linear(4, 10)), images.float() / 255, labels
+
+
+def overhead_raw() -> dict[str, float]:
+    """A hand-written loop over resident images."""
+    network, images, labels = _tiny()
+    return loop(network, torch.optim.Adam(network.parameters()), shuffled(images, labels, 16), 4)
+
+
+def _stock(**settings: Any) -> dict[str, float]:
+    network, images, labels = _tiny()
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            found = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+            self.log("train_loss", found, prog_bar=True)
+            return found
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters())
+
+    class Batches:
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            return shuffled(images, labels, 16)()
+
+        def __len__(self) -> int:
+            return 500
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CLOCK"] = f"{folder}/clock.json"
+        stdout, sys.stdout = sys.stdout, sys.stderr
+        trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[clock], default_root_dir=folder, **settings)
+        trainer.fit(Module(), Batches())
+        sys.stdout = stdout
+    return clock.figures()
+
+
+def overhead_stock() -> dict[str, float]:
+    """Lightning's Trainer with its progress bar, CSV file and checkpoints."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    return _stock(logger=CSVLogger(tempfile.mkdtemp()))
+
+
+def overhead_stock_quiet() -> dict[str, float]:
+    """Lightning's Trainer with nothing around it."""
+    return _stock(logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
+
+
+def overhead_ours() -> dict[str, float]:
+    """`fit` as it comes."""
+    return ours(*TINY)
+
+
+def overhead_ours_fast() -> dict[str, float]:
+    """`fit --config configs/fast.yaml`: no bar, long logging windows."""
+    return ours("--config", "configs/fast.yaml", *TINY)
+
+
+LENET = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "50000", "--data.val_size", "0"]
+LENET += ["--data.batch_size", "64", "--trainer.max_epochs", "3", *UNTOUCHED]
+
+
+def lenet_raw() -> dict[str, float]:
+    """A hand-written loop over resident images in channels_last, with pooling before ReLU."""
+    images, labels = synthetic("CIFAR10", 50_000)
+    network = nn.Sequential(
+        nn.Conv2d(3, 6, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # fmt: skip
+    resident = (images.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9, fused=True)
+    return loop(network, optimizer, shuffled(resident, labels, 64), 3)
+
+
+class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    def __init__(self) -> None:
+        from torchvision import transforms
+
+        images, labels = synthetic("CIFAR10", 50_000)
+        self.images, self.labels = images.permute(0, 2, 3, 1).numpy(), labels.tolist()
+        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.5,) * 3)])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
+
+
+def lenet_loader() -> dict[str, float]:
+    """The usual loop: PIL images, torchvision's transforms, a DataLoader with two workers."""
+    from app.networks import LeNet
+
+    network = LeNet()
+    loader = torch.utils.data.DataLoader(_Pictures(), batch_size=64, shuffle=True, num_workers=2)
+    return loop(network, torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9), lambda: iter(loader), 2)
+
+
+def lenet_ours() -> dict[str, float]:
+    """`fit` as it comes."""
+    return ours(*LENET)
+
+
+def start_import() -> dict[str, float]:
+    """`python -c "import lightning"`."""
+    return {"cpu_s": cpu_of([sys.executable, "-c", "import lightning"])}
+
+
+def start_ours() -> dict[str, float]:
+    """`fit` from its start through one step to its end."""
+    return ours("--data", "Synthetic", "--data.size", "640", "--trainer.max_steps", "1", clock=False)
+
+
+DDP = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "12800", "--data.val_size", "0"]
+DDP += ["--data.batch_size", "64", "--trainer.max_epochs", "3", *UNTOUCHED]
+
+
+def _ddp_rank(rank: int, store: str, figures: str) -> None:
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    from app.networks import LeNet
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    images, labels = synthetic("CIFAR10", 12_800)
+    shares = (images.float() / 127.5 - 1)[rank::2], labels[rank::2]
+    network = DistributedDataParallel(LeNet())
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
+    found = loop(network, optimizer, shuffled(*shares, 32), 3)
+    if rank == 0:
+        Path(figures).write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def ddp_raw() -> dict[str, float]:
+    """A hand-written loop with DistributedDataParallel, two processes, gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_ddp_rank, (f"{folder}/store", f"{folder}/figures.json"), nprocs=2)
+        return json.loads(Path(folder, "figures.json").read_text())
+
+
+def ddp_ours() -> dict[str, float]:
+    """`fit --trainer.strategy ddp --trainer.devices 2`."""
+    return ours(*DDP, *QUIET, "--trainer.strategy", "ddp", "--trainer.devices", "2")
+
+
+SHARDED = ["--model", "CIFARCNN", "--model.network", "resnet18_cifar", "--data", "Synthetic", "--data.size", "512"]
+SHARDED += ["--data.val_size", "0", "--data.batch_size", "128", "--trainer.max_epochs", "2", *UNTOUCHED, *QUIET]
+TWO = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
+
+
+def shards_parts() -> dict[str, float]:
+    """ResNet-18 under ddp × 2, 16 images at a time."""
+    return ours(*SHARDED, *TWO, "--data.micro_batch", "16")
+
+
+def shards_plain() -> dict[str, float]:
+    """The same with each process's whole share at a time."""
+    return ours(*SHARDED, *TWO)
+
+
+def shards_ours() -> dict[str, float]:
+    """The same over 8 virtual devices, 16 images each."""
+    return ours(*SHARDED, *TWO, "--run.virtual_devices", "8")
+
+
+def one_plain() -> dict[str, float]:
+    """ResNet-18 in one process."""
+    return ours(*SHARDED)
+
+
+def one_ours() -> dict[str, float]:
+    """The same over one virtual device."""
+    return ours(*SHARDED, "--run.virtual_devices", "1")
+
+
+class Halved(Callback):
+    """Halves the speed of the second rank: stops it for every other 20 ms."""
+
+    PROGRAM = """
+import os, signal, sys, time
+while True:
+    for name in ("SIGSTOP", "SIGCONT"):
+        os.kill(int(sys.argv[1]), getattr(signal, name))
+        time.sleep(0.02)
+"""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the program that stops the rank; it ends with the rank."""
+        if trainer.global_rank == 1:
+            subprocess.Popen([sys.executable, "-c", self.PROGRAM, str(os.getpid())], stderr=subprocess.DEVNULL)
+
+
+def balance_equal(*flags: str) -> dict[str, float]:
+    """ResNet-18 under ddp × 2 over 16 virtual devices; the second rank has half of a core."""
+    more = ["--run.virtual_devices", "16", "--trainer.max_epochs", "4", "--trainer.callbacks+=speed.Halved"]
+    return ours(*SHARDED, *TWO, *more, *flags)
+
+
+def balance_ours() -> dict[str, float]:
+    """The same with --run.balance true."""
+    return balance_equal("--run.balance", "true")
+
+
+def _mlp_raw(repeats: int) -> dict[str, float]:
+    from app.modules import smooth_l1
+    from app.networks import MLP
+
+    images, labels = synthetic("FashionMNIST", 60_000)
+    network = MLP(1, [256], 10)
+    network.layers[0] = nn.Linear(784 * repeats, network.layers[0].out_features)
+    stored = (images.float() / 256).flatten(1).repeat(1, repeats)  # as it is done by hand
+    return loop(
+        network.layers, torch.optim.Adam(network.parameters()), shuffled(stored, labels, 15_000), 3,
+        lambda scores, target: smooth_l1(scores, target).mean(),
+    )  # fmt: skip
+
+
+def _mlp_ours(repeats: int) -> dict[str, float]:
+    flags = ["--model", "FashionMLP", "--model.hidden", "[256]", "--model.repeats", str(repeats), "--data", "Synthetic"]
+    flags += ["--data.like", "FashionMNIST", "--data.size", "60000", "--data.val_size", "0", "--data.batch_size=0.25"]
+    return ours(*flags, "--trainer.max_epochs", "3", *UNTOUCHED, *QUIET)
+
+
+def mlp24_raw() -> dict[str, float]:
+    """A loop that stores the images 24 times repeated."""
+    return _mlp_raw(24)
+
+
+def mlp24_ours() -> dict[str, float]:
+    """`fit --model.repeats 24`."""
+    return _mlp_ours(24)
+
+
+def mlp64_ours() -> dict[str, float]:
+    """`fit --model.repeats 64`."""
+    return _mlp_ours(64)
+
+
+def _fed(make: Callable[[], Any]) -> dict[str, float]:
+    make()
+    turns = []
+    for _ in range(20):
+        began = time.perf_counter()
+        make()
+        turns.append(time.perf_counter() - began)
+    return {"ms_per_batch": 1e3 * statistics.median(turns)}
+
+
+def feed_torchvision() -> dict[str, float]:
+    """Crop, flip and cutout of 512 images, one after the other, by torchvision's transforms."""
+    from torchvision.transforms import v2
+
+    images, _ = synthetic("CIFAR10", 512)
+    transform = v2.Compose(
+        [
+            v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize((0.5,) * 3, (0.5,) * 3), v2.RandomErasing(1.0, (0.0625, 0.0625), (1, 1)),
+        ]
+    )  # fmt: skip
+    return _fed(lambda: torch.stack([transform(image) for image in images]))
+
+
+def feed_ours() -> dict[str, float]:
+    """The same for the batch."""
+    from app.data.transforms import DRAW_RANGE, Transform
+
+    images, _ = synthetic("CIFAR10", 512)
+    transform = Transform((0.5,) * 3, (0.5,) * 3, crop_padding=4, flip=True, cutout=8)
+    return _fed(lambda: transform(images, torch.randint(DRAW_RANGE, (512, transform.draws), dtype=torch.int32)))
+
+
+PHOTOS, WORKERS, CROPPED = int(os.environ.get("PHOTOS", 2000)), 2, 64
+
+
+def _photos(folder: str) -> None:
+    """JPEG files of 500 × 375, as large as photographs are: 55 kB each."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for number in range(PHOTOS):
+        place = Path(folder, "train", f"class{number % 10}")
+        place.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(rng.integers(256, size=(24, 32, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
+        pixels = (smooth + rng.integers(-8, 9, size=smooth.shape)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.jpg", quality=90)
+
+
+def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) -> dict[str, float]:
+    """Rates of the first epoch, with the decoding before it, and of the others; growth of memory after the second.
+
+    Memory that the allocator has free is returned first: how much it keeps differs by hundreds of MiB between runs.
+    """
+    import psutil
+
+    def memory() -> float:
+        ctypes.CDLL(None).malloc_trim(0)
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        return sum(each.private_dirty for process in processes for each in process.memory_maps()) / 2**20
+
+    walls, used, began = [], [], time.perf_counter()
+    batches = begin()
+    for _ in range(epochs):
+        seen = sum(len(images) for images, *_ in batches())
+        walls.append(time.perf_counter() - began)
+        used.append(memory())
+        assert seen == PHOTOS
+        began = time.perf_counter()
+    rates = {"first_epoch_images_per_s": PHOTOS / walls[0], "images_per_s": PHOTOS / statistics.median(walls[1:])}
+    return {**rates, "mib_more": used[-1] - used[1]}
+
+
+def crops_torchvision() -> dict[str, float]:
+    """ImageFolder, v2 transforms and a DataLoader of torchvision's reference training, two workers."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    with tempfile.TemporaryDirectory() as folder:
+        _photos(folder)
+        transform = v2.Compose(
+            [
+                v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), v2.PILToTensor(),
+                v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3),
+            ]
+        )  # fmt: skip
+        given: dict[str, Any] = {"num_workers": WORKERS, "shuffle": True, "persistent_workers": True}
+
+        def begin() -> Callable[[], Iterator[Any]]:
+            images = ImageFolder(f"{folder}/train", transform)
+            loader = torch.utils.data.DataLoader(images, CROPPED, **given)
+            return lambda: iter(loader)
+
+        return _read(begin)
+
+
+def crops_ours() -> dict[str, float]:
+    """`--data ImageFolder --data.crop random_resized --data.flip true`: files decoded once, crops of mapped pixels."""
+    from app.data import ImageFolder
+
+    with tempfile.TemporaryDirectory() as folder:
+        _photos(folder)
+        stdout, sys.stdout = sys.stdout, sys.stderr
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False)
+
+        def begin() -> Callable[[], Iterator[Any]]:
+            flags: dict[str, Any] = {"size": 224, "resize": 256, "crop": "random_resized", "flip": True, "val_size": 0}
+            data = ImageFolder(folder, batch_size=CROPPED, num_workers=WORKERS, cache=f"{folder}/cache", **flags)
+            data.trainer = trainer
+            data.prepare_data("fit")
+            data.setup("fit")
+            loader = data.train_dataloader()
+            return lambda: (data.on_after_batch_transfer(batch, 0) for batch in loader)
+
+        found = _read(begin)
+        sys.stdout = stdout
+        return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]]()))
