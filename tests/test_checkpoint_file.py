@@ -71,7 +71,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
     for name, zipped in (("new.ckpt", True), ("old.ckpt", False)):
         torch.save({"state_dict": {"w": Call()}}, name, _use_new_zipfile_serialization=zipped)
-        with pytest.raises(UserError, match=r"it holds \w+.system, and nothing but tensors and plain values is loaded"):
+        with pytest.raises(UserError, match=r"it holds \w+.system, but only tensors and plain values are loaded"):
             read(Path(name))
     assert not Path("ran").exists()
 
@@ -109,7 +109,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=f"{last}: .*No space left on device.*the one before it is kept: make room"):
+    with pytest.raises(UserError, match=f"{last}: .*No space left on device.*the previous one is kept: make room"):
         CheckpointFiles().save_checkpoint(content(2), last)
     monkeypatch.undo()
     assert read(last)["global_step"] == 1

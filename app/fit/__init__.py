@@ -1,4 +1,4 @@
-"""`fit`, `validate`, `test` and `predict`: from a command line to a run. From Python, `app.fit(…)` trains, too."""
+"""Commands `fit`, `validate`, `test` and `predict`. From Python, `app.fit(…)` trains like the command `fit`."""
 
 import json
 import math
@@ -15,16 +15,16 @@ class _Fit(ModuleType):
     """Package that can be called as a function: `app.fit(model="resnet50", data="Synthetic", devices=2)`."""
 
     def __call__(self, **flags: Any) -> Record:
-        """Train in separate processes, as `python -m app fit` does, and return the record.
+        """Train in separate processes, as `python -m app fit` does, and return the run's record (`run.json`).
 
-        The processes' output is in `output_node0.txt`, beside the run's directory.
+        The processes write their output to `output_node0.txt`, in the folder that contains the run's directory.
 
         Args:
-            **flags: Flags of `fit` by their last name, such as `max_epochs=2`, or by their whole name, such as
-                `**{"model.optimizer.lr": 0.1}`.
+            **flags: Flags of `fit` without their section, such as `max_epochs=2` for `--trainer.max_epochs 2`, or by
+                their whole name, such as `**{"model.optimizer.lr": 0.1}`.
 
         Raises:
-            UserError: When the flags are invalid, several flags have the same last name, or the run fails.
+            UserError: When the flags are invalid, a name without its section fits several flags, or the run fails.
         """
         # imported in the function, because these modules import this package
         from app.fit.configuration import FIT_FLAGS, MADE, classes_of, find_class, parameters, read_arguments, resolve

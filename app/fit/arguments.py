@@ -60,7 +60,7 @@ def tokenise(words: Sequence[str]) -> list[Token]:
 
 
 def _network(token: Token) -> list[Token]:
-    """Replace a network of torchvision or timm, `--model NAME`, by `--model ImageClassifier --model.network NAME`."""
+    """Expand `--model NAME`, a network of torchvision or timm, to `--model ImageClassifier --model.network NAME`."""
     name = token.value or ""
     if token.name != "--model" or not (name in names_of_torchvision() or name.startswith("timm/")):
         return [token]
@@ -95,7 +95,7 @@ class Arguments:
             return (1, token.name.count(".")) if has_settings else (2, 0)
 
         chosen = [index for index, token in enumerate(tokens) if token.name == STRATEGY]
-        if chosen:  # a later strategy drops the settings of an earlier one
+        if chosen:  # drop the settings of a strategy that a later --trainer.strategy replaces
             between = range(chosen[0], chosen[-1])
             tokens = [t for i, t in enumerate(tokens) if i not in between or not t.flag.startswith(f"{STRATEGY}.")]
         self.tokens = sorted(tokens, key=place)
@@ -217,7 +217,10 @@ def load_yaml(text: str) -> Any:
 
 
 def shipped(path: str) -> str:
-    """Return the path unchanged, but resolve a missing `configs/…` to that config in the installed package."""
+    """Return the path of a config.
+
+    If the current folder lacks `configs/…`, return that file's path in the installed package.
+    """
     ours = Path(app.__file__).parent / path
     is_shipped = path.startswith("configs/") and not os.path.exists(path) and ours.is_file()
     return str(ours) if is_shipped else path
@@ -232,13 +235,14 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     try:
         with open_file(shipped(name)) as file:
             content = yaml.load(file.read().decode(), Loader=_Loader)
-        json.dumps(content, default=str)  # raises for a mapping that contains itself; jsonargparse would never end
+        # json.dumps raises for a mapping that contains itself; jsonargparse would never end
+        json.dumps(content, default=str)
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
         raise UserError(f"{flag} {name}: there is no such file{near}") from None
     except OSError as error:
         raise UserError(f"{flag} {name}: {error.strerror}") from error
-    except (ValueError, RecursionError, UserError, yaml.YAMLError) as error:  # ValueError: not UTF-8, a huge number
+    except (ValueError, RecursionError, UserError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a huge number
         raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")

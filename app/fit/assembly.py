@@ -72,7 +72,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         NonFinite(run.on_nonfinite),
         StepClock(ranks),
         *[Balance(ranks)] * run.balance,
-        StopTogether(timeout),  # before callbacks whose `on_exception` may read from the device
+        StopTogether(timeout),  # aborts NCCL, before another callback's `on_exception` reads from the device
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),
         PredictionWriter(run.top_k),

@@ -40,7 +40,7 @@ class CheckpointFiles(TorchCheckpointIO):
             except FileNotFoundError:  # another process has deleted the folder: create it again
                 _write(buffer, file)
         except OSError as error:
-            kept = "the one before it is kept" if file.exists() else "no earlier one exists"
+            kept = "the previous one is kept" if file.exists() else "no previous one exists"
             raise UserError(
                 f"{file}: the checkpoint cannot be written ({error.strerror}), and {kept}: make room there, or give "
                 "another --run.root"
@@ -63,14 +63,17 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 
 def _keep(file: Path, name: Path) -> None:
-    """Link a file to a second name. One of the two files always exists."""
-    if name.exists() and name.samefile(file):  # after a kill, both may be one file: rename(2) would do nothing
+    """Keep a file under a second name: as a hard link or, without links, by renaming it.
+
+    One of the two files always exists.
+    """
+    if name.exists() and name.samefile(file):  # linked by a run that was killed before it replaced `file`
         return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
     try:
         link.hardlink_to(file)
         link.replace(name)
-    except OSError:  # a file system without links
+    except OSError:  # a file system without hard links
         file.replace(name)
     sync_folder(file.parent)
 
@@ -100,7 +103,7 @@ def _load(path: Path) -> Any:
         reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # unpickling arbitrary bytes can raise anything
         match = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds {match[1]}, and nothing but tensors and plain values is loaded" if match else None
+        reason = f"it holds {match[1]}, but only tensors and plain values are loaded" if match else None
         reason = reason or f"not a checkpoint, or damaged ({type(error).__name__}: {one_line(str(error))[:80]})"
     raise UserError(f"--ckpt_path {path}: {reason}")
 

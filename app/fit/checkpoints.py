@@ -21,7 +21,7 @@ from app.record import Record
 from app.system.lightning_patches import is_stopped
 from app.system.patches import expects
 
-WEIGHTS_ALONE = "it holds weights alone"
+WEIGHTS_ALONE = "it holds only weights"
 _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 
@@ -58,8 +58,8 @@ class RunCheckpoint(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Save if training stops within an epoch.
 
-        After an epoch's last step, `on_train_epoch_end` saves instead, because a run resumed from a checkpoint that was
-        saved before the validation would skip the validation.
+        After an epoch's last step, `on_train_epoch_end` saves instead, once the validation has ended. A checkpoint from
+        before the validation would make a resumed run skip the validation.
         """
         if not trainer.is_last_batch:
             if self._every_n_train_steps or self._train_time_interval is not None:
@@ -67,7 +67,11 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after a complete epoch, but not after an interrupted one: a resumed run would skip the epoch's rest."""
+        """Save after a complete epoch.
+
+        Lightning also calls this hook after an interrupted epoch. A checkpoint saved then would make a resumed run skip
+        the rest of the epoch.
+        """
         if trainer.is_last_batch:
             super().on_train_epoch_end(trainer, pl_module)
             self._save_if_stopped(trainer)
@@ -120,7 +124,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
 
 
 def _named(name: str, record: Path | None, folder: Path) -> Path:
-    """Return the checkpoint `last` or `best` of one run, or the newest of that name below a folder of runs.
+    """Return one run's checkpoint `last` or `best`; without `record`, the newest of that name of all runs in `folder`.
 
     Args:
         name: `last` or `best`.
@@ -156,12 +160,15 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
-    """Return the newest readable checkpoint, or None if there are none; rename damaged ones that are newer.
+    """Return the newest readable checkpoint, or None if no checkpoint exists.
+
+    Rename newer, damaged checkpoints to `*.damaged`.
 
     Args:
         root: Directory of all runs.
         run: Name of the run.
-        of: Command and launcher ids, to search only runs with this command and one of these launchers; None for all.
+        of: Command line and ids of launchers, to search only runs of this command line that one of these launchers
+            started; None for all runs.
 
     Raises:
         UserError: When checkpoints exist but none is readable.
@@ -183,7 +190,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         damaged += [path] * (not reason.endswith(WEIGHTS_ALONE))
     if paths:
         problem = f"training can resume from none of the {len(paths)} checkpoints under {Path(root, run)}"
-        raise UserError(f"{problem}: give another --run.name to begin anew, or --ckpt_path with one elsewhere")
+        raise UserError(f"{problem}: give another --run.name to begin anew, or --ckpt_path with another checkpoint")
     return None
 
 
@@ -220,8 +227,8 @@ def check_checkpoint(
         may_be_finished: Accept a checkpoint whose training has already reached `max_epochs` or `max_steps`.
 
     Raises:
-        UserError: When the file is missing or damaged; when model, classes or optimizer settings differ, with the first
-            difference; or when its training has already reached `max_epochs` or `max_steps`.
+        UserError: When the file is missing or damaged. When model, classes or optimizer settings differ; the message
+            names the first difference. When the checkpoint's training has already reached `max_epochs` or `max_steps`.
     """
     checkpoint = read(Path(path))
     saved = checkpoint["state_dict"]
@@ -263,7 +270,7 @@ def _check_resumable(
             )
     sharded = trainer.fit_loop.epoch_loop
     for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
-        if state.get(name, value) != value:  # other numbers of shards or threads round differently
+        if state.get(name, value) != value:  # another number of shards or threads rounds sums differently
             problem = f"--run.{name} {value}: {path} was trained with {state[name]}, which affects rounding"
             raise UserError(f"{problem}: give --run.{name} {state[name]}, or leave --run.virtual_devices out")
     if isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier):
@@ -272,7 +279,7 @@ def _check_resumable(
 
 def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
     here = model.make_optimizer().param_groups[0]
-    if not here.keys() - IMPLEMENTATION <= saved.keys():  # a subset, because a scheduler adds keys
+    if not here.keys() - IMPLEMENTATION <= saved.keys():  # not `==`, because a scheduler adds keys
         raise UserError(f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with")
     # do not compare settings that schedulers change
     scheduled = {"lr", "momentum", "betas"} if "initial_lr" in saved else set()

@@ -82,7 +82,9 @@ def _run(argv: Sequence[str]) -> int:
 
 @expects(*(f"{_CLI}.{name}" for name in ("_parser", "_prepare_subcommand_kwargs", "_run_subcommand")))
 class CLI(Flags):
-    """Command line of one run: builds model, data and Trainer, and runs them or starts the ranks.
+    """Command line of one run.
+
+    Starts this node's ranks and waits for them, as their agent; or builds model, data and Trainer, and runs them.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -128,7 +130,7 @@ class CLI(Flags):
         self.requested_checkpoint, self.flags.ckpt_path = self.flags.ckpt_path, None
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Add rank zero's checkpoint, and arguments that suppress Lightning's result tables and predictions."""
+        """Pass the checkpoint that rank zero chose, and suppress Lightning's result tables and returned predictions."""
         quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(subcommand, self._quiet)
         return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": self.checkpoint, **quiet}
 
@@ -137,7 +139,7 @@ class CLI(Flags):
         return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
-        """Start the ranks as their agent, or build data, model and Trainer and agree with the other ranks."""
+        """Start the ranks, if this process is their agent; else build all objects and agree with the other ranks."""
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
@@ -160,7 +162,10 @@ class CLI(Flags):
         self._agree(config.cluster.timeout)
 
     def _explained(self, error: Exception) -> str:
-        """Return an error's message with the flag of the object that raised it, or a flag that the message mentions."""
+        """Return an error's message with a flag.
+
+        This is the flag that created the failing object, or else a flag whose name and value the message contains.
+        """
         while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename and (
             cause := error.__cause__ or error.__context__  # the exception that jsonargparse wrapped
         ):
@@ -193,7 +198,7 @@ class CLI(Flags):
             raise
         self.checkpoint = decided["checkpoint"]
         if self.checkpoint is not None and isinstance(trainer.precision_plugin, DoublePrecision):
-            trainer.precision_plugin.convert_module(self.model)  # before the weights are loaded
+            trainer.precision_plugin.convert_module(self.model)  # to float64, before Lightning loads float64 weights
         if self.is_recorded:
             self._record(decided)
 
@@ -239,7 +244,7 @@ class CLI(Flags):
         if config.run.global_order:
             kwargs["use_distributed_sampler"] = False
         if resolved.virtual_devices is not None and resolved.accelerator == "cuda" and self.subcommand == "fit":
-            kwargs["deterministic"] = True  # because nondeterministic kernels change the bits
+            kwargs["deterministic"] = True  # because nondeterministic kernels would change the bits of the results
         kwargs["plugins"] = plugins(config, resolved)
         saved.cluster.init_method = saved.cluster.node_rank = saved.cluster.log_dir = None
         saved.cluster.max_restarts = 0
@@ -265,7 +270,7 @@ class CLI(Flags):
         return record_of(self.trainer, self.record)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog, and close the run. An agent does nothing: its ranks did both."""
+        """Run the Trainer's method under the watchdog, and close the run; as an agent, only return."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher

@@ -30,15 +30,15 @@ from app.system.patches import expects
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
-# exceptions that jsonargparse raises for odd values; not `Exception`, because `capture_parser` works by raising one
-# that must not be caught
+# exceptions that jsonargparse raises for odd values; not `Exception`, because jsonargparse's `capture_parser` raises an
+# exception of its own, which must pass
 PARSING = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
 )
 
 _COMMON = {"model", "datamodule", "weights_only"}
-SKIPPED = {  # arguments of the Trainer's methods without a flag
+SKIPPED = {  # arguments of `Trainer.fit`, `Trainer.validate`, … that get no flag
     "fit": {*_COMMON, "train_dataloaders", "val_dataloaders"},
     "validate": {*_COMMON, "dataloaders", "verbose"},
     "test": {*_COMMON, "dataloaders", "verbose"},
@@ -50,8 +50,8 @@ SKIPPED = {  # arguments of the Trainer's methods without a flag
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    A section gets its default class only if the user chooses no class, because the settings of a replaced default
-    would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    A section, `--model` or `--data`, gets its default class only if the user chooses no class. Otherwise, the default's
+    settings would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -76,7 +76,7 @@ class Flags(LightningCLI):
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
             seed_everything_default=42,
-            trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},  # SaveConfig logs all
+            trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},  # SaveConfig logs all hyperparameters
             auto_configure_optimizers=False,
             args=self.argv,
         )
@@ -131,7 +131,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         argv: The arguments of `python -m app`.
 
     Raises:
-        UserError: When a config cannot be read, or the run of `--run.name` has no such checkpoint.
+        UserError: When a config cannot be read, or the run of `--run.name` lacks the checkpoint `--ckpt_path`.
     """
     arguments = Arguments(argv)
     checkpoint, name = arguments.value("--ckpt_path"), arguments.value("--run.name")
@@ -149,13 +149,13 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether `num_classes` comes from the data, because model and data subclass this application's classes."""
+    """Return whether the data sets the model's `num_classes`: if they are an `ImageClassifier` and an `ImageData`."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
 
 def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[Token]:
-    """Add the value to boolean flags without one: `--data.flip` becomes `--data.flip=true`."""
+    """Set boolean flags without a value to true: `--data.flip` becomes `--data.flip=true`."""
     sections = MADE | {section: find_class(section, path) for section, path in classes.items()}
 
     def is_switch(flag: str) -> bool:
@@ -233,7 +233,7 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
 
 
 def shared_settings(config: Namespace) -> dict[str, str]:
-    """Return the flags that must be equal on all nodes: all but addresses, paths and other settings of one node."""
+    """Return the flags that must be equal on all nodes: all except addresses, paths and other settings of one node."""
     own = ("config", "ckpt_path", "cluster.", "run.root", "trainer.default_root_dir", "trainer.devices")
     nodes = (".root", ".csv", ".path", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
     flags = {name.replace(".init_args.", "."): str(value) for name, value in vars(config.as_flat()).items()}
@@ -245,14 +245,14 @@ def shared_settings(config: Namespace) -> dict[str, str]:
 
 
 def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str]]]:
-    """Split a command line into the command's own words, and flags of `fit`.
+    """Separate a command's own arguments from flags of `fit`.
 
     Args:
         argv: The arguments after the command, such as `--step 5 --data.batch_size 8` of `replay`.
         others: Further flags to treat as flags of `fit`.
 
     Returns:
-        The command's own words, and each flag of `fit` with its value.
+        The words of the command's own arguments, and pairs of a flag of `fit` and its value.
 
     Raises:
         UserError: When a flag has no value.
@@ -279,7 +279,7 @@ def by_name(flags: Sequence[tuple[str, str]]) -> tuple[list[str], dict[str, str]
     If a flag is given twice, the dictionary keeps its last value.
 
     Raises:
-        UserError: When a flag that appends, `--name+=`, is given twice, because the dictionary could keep only one.
+        UserError: When `--name+=`, which appends to a list, is given twice: the dictionary could keep only one value.
     """
     configs = [value for flag, value in flags if flag == "--config"]
     others = [(flag[2:], value) for flag, value in flags if flag != "--config"]

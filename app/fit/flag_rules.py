@@ -32,7 +32,7 @@ MINIMA = {
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
 
-# class (or its base class) that a section's flags build; the user chooses the classes of --model and --data
+# class, or base class, that each section's flags create; not --model and --data, whose class the user chooses
 MADE = {
     "trainer": Trainer,
     "run": Run,
@@ -112,7 +112,7 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
 
 
 def _cuda_graph(s: Resolved) -> Iterator[str]:
-    """Reject settings that act between the phases of a step, or that change the captured step."""
+    """Reject settings that `--model.cuda_graph` cannot obey, because one CUDA graph holds the whole step."""
     if not s.given("model.cuda_graph"):
         return
     if s.world_size > 1 or s.strategy is not SingleDeviceStrategy:

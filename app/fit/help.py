@@ -33,13 +33,13 @@ TRAINER = (
     *("strategy", "devices", "num_nodes", "precision", "accelerator", "max_epochs", "max_steps", "max_time"),
     *("accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps", "callbacks"),
 )
-MORE = {  # sections with a separate help page, and its title
+MORE = {  # title of a section's separate help page
     "trainer": "all settings of the Trainer",
     "best_checkpoint": "choice of the best checkpoint",
     "last_checkpoint": "times to save the last checkpoint",
     "lr_monitor": "logging of the learning rate",
 }
-CLASSES = {  # settings whose value is a class, with an example of a class
+CLASSES = {  # settings whose value is a class, each with an example
     "model.optimizer": "AdamW",
     "model.scheduler": "StepLR",
     "data.augment": "RandAugment",

@@ -34,7 +34,10 @@ TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
 
 
 def trusted_modules() -> list[str]:
-    """Return the top-level modules that a config may name: of TRUSTED, the current folder, PYTHONPATH and --trust."""
+    """Return the top-level modules that a config may name.
+
+    These are TRUSTED, the modules of `--trust`, and the modules in the current folder or in a folder of PYTHONPATH.
+    """
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
     own = {path.stem for path in files if path.suffix == ".py" or path.is_dir()} - sys.stdlib_module_names

@@ -196,7 +196,7 @@ def _strategy(s: Resolved) -> Iterator[str]:
         remedy = "use --trainer.strategy ddp without a hook, or give more --trainer.devices"
         yield f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: {remedy}"
     bf16 = (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper)
-    has_nccl = dist.is_nccl_available() or dist.is_xccl_available()  # torch's condition, even on a CPU
+    has_nccl = dist.is_nccl_available() or dist.is_xccl_available()  # torch's bf16 hooks require NCCL, even on a CPU
     if not has_nccl and (s.hook in bf16 or s.options.get("ddp_comm_wrapper") in bf16):
         yield f"{flag}: torch sends bfloat16 only where it was built with NCCL: use --trainer.strategy ddp_fp16"
     if s.nodes == 1 and s.traits.needs_several_nodes:

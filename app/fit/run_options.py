@@ -89,7 +89,7 @@ TRAINING = (  # prefixes of flags that define a training
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
     *("run.virtual_devices", "run.global_order"),
 )
-EXECUTION = (  # suffixes of those flags that a resumed run may change, because they are paths or affect only execution
+EXECUTION = (  # suffixes of flags in TRAINING that a resumed run may change: paths, and settings of execution
     *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )
@@ -103,7 +103,7 @@ def decide(
     command: str,
     launchers: list[str],
 ) -> dict[str, Any]:
-    """Decide the run's checkpoint and folder. Runs on rank zero.
+    """Decide the run's checkpoint and folder, on rank zero.
 
     Args:
         subcommand: `fit`, `validate`, `test` or `predict`.
@@ -112,6 +112,10 @@ def decide(
         checkpoint: Value of `--ckpt_path`, or None.
         command: The command line.
         launchers: Ids of the launchers of the run's processes.
+
+    Returns:
+        `checkpoint` and `folder`: paths, or None. `may_be_finished`: see `check_checkpoint`. `earlier`: record of the
+        run that this one continues, or None. `launchers`: as above.
 
     Raises:
         UserError: When the checkpoint is missing, or the run's folder cannot be created.
@@ -136,7 +140,7 @@ def decide(
     return {
         "checkpoint": newest,
         "may_be_finished": may_be_finished,  # a run restarted after its training still needs the test
-        "folder": place,  # relative to each node's root, if it is below rank zero's root
+        "folder": place,  # below --run.root, a relative path, because the root may differ between nodes
         "earlier": earlier,
         "launchers": launchers,
     }
@@ -145,7 +149,7 @@ def decide(
 def _folder(
     subcommand: str, run: Namespace, new: Path, checkpoint: str | None, dump: Callable[[], str]
 ) -> tuple[Path, Record | None]:
-    """Return the run's folder, and the record of the training that it continues, or None.
+    """Return the folder of this run, and the record of the earlier training that this run continues, or None.
 
     `fit` continues in a run's folder if it resumes from the run's newest checkpoint with the same settings. Otherwise,
     it creates a new folder. Other commands create a folder inside the checkpoint's run.
