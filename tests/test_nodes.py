@@ -167,7 +167,7 @@ def test_a_stale_file_is_replaced(go: Go, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_made(go: Go, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("no folder")
     file = tmp_path / "plain" / "meet"
-    with pytest.raises(UserError, match=f"--cluster.init_method file://{file}: .*: name a file that can be made"):
+    with pytest.raises(UserError, match=f"--cluster.init_method file://{file}: .*: name a file that can be created"):
         go(f"file://{file}", 0).result()
 
 

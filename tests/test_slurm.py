@@ -151,7 +151,7 @@ def test_a_job_that_may_not_be_requeued(slurm: Slurm, tmp_path: Path) -> None:
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
     slurm.reaches(job, "FAILED")
     assert slurm.job(job)["ExitCode"] == "143:0", slurm.output(job)
-    assert f"SLURM does not start job {job} again (" in slurm.output(job)
+    assert f"SLURM does not requeue job {job} (" in slurm.output(job)
     assert "submit it anew with --ckpt_path auto" in slurm.output(job)
     assert last(tmp_path).exists()
 

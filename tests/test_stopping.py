@@ -126,7 +126,7 @@ def test_one_process_of_a_job_asks_for_its_requeue(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ASKS], env={**os.environ, **task}, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.splitlines() == ["then", "SLURM starts job 7 again, which resumes from its last checkpoint"]
+    assert done.stdout.splitlines() == ["then", "SLURM requeues job 7, which then resumes from its last checkpoint"]
     assert (tmp_path / "scontrol.said").read_text() == "requeue 7\n"
 
 

@@ -1,4 +1,4 @@
-"""Process group of a run's ranks, and their agreement: rank zero decides on checkpoint and folder, all ranks check."""
+"""Process group of a run's ranks, and their agreement on checkpoint and folder: rank zero decides, all ranks check."""
 
 import os
 import time
@@ -32,9 +32,9 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
 def host_group(timeout: timedelta) -> Any:
     """Create a gloo group of all ranks for this application's own collective calls. Collective.
 
-    Users' collective calls run in the default group. A call that only one rank makes, by mistake, times out there. If
-    our calls used the same group, gloo would match the user's call with one of ours, and abort the process because the
-    sizes differ.
+    Collective calls of the user's code run in the default group. If only one rank makes such a call, by mistake, the
+    call times out. In a shared group, gloo would instead match this call with one of our calls, and abort the process
+    because the sizes differ.
 
     Args:
         timeout: Time to wait for another rank.
@@ -104,7 +104,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
     environment: ClusterEnvironment | None = getattr(strategy, "cluster_environment", None)
     launcher = launched()
     if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
-        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # a user's plugin
+        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # a user's plugin started it
     if launcher is None or launcher.world_size == 1 or environment is None:
         return
     if launcher.nodes > 1:
@@ -128,18 +128,18 @@ def connect(trainer: Trainer, timeout: float) -> None:
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
-        torch.cuda.set_device(strategy.root_device)  # `begin` ran in another thread
+        torch.cuda.set_device(strategy.root_device)  # again, because `begin` set it in another thread only
 
 
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     """Host a store on rank zero for the process group, and publish its port in the agents' store.
 
-    The process group does not use the agents' store, because it outlives the ranks: the keys of an earlier attempt
-    would make restarted ranks wait for processes that have ended.
+    The agents' store outlives the ranks. If the process group used it, keys of an earlier attempt would make restarted
+    ranks wait for processes that have ended.
     Source: https://github.com/pytorch/pytorch/issues/135712.
 
     Returns:
-        The store; keep it until the process group has started.
+        The store. The caller must keep a reference until the process group exists.
     """
     address, deadline = os.environ["MASTER_ADDR"], Deadline(timeout)
     agents = distributed.TCPStore(address, int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=timeout))
@@ -149,7 +149,7 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     while store is None:
         try:
             store = reach_store(address, int(agents.get(STORE)))
-        except (OSError, distributed.DistNetworkError):  # the port may be of an earlier round, whose store has closed
+        except (OSError, distributed.DistNetworkError):  # the port may belong to an earlier attempt's closed store
             deadline.check("rank 0", quiet=True)
             time.sleep(0.05)
     os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port), "False"

@@ -36,10 +36,10 @@ def launched() -> Launched | None:
         return Launched(by, nodes, here if here * nodes == world else None, world)
     if is_task_of_srun():
         world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
-        # such as `2(x2)` (equal) or `3,1` (unequal); SLURM_NTASKS_PER_NODE is the job's value, not the step's
+        # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE would be the job's, not the step's
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         if world == 1 and _interactive():
-            return None  # `srun --pty bash`: an interactive shell on a node
+            return None  # an interactive shell, started by `srun --pty bash`
         return Launched("srun", nodes, int(even[1]) if even else None, world)
     return None
 
@@ -62,13 +62,13 @@ def launch_id() -> str | None:
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    stat = Path(f"/proc/{agent}/stat")  # holds the start in ticks since boot, which clock changes do not affect
+    stat = Path(f"/proc/{agent}/stat")  # field 22: start in ticks since boot, independent of the clock
     began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
     return f"{launcher.by} {socket.gethostname()} {agent} {began}"
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run. True under torchrun: it does not count all restarts."""
+    """Return whether a launcher may have restarted this run; always true under torchrun, whose count omits some."""
     launcher = launched()
     if launcher is None:
         return False
@@ -77,7 +77,7 @@ def may_resume() -> bool:
 
 
 class Slurm(SLURMEnvironment):
-    """Environment of srun's tasks. Reads the variables of SLURM's step, where Lightning reads the job's.
+    """Cluster environment of srun's tasks. Reads the variables of the SLURM step; Lightning's class reads the job's.
 
     Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler, which runs at different
     steps on different ranks. This application requeues jobs itself.

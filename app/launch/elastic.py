@@ -74,7 +74,7 @@ def launch(
                 on_failure(note.read_text(), reason)
 
         def refuse_restart() -> None:
-            """Raise to prevent a restart after a signal or a UserError; print the cause of another failure."""
+            """Raise after a signal or a UserError, so that the agent does not restart; else print why it restarts."""
             reason = "a rank has failed"
             for file in files("*/error.json"):
                 kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")
@@ -120,7 +120,7 @@ def launch(
                 return code
             error = explain(rank, failure)
             if type(error) is RankError and failure.local_rank:
-                for log in reversed(files(f"{failure.local_rank}/*.log")):  # stderr is printed after stdout
+                for log in reversed(files(f"{failure.local_rank}/*.log")):  # stdout.log, then stderr.log
                     for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
                         print(f"[rank {rank}] {line}", file=sys.stderr)
         mark(str(error))
@@ -133,7 +133,7 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
     before = os.environ.copy()
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
-    # from torch 2.12 on: seconds for ranks to save their last checkpoint
+    # seconds for ranks to save their last checkpoint; torch reads this variable from 2.12 on
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(timeout)))
     log = logging.getLogger("torch.distributed.elastic")
     log.addHandler(logging.NullHandler())

@@ -76,10 +76,10 @@ def leave_nccl() -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return a clearer error, with one line for the user, in place of an exception of a run.
+    """Return the exception to raise in place of a run's exception, with a one-line message for the user.
 
-    A communication error becomes a RankError. Out of memory, an exception of an object that a flag created, and a known
-    complaint of Lightning become a UserError. Others are returned unchanged.
+    A communication error becomes a RankError. These become a UserError: an out-of-memory error, an exception in an
+    object that a flag created, and Lightning's known complaints. Any other exception is returned unchanged.
     """
     has_group = _has_left or distributed.is_initialized()
     communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)
@@ -114,16 +114,16 @@ def explaining_errors() -> Iterator[None]:
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return the rank whose failure caused the others, and this failure.
 
-    Torch selects the earliest failure, to the second. This may be a consequence of another rank's failure: the rank
-    lost a connection, received a signal, or timed out because another rank hung.
+    Torch selects the rank that failed in the earliest second. This rank may have failed because of another one: it may
+    have lost a connection, received a signal, or timed out while another rank hung.
     """
 
     def order(rank: int) -> tuple[bool | int, ...]:
-        """Return a key that sorts consequences last, and equal failures by rank."""
+        """Return a sort key: causes before their consequences, and equal failures by rank."""
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         was_stopped = code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         has_lost = message.startswith(RankLostError.__name__)
-        # prefer a message that names the lost node to one about "another rank"; a hung rank is killed last
+        # a message that names the lost node sorts before one with ANOTHER; SIGKILL sorts last: it ends a hung rank
         return was_stopped, has_lost, has_lost and ANOTHER in message, code == -signal.SIGKILL, rank
 
     cause = min(failures, key=order)

@@ -16,7 +16,7 @@ from app.errors import UserError
 # environment variables
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
 STARTER = "APP_STARTER"  # process id of the `compare`, `plan`, `verify` or `doctor` that started this run
-SPAWNED = "APP_SPAWNED"  # set in SpawnLauncher's processes; app/__init__.py reads it
+SPAWNED = "APP_SPAWNED"  # set by SpawnLauncher for its processes; app/__init__.py reads it
 BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
 TRUST = "APP_TRUST"  # modules of `--trust`, separated by commas
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -49,7 +49,7 @@ def check_environment() -> None:
     for name, (pattern, meaning) in VARIABLES.items():
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value):
-            del os.environ[name]  # because reporting the error reads some variables
+            del os.environ[name]  # because the code that reports the error reads it
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
     for name in (STARTER, AGENT):
         if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
@@ -93,14 +93,15 @@ def begin() -> None:
         return
     if is_worker():
         _handle(signal.SIG_DFL, signal.SIG_DFL)  # end at once, because a starting rank has nothing to save
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # because our agent blocks them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
-            os.environ["PYTHONBREAKPOINT"] = "0"  # because only rank zero has the terminal
+            os.environ["PYTHONBREAKPOINT"] = "0"  # ignore breakpoint(): only local rank 0 has the terminal
         return
     signal.signal(signal.SIGTERM, _end)
     if is_task_of_srun():
         task = os.getpid()
-        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())  # a loader's worker ignores it
+        # a loader's worker inherits this handler, and must not requeue
+        signal.signal(signal.SIGUSR1, lambda *_: os.getpid() == task and requeue())
 
 
 def end_with_parent(parent: int) -> None:
@@ -152,12 +153,12 @@ def _end(*_: object) -> None:
 
 
 def requeue() -> bool:
-    """Requeue this SLURM job, which SLURM then ends by SIGTERM. Only task 0 sends the request.
+    """Make SLURM requeue this job; SLURM then ends its tasks by SIGTERM. Only task 0 sends the request.
 
     Returns:
-        Whether SLURM accepted the request; true in all other tasks.
+        Whether SLURM accepted the request; true in tasks other than 0.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it twice
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends SIGUSR1 twice
     if os.environ["SLURM_PROCID"] != "0":
         return True
     job = os.environ["SLURM_JOB_ID"]
@@ -167,17 +168,17 @@ def requeue() -> bool:
         subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", None) or error).strip()
-        print(f"SLURM does not start job {job} again ({reason}): submit it anew with --ckpt_path auto", flush=True)
+        print(f"SLURM does not requeue job {job} ({reason}): submit it anew with --ckpt_path auto", flush=True)
         return False
-    print(f"SLURM starts job {job} again, which resumes from its last checkpoint", flush=True)
+    print(f"SLURM requeues job {job}, which then resumes from its last checkpoint", flush=True)
     return True
 
 
 def environment_of_a_run() -> dict[str, str]:
-    """Return the environment for a separate run: without launcher variables, and with this process as its parent.
+    """Return the environment for a separate run: without launcher variables, and with this process's id in STARTER.
 
-    STARTER makes the run exit with this process. A `preexec_fn` could do so, too, but would lose a Ctrl-C during the
-    fork.
+    STARTER makes the run exit with this process. A `preexec_fn` is no alternative, because it would lose a Ctrl-C that
+    arrives during the fork.
     """
     dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
     kept = {key: value for key, value in os.environ.items() if key not in dropped and key[:6] != "SLURM_"}

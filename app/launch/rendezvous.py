@@ -96,10 +96,10 @@ class Deadline:
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Host a store that listens on one address only, or on all addresses if this machine does not have that one.
+    """Host a store that listens on `address` only, or on all addresses if `address` is not this machine's.
 
-    A machine behind NAT does not have the address that others use. On Debian, a machine's own name may resolve to
-    127.0.1.1.
+    Behind NAT, other machines use an address that this machine does not have. On Debian, a machine's own name may
+    resolve to 127.0.1.1.
 
     Args:
         address: Name or address of this machine for the other processes.
@@ -126,7 +126,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
-        multi_tenant=True,  # so that this process's process group can share it
+        multi_tenant=True,  # so that the process group can open a store on the same port of this process
         master_listen_fd=listener.detach(),
     )
 
@@ -184,13 +184,17 @@ class NodeRendezvous(StaticTCPRendezvous):
         store = PrefixStore(f"round{self._rounds}", self.store())
         store.set(f"node{self.rank}", "")
         self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
-        # block signals, because a starting rank would print a traceback on Ctrl-C; `process.begin` unblocks them in it
+        # block signals, because a starting rank would print a traceback on Ctrl-C; the rank unblocks them in
+        # `process.begin`
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because nodes never join later; unblock signals, because ranks run when the agent calls this."""
+        """Return 0, because nodes never join later.
+
+        Also unblock the signals that `next_rendezvous` has blocked: the agent calls this as soon as its ranks run.
+        """
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return 0
 
@@ -213,7 +217,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             try:
                 write_json(self.file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
             except OSError as error:
-                message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be made"
+                message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be created"
                 raise UserError(message) from error
         try:
             self._wait_for_all(store, deadline)
@@ -265,7 +269,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             time.sleep(PAUSE)
 
     def _place(self) -> tuple[str, int, str | None] | None:
-        """Return address, port and run id of node 0; None if the shared file does not have them yet."""
+        """Return node 0's address, port and run id; None while the shared file lacks them."""
         if self.file is None:
             return self.master_addr, self.master_port, None
         with suppress(ValueError, LookupError):

@@ -49,19 +49,19 @@ class Signals(_SignalConnector):
         self.noted = self.stopped_by = self._process = 0
 
     def register_signal_handlers(self) -> None:
-        """Install the handlers for training; Lightning calls this in every process, and `teardown` at the end."""
+        """Install the handlers for training. Lightning calls this in every process; `teardown` undoes it."""
         if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
         numbers = heard(IN_SLURM if in_slurm_job() else CAUSES)
-        super().register_signal_handlers()  # stores the current handlers, which `teardown` restores
+        super().register_signal_handlers()  # saves the current handlers for `teardown`
         for number in numbers:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
-        has_launcher = is_worker() or multiprocessing.parent_process() is not None  # a launcher forwards signals
+        has_launcher = is_worker() or multiprocessing.parent_process() is not None  # which forwards signals
         if self.noted:
             # an agent forwards a first Ctrl-C as SIGINT, a second one as SIGTERM
             if number != self.noted if has_launcher else number == signal.SIGINT:
@@ -90,13 +90,13 @@ class StopTogether(Callback):
         self._pending: tuple[np.ndarray, Any] | None = None  # buffer and handle of the pending all-reduce
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare the all-reduce; disable Lightning's broadcast of SIGTERM, because it raises instead of saving."""
+        """Prepare the all-reduce. Disable Lightning's SIGTERM broadcast, which raises without saving a checkpoint."""
         leave_out_sigterm_broadcast(trainer)
         self._pending = None
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
-        if isinstance(loader, DataLoader):  # a user's loader: protect its workers from an agent's signals, too
+        if isinstance(loader, DataLoader):  # in a user's loader, too, workers must not receive an agent's signals
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(
@@ -118,7 +118,8 @@ class StopTogether(Callback):
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
         """Return the lowest signal that any rank received, or 0. Collective.
 
-        With several ranks, the result covers signals up to the previous step; with `at_once`, up to now.
+        With several ranks, the result lags by one step: it covers signals up to the previous step. With `at_once`, wait
+        for an all-reduce that covers signals up to now.
         """
         signals: Signals = signal_connector(trainer)
         if trainer.world_size == 1:
@@ -151,7 +152,7 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
         return  # run the validation that is due, because a resumed run would skip it
     trainer.limit_val_batches = 0
-    for callback in trainer.early_stopping_callbacks:  # they need a metric of the skipped validation
+    for callback in trainer.early_stopping_callbacks:  # early stopping would miss the skipped validation's metric
         callback._check_on_train_epoch_end = False
 
 

@@ -1,4 +1,4 @@
-"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: when one process fails or is stopped, all end."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`. When one process fails or is stopped, all processes end."""
 
 import multiprocessing
 import os
@@ -45,8 +45,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def __init__(self, strategy: Any, start_method: Any, timeout: float | None) -> None:
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
-        self._error_file = ""  # path of a process's error file; {} stands for its index
-        self.made_by = MADE_BY  # an attribute, so that it is pickled for the processes
+        self._error_file = ""  # path of the processes' error files, with {} for a process's index
+        self.made_by = MADE_BY  # an attribute, so that pickle copies MADE_BY into the processes
         super().__init__(strategy, start_method)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
             self._error_file = f"{folder}/error_{{}}.json"
             for number in heard(CAUSES) if threading.current_thread() is threading.main_thread() else ():
                 signal.signal(number, self._forward)
-            resource_tracker.ensure_running()  # before signals are blocked, because its start unblocks them
+            resource_tracker.ensure_running()  # before `pthread_sigmask`, because the tracker's start unblocks signals
             # block signals, because a process that still imports would print a traceback on Ctrl-C; the setter of
             # `procs` unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
@@ -97,7 +97,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
             return cause
         if "pickle" in str(error).lower():
             return UserError(
-                f"ddp_spawn pickles model and data for its processes, which fails here ({error}): use "
+                f"ddp_spawn cannot pickle model and data for its processes ({error}): use "
                 "--trainer.strategy ddp, or define its class or function at the top level of a module"
             )
         return error
@@ -118,7 +118,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
-        self.kill(signal.SIGKILL if again else number)  # while they start, `procs` is empty; its setter kills them
+        # has no effect while the processes start, because `procs` is still empty; the setter of `procs` then kills them
+        self.kill(signal.SIGKILL if again else number)
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         """Run the rank in the new process; signals end it from here on."""

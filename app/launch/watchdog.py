@@ -28,8 +28,8 @@ BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, 
 # A rank is in one of these phases. No other rank waits for a rank that is `elsewhere`.
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
-WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # signal to write the stacks; kills a process without a handler
-SIZE, PEERS = 2**15, 64  # bytes of the shared memory; offset at which the list of up to 1,000 connections begins
+WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # makes a process write its stacks, or kills it if it has no handler
+SIZE, PEERS = 2**15, 64  # bytes of the shared memory, and offset in it of the list of up to 1,000 connections
 
 
 class Heartbeat:
@@ -50,13 +50,16 @@ class Heartbeat:
         self.values[1] = SET_UP
         self.file.unlink(missing_ok=True)
         faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
-        # files of NCCL's flight recorder, which writes them after a timeout; torch 2.10 reads the second variable
+        # prefix of the files that NCCL's flight recorder writes after a timeout; torch 2.10 reads the second variable
         for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
             os.environ.setdefault(name, f"{folder}/nccl_rank_")
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Record the connections to other ranks that the block opens; if one closes later, another rank has left."""
+        """Record the connections to other ranks that the block opens.
+
+        If one of them closes later, `watch` concludes that another rank has left.
+        """
         before = connections(os.getpid())
         yield
         peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
@@ -72,10 +75,10 @@ heartbeat: Heartbeat | None = None  # set while this process is watched
 
 @contextlib.contextmanager
 def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[None]:
-    """Kill this process if it hangs for longer than the timeout. Linux only.
+    """Kill this process if it hangs in the block for longer than the timeout. Linux only.
 
     Args:
-        timeout: Seconds, or None for no watchdog.
+        timeout: Timeout in seconds, or None for no watchdog.
         folder: Folder of the stacks, or None for no watchdog.
         rank: The rank.
     """
@@ -106,8 +109,8 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
 def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> None:
     """Watch the parent process until it ends.
 
-    Kill it if it makes no progress for too long, and other ranks have closed their connections. While the whole job is
-    suspended, as by Ctrl-Z, time does not count.
+    Kill the parent when it has made no progress for `timeout` + LATER seconds and another rank has closed a connection.
+    Time does not count while the whole job is suspended, as by Ctrl-Z.
 
     Args:
         process: Id of the parent.
@@ -126,7 +129,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         now = values[:3].tolist()
         still, last = (still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0), now
         with contextlib.suppress(OSError):  # the disk is full, or the process has ended
-            if written and not still and now[1] != ELSEWHERE:  # the rank makes progress again
+            if written and not still and now[1] != ELSEWHERE:  # progress again: the written stacks are outdated
                 file.unlink(missing_ok=True)
                 written = False
             others_give_up = still > 1 and any(other != file for other in file.parent.glob("rank_*.txt"))
@@ -262,10 +265,10 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
     communicating = {rank for rank, place in places.items() if place.communicates}
     hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
     if communicating == places.keys() and len({place[:3] for place in places.values()}) == 1:
-        hanging = set()  # all wait in the same call, as after a cut link
+        hanging = set()  # no rank hangs: all wait in the same call, as after a cut link
     elif users := {rank for rank in hanging or places if places[rank].is_users}:
         hanging = users
-    elif len(hanging) == len(places) > 1:  # all wait in a library, as after a cut link
+    elif len(hanging) == len(places) > 1:  # no rank hangs: all wait in a library, as after a cut link
         hanging = set()
     waiting = sorted(places.keys() - hanging)
     clauses = [f"rank {rank} is {places[rank]}" for rank in sorted(hanging)]

@@ -36,7 +36,7 @@ Gradients = list[Tensor | None]
 
 
 def _plus(first: Gradients, second: Gradients) -> Gradients:
-    """Return the sum of two lists of gradients, added into the second in place; None counts as zero."""
+    """Add the first list of gradients to the second, in place, and return the sums; None counts as zero."""
     pairs = [(one, other) for one, other in zip(first, second, strict=True) if one is not None and other is not None]
     if pairs:
         torch._foreach_add_([other for _, other in pairs], [one for one, _ in pairs])
@@ -45,7 +45,7 @@ def _plus(first: Gradients, second: Gradients) -> Gradients:
 
 @expects("torch:_foreach_add_", "torch:_foreach_copy_")
 class ShardSums:
-    """Sums over all shards: of gradients, and of vectors with a shard's loss, buffers and logged values.
+    """Sums over all shards: of their gradients, and of the vectors that `ShardedStep._vector` makes of them.
 
     Under DDP, a communication hook sums the gradients during the backward pass of the rank's last shard.
 
@@ -67,7 +67,7 @@ class ShardSums:
         self.place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self.nodes: dict[Node, Gradients] = {}
         self.device = strategy.root_device
-        # a thread (CPU) or a CUDA stream overlaps communication with the backward pass
+        # a thread (CPU) or a CUDA stream runs the communication during the backward pass
         self.thread = ThreadPoolExecutor(1) if ddp and self.device.type == "cpu" else None
         self.side = torch.cuda.Stream(self.device) if ddp and self.device.type == "cuda" else None
         if ddp:
@@ -92,7 +92,7 @@ class ShardSums:
         self.nodes = {}
 
     def sum(self, nodes: dict[Node, Tensor]) -> Future[Tensor]:
-        """Start to sum vectors, (n,), over the shards of all ranks. Collective."""
+        """Start the sum of vectors, (n,), over the shards of all ranks, and return its future. Collective."""
         future: Future[Tensor] = Future(devices=[self.device] if self.side else [])
 
         def work() -> None:
@@ -117,7 +117,7 @@ class ShardSums:
         places = [self.place[id(parameter)] for parameter in parameters]
         starts = list(accumulate((each.numel() for each in parameters), initial=0))
 
-        def views(flat: Tensor) -> list[Tensor]:  # with each parameter's strides, as in DDP
+        def views(flat: Tensor) -> list[Tensor]:  # DDP's buckets keep each parameter's strides
             return [
                 flat.as_strided(each.size(), each.stride(), flat.storage_offset() + start)
                 for each, start in zip(parameters, starts, strict=False)
@@ -129,7 +129,7 @@ class ShardSums:
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = buffer  # DDP's buffer, into which `_plus` has added this node's gradients
+            flats[node] = buffer  # this node's gradients are in DDP's buffer, where `_plus` has added them
             if node in self.nodes:
                 flats[node] = torch.zeros_like(buffer)
                 for view, gradient in zip(views(flats[node]), gradients, strict=True):
@@ -148,7 +148,7 @@ class Logged:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self.options: dict[str, dict[str, Any]] = {}
-        self.values: dict[str, Any] = {}  # of the current shard
+        self.values: dict[str, Any] = {}  # logged for the current shard
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Replace `LightningModule.log` during a shard: keep a value for later; log a torchmetrics metric at once."""
@@ -172,7 +172,7 @@ class Logged:
 
 
 def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
-    """Return the seed of a shard's random streams; purpose 4 seeds the transforms, 5 the forward pass."""
+    """Return the seed of a shard's random streams: of its transforms for `purpose` 4, of its forward pass for 5."""
     return seed_of(int(os.environ.get("PL_GLOBAL_SEED", 0)), purpose, trainer.current_epoch, step, shard)
 
 
@@ -254,9 +254,9 @@ class ShardedStep(Step):
         """Run the forward and backward pass of each shard.
 
         Returns:
-            A tuple of the indices of the buffers that `training_step` changed; the last shard's outputs without the
-            loss; a copy of the gradients accumulated from earlier batches; and a future of the sum, over all shards, of
-            loss, changed buffers and logged values, as `_vector` concatenates them.
+            Four values. Indices of the buffers that `training_step` changed. Outputs of the last shard, without the
+            loss. Copy of the gradients that earlier batches have accumulated. Future of the sum of all shards' vectors;
+            `_vector` describes their content.
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:
@@ -311,7 +311,7 @@ class ShardedStep(Step):
         raise UserError(f"training_step {what} on some shards only: do it on all, or leave --run.virtual_devices out")
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
-        """Concatenate a shard's loss, changed buffers and logged values, multiplied by its number of samples."""
+        """Concatenate a shard's loss, changed buffers and logged values, and multiply them by its number of samples."""
         numbers = [torch.as_tensor(logged.values[name], device=self._device).detach() for name in logged.options]
         parts = [loss.detach(), *self._buffers.values(changed), *numbers]
         sizes = [part.numel() for part in parts]
@@ -354,7 +354,7 @@ class ShardedLoop(StraightLoop):
     samples = 0
 
     def make_step(self) -> Step:
-        """Return the step with the hooks looked up.
+        """Look up the hooks, and return the step.
 
         Raises:
             UserError: When model, strategy or data cannot train on shards.
@@ -387,6 +387,6 @@ class ShardedLoop(StraightLoop):
 
     @property
     def kept(self) -> dict[str, int]:
-        """Settings that affect rounding: number of shards, and of CPU threads, over which CPU kernels split sums."""
+        """Settings that affect rounding: number of shards, and number of threads that share a CPU kernel's sums."""
         threads = torch.get_num_threads() if self.trainer.strategy.root_device.type == "cpu" else 0
         return {"virtual_devices": self.virtual_devices, "threads": threads}

@@ -1,4 +1,4 @@
-"""Lightning's private names that the straight step needs, beside the methods of the loop that it overrides.
+"""Lightning's private names that the straight step uses; `straight_step.py` overrides the loop's public methods.
 
 When you upgrade Lightning, compare
 
@@ -25,8 +25,8 @@ AUTOMATIC = "lightning.pytorch.loops.optimization.automatic"
 
 @expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
 def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call so that `self.log` sees the hook's name."""
-    attributes = vars(module)  # bypasses torch's slow __setattr__
+    """Wrap a call of a hook, so that `self.log` finds the hook's name in the module."""
+    attributes = vars(module)  # a write to this dictionary avoids nn.Module's slow __setattr__
 
     def called(*args: Any, **kwargs: Any) -> Any:
         before = attributes["_current_fx_name"]
@@ -68,7 +68,7 @@ class LoggingLoop(_TrainingEpochLoop):
 
     @property
     def skips_backward(self) -> bool:
-        """Whether a callback trains without a backward pass."""
+        """Whether a callback, such as StochasticWeightAveraging, makes Lightning skip the backward pass."""
         return self.automatic_optimization._skip_backward
 
     def on_batch_start(self, batch: Any) -> None:

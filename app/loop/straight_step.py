@@ -69,7 +69,7 @@ class StraightLoop(LoggingLoop):
             self.val_loop.restarting = False
 
     def make_step(self) -> "Step | None":
-        """Return a step with the hooks looked up, or None for Lightning's step."""
+        """Look up the hooks, and return the step; or return None, to use Lightning's step."""
         order = order_of(self.trainer.train_dataloader)
         if self.reason and order is not None and order is not self.trainer.train_dataloader:
             raise UserError(f"--run.global_order true does not work with {self.reason}: leave one of them out")
@@ -82,13 +82,13 @@ class StraightLoop(LoggingLoop):
 
     def why_not(self, data_fetcher: Any) -> str | None:
         """Return the requested feature that needs Lightning's step, or None."""
-        trainer: Any = self.trainer  # because Lightning does not declare these attributes
+        trainer: Any = self.trainer  # typed Any, because Lightning does not declare these attributes
         module, strategy = trainer.lightning_module, trainer.strategy
         if not isinstance(trainer.profiler, PassThroughProfiler):
             return "a profiler"
         if not module.automatic_optimization:
             return "manual optimization"
-        if self.skips_backward:  # StochasticWeightAveraging in its last epoch
+        if self.skips_backward:  # as StochasticWeightAveraging does in its last epoch
             return "a callback that trains without a backward pass"
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             return "a training_step that takes the data iterator"
@@ -119,7 +119,7 @@ class StraightLoop(LoggingLoop):
             or self._step.schedules
             or progress.is_last_batch
             or trainer.should_stop
-            or every is None  # validation is due by time
+            or every is None  # `val_check_interval` is a time
             or every == float("inf")
             or batches.ready % every == 0
         ):
@@ -171,7 +171,7 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
-        # None for our own data, because our models weight each loss by its number of samples
+        # None for `GlobalBatches`: there, `ImageClassifier.training_step` weights the loss by the number of samples
         self.order = order if order is not trainer.train_dataloader and trainer.world_size > 1 else None
         self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0
@@ -282,7 +282,7 @@ class Step:
             self.update = self._part("optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute))
 
     def _can_bypass(self, *names: str) -> bool:
-        """Return whether these methods of the strategy and of the precision plugin add nothing."""
+        """Return whether the step may skip these methods of strategy and precision plugin, because they do nothing."""
         strategy, precision = self.strategy, self.strategy.precision_plugin
         # in automatic optimization, DDPStrategy's overrides do nothing, nor do MixedPrecision's without a scaler
         ddp = isinstance(strategy, DDPStrategy)
