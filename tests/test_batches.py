@@ -106,7 +106,7 @@ def test_augmentation_that_cannot_be(app: App) -> None:
     flags += ["torchvision.transforms.v2.Resize", "--data.augment.size", "7", "--data.num_workers"]
     for workers in ("0", "2"):
         said = error_of(*app("fit", *flags, workers))
-        assert said.startswith("error: --data.augment Resize makes torch.uint8 (3, 7, 7) of an image of")
+        assert said.startswith("error: --data.augment Resize turns torch.uint8 (3, 32, 32) into torch.uint8 (3, 7, 7)")
 
 
 @pytest.mark.slow

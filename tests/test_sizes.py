@@ -131,7 +131,7 @@ WRONG = [
     (options(scale="[0.5,1]"), "--data.scale works with --data.crop random_resized only"),
     (options(crop="random_resized", scale="[0.5,0.1]"), "--data.scale (0.5, 0.1): give two numbers above 0 up to 1"),
     (options(crop="random_resized", ratio="[0,1]"), "--data.ratio (0.0, 1.0): give two numbers above 0"),
-    (options(crop="random_resized", placement="memory"), "--data.crop is done by worker processes"),
+    (options(crop="random_resized", placement="memory"), "--data.crop runs in worker processes"),
     (options(augment="RandAugmnt"), "--data.augment RandAugmnt: there is no such class: did you mean RandAugment?"),
     (options(augment="[RandAugment,RandomCrop]"), "--data.augment"),
 ]

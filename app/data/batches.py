@@ -54,8 +54,8 @@ class Reader:
 
     Args:
         split: The images.
-        crop: Function that crops an image, uint8 (C, h, w), to (C, H, W) with torch's global random state; or None.
-        augment: Modules that augment an image, uint8 (C, H, W), with torch's global random state, and keep its shape.
+        crop: Function that crops an image with torch's global random state: uint8 (C, h, w), to (C, H, W); or None.
+        augment: Modules that augment an image with torch's global random state: uint8 (C, H, W), to the same shape.
     """
 
     def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
@@ -71,14 +71,14 @@ class Reader:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, too
         if self.crop is not None:
             image = self.crop(image)
-        if self.augment:  # an augmentation may work in place, and the split may be mapped read-only
+        if self.augment:  # augmentations may write to the image, but a mapped split is read-only
             image = image.clone(memory_format=torch.contiguous_format)
         for augment in self.augment:
             kept, image = f"{image.dtype} {tuple(image.shape)}", augment(image)
             made = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
             if made != kept:
                 name = f"--data.augment {type(augment).__name__}"
-                raise UserError(f"{name} makes {made} of an image of {kept}: it must keep shape and type")
+                raise UserError(f"{name} turns {kept} into {made}: it must keep shape and type")
         torch.set_rng_state(before)
         return image
 
@@ -108,8 +108,8 @@ class GlobalBatches(GlobalOrder):
         batch_size: Size of the global batch.
         rank: Rank of this process.
         world_size: Number of processes.
-        placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds them. `device`: a
-            tensor on `device` holds them, all if shuffled, else only this rank's.
+        placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds all images.
+            `device`: one tensor on `device` holds all images if `shuffle`, else only this rank's images.
         device: Device of the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
@@ -122,12 +122,12 @@ class GlobalBatches(GlobalOrder):
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
             with the first.
         weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
-        crop: Function with which the workers crop images of different sizes; for `disk` only.
-        augment: Modules with which the workers augment images; for `disk` only.
+        crop: As for `Reader`, for images of different sizes; for `disk` only.
+        augment: As for `Reader`; for `disk` only.
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 
-    batch_sampler = None  # Lightning reads this attribute of any loader with a `sampler`
+    batch_sampler = None  # Lightning reads this attribute of every loader that has a `sampler`
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class GlobalBatches(GlobalOrder):
             there = torch.empty((len(kept), *self._images.shape[1:]), dtype=torch.uint8, device=device)
             for to, part in zip(
                 there.split(4096), rows[kept].split(4096), strict=True
-            ):  # in blocks, because one copy would double the host memory
+            ):  # in blocks, because a copy of all images would double the use of host memory
                 to.copy_(self._images[part])
             self._images = there
             self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept))).to(device)
@@ -236,7 +236,7 @@ class GlobalBatches(GlobalOrder):
     def _place(self, step: int) -> tuple[slice, slice | None]:
         """Return the slice of the epoch's order that holds this rank's samples of a step.
 
-        For mixup and cutmix, also return the slice of the one sample after them; otherwise None.
+        For mixup and cutmix, also return the slice of the next sample, which the last one is mixed with; else None.
         """
         span = self.span(step)
         if self.mixing is None or span.start == span.stop:

@@ -51,7 +51,7 @@ class ImageCache:
                 header = json.loads(file.read(HEADER))
                 shape, names, left_out = header["shape"], header["names"], header["left_out"]
                 pixels, count = math.prod(shape), header["count"]
-                columns = 1 if len(shape) == 4 else 3  # label, or height, width and label
+                columns = 1 if len(shape) == 4 else 3  # only labels, or heights, widths and labels
                 size = HEADER + pixels + 8 * columns * count + names
                 if header["key"] != key or os.fstat(file.fileno()).st_size != size:
                     return None
@@ -72,7 +72,7 @@ class ImageCache:
         Args:
             source: The source of the images.
             split: Name of the split.
-            num_workers: Processes that decode.
+            num_workers: Number of processes that decode.
 
         Raises:
             OSError: When the file cannot be written.
@@ -103,7 +103,7 @@ class ImageCache:
                 file.write(block.numpy().data)
             pixels = file.tell() - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
-            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy
+            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # the remedy follows the last colon
             if not right:
                 raise UserError(f"none of {len(images):,} images can be read; the first one: {first}")
             if wrong:
@@ -119,7 +119,7 @@ class ImageCache:
             file.write(json.dumps(header).encode().ljust(HEADER))
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
-        """Return a split's cache file, and the key of its current images."""
+        """Return the path of a split's cache file, and the key that the file has if it is up to date."""
         place = os.path.commonpath([min(files), max(files)])
         if split == "predict" and getattr(source, "predict_dir", None) is None:
             split = "test"
@@ -132,7 +132,7 @@ class ImageCache:
                 state = os.stat(file)
                 target = os.path.realpath(file) if os.path.islink(file) else ""
                 seen = f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0{target}\0"
-            except OSError:  # decoding reports the error
+            except OSError:  # ignored here, because decoding reports it
                 seen = f"{file}\0"
             key.update(seen.encode(errors="surrogateescape"))
         return self.folder / f"{Path(place).name[:50]}-{digest[:16]}", key.hexdigest()

@@ -48,10 +48,11 @@ class EncodedImages(ImageData):
         mean: Mean of each channel, for pixels scaled to 0…1; by default 0.5.
         std: Standard deviation of each channel, for pixels scaled to 0…1; by default 0.5.
         resize: Shorter side of an image before the centre crop to `size`, by default `size`; `squash` resizes to `size`
-            without a crop, and distorts.
+            without a crop, which changes the ratio of width to height.
         interpolation: Interpolation of all resizing, with antialiasing.
-        crop: Crop of training images, by the worker processes. `random`: at a random place, to `size`, after `resize`.
-            `random_resized`: of random area, then resized to `size`. `none`: of the centre, as in evaluation.
+        crop: Crop of training images, by the worker processes. `random`: resize to `resize`, then crop to `size` at a
+            random place. `random_resized`: crop a random area, then resize it to `size`. `none`: crop the centre, as in
+            evaluation.
         scale: Range of the area of a `random_resized` crop, relative to the image's area.
         ratio: Range of width / height of a `random_resized` crop.
         cache_size: Shorter side to which larger images are reduced before `random_resized` crops; by default 1.15 times
@@ -80,7 +81,7 @@ class EncodedImages(ImageData):
         **kwargs: Any,
     ) -> None:
         sides = (size, size) if isinstance(size, int) else size
-        resize = int(resize) if isinstance(resize, int) else resize  # a PositiveInt would be pickled by its class
+        resize = int(resize) if isinstance(resize, int) else resize  # checkpoints hold plain values only
         source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
         source.image_shape = (channels, *sides)
         for flag, values in (("mean", mean), ("std", std)):

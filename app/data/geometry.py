@@ -57,17 +57,20 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that a training image must cover before the random crop, which needs enough pixels."""
+        """Height and width that a resized training image must cover, so that the random crop finds enough pixels."""
         side = self.cache_size or round(1.15 * max(self._cover))
         return (side, side) if self.crop == "random_resized" else self._cover
 
     def kept_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return a training image's height and width before the random crop; `random_resized` enlarges no image."""
+        """Return the height and width to resize a training image to, before its random crop.
+
+        Before a `random_resized` crop, images are reduced but never enlarged.
+        """
         size = _covering(height, width, self.kept)
         return (height, width) if self.crop == "random_resized" and size[0] * size[1] > height * width else size
 
     def keep(self, image: Tensor) -> Tensor:
-        """Resize a training image, uint8 (C, h, w), to its size before the random crop."""
+        """Resize a training image, uint8 (C, h, w), to `kept_size`."""
         return self._resize(image, self.kept_size(*image.shape[1:]))
 
     def evaluated(self, image: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class SeededItems(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # because pickle reads these before `dataset` is set
+        if name.startswith("__") or name == "dataset":  # pickle looks these up before `dataset` is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -90,7 +90,7 @@ class GlobalSampler(GlobalOrder):
     def __init__(self, sampler: Any, train: bool, **order: Any) -> None:
         super().__init__(len(sampler), **order)
         self._sampler, self._train, self.epoch = sampler, train, 0
-        self.sampler = self  # Lightning calls its `set_epoch`
+        self.sampler = self  # Lightning calls `set_epoch` of a batch sampler's `sampler`
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which seeds the order."""
@@ -127,7 +127,7 @@ class GlobalLoader(DataLoader[Any]):
         return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the checkpoint's order equals this one."""
+        """Check that the checkpoint's order equals this loader's."""
         self.batch_sampler.load_state_dict(state)
 
 
@@ -197,6 +197,6 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
         batch_sampler=sampler,
         collate_fn=Collate(loader.collate_fn, virtual_devices is not None),
         multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),  # else the loader would draw from the global random state
+        generator=torch.Generator(),  # without it, the loader would draw from the global random state
         **{name: getattr(loader, name) for name in kept},
     )

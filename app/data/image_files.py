@@ -79,7 +79,7 @@ class FileSplit(Split):
                 if self.ragged is not None:  # let PIL decode a JPEG file at reduced size
                     file.draft("L" if channels == 1 else None, self.ragged.kept_size(*file.size[::-1])[::-1])
                 image = pixels(file, channels)
-        except Exception as error:  # PIL's decoders raise any type on a damaged file
+        except Exception as error:  # PIL's decoders raise exceptions of any type for a damaged file
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
             reason = reason or type(error).__name__
             raise UserError(

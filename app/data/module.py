@@ -93,7 +93,7 @@ class ImageData(LightningDataModule):
         self.source, self.augment = source, augment if isinstance(augment, list) else [augment] if augment else []
         self._worked = "--data.augment" if self.augment else "--data.crop" if source.ragged("train") else ""
         if self._worked and placement not in ("auto", "disk"):
-            raise UserError(f"{self._worked} is done by worker processes: --data.placement disk, not {placement}")
+            raise UserError(f"{self._worked} runs in worker processes: give --data.placement disk, not {placement}")
         if batch_size == 1 and (mixup or cutmix):
             raise UserError("--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size")
         self.mixing, self.balance = (mixup, cutmix), balance
@@ -144,7 +144,7 @@ class ImageData(LightningDataModule):
             if self.source.skips:
                 reason = f"decoded images cannot be kept in {self.cache.folder} ({error.strerror})"
                 raise UserError(f"--data.on_bad_image skip: {reason}: give another --data.cache") from error
-            rank_zero_info(  # not a warning, because that prints two lines
+            rank_zero_info(  # not a warning, because a warning prints two lines
                 f"Decoded images cannot be kept in {self.cache.folder} ({error.strerror or error}), so that each rank "
                 "decodes them for itself: give another --data.cache, or off"
             )
@@ -164,7 +164,8 @@ class ImageData(LightningDataModule):
             size, world = self.global_batch_size, self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
-            if size % world and self.virtual_devices is None:  # not in __init__, where a fraction is not yet a count
+            # not in __init__, because a batch size given as a fraction is known only after the images are read
+            if size % world and self.virtual_devices is None:
                 raise UserError(
                     f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
                     f"{self.nearest_shares(size, world)}, or another --trainer.devices"
@@ -243,7 +244,7 @@ class ImageData(LightningDataModule):
         return f"{below} or {below + world}" if below else f"{world}"
 
     def _place(self) -> Placement:
-        """Return the placement of the images: the same on all ranks, although their free memory differs."""
+        """Return the placement of the images, which is the same on all ranks, although their free memory differs."""
         if self.requested_placement != "auto":
             return self.requested_placement
         if self._worked:
@@ -257,7 +258,7 @@ class ImageData(LightningDataModule):
             return "disk"
         if strategy.root_device.type != "cuda":
             return "memory"
-        # a common decision, because ranks see different amounts of free GPU memory
+        # one decision for all ranks, because their amounts of free GPU memory differ
         fits = size < torch.cuda.mem_get_info(strategy.root_device)[0] / 10
         return "device" if strategy.reduce_boolean_decision(fits, all=True) else "memory"
 

@@ -83,7 +83,7 @@ class GlobalOrder:
         position: Callable[[], int],
     ) -> None:
         self.seed, self.position = seed, position
-        self._samples = samples  # stored, because each step reads it
+        self._samples = samples
         self.batch_size, self.drop_last = batch_size, drop_last
         self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
         self._parts = virtual_devices or world_size
@@ -141,12 +141,12 @@ class GlobalOrder:
         return span.stop - span.start
 
     def cut(self, items: list[Any], step: int, stand_in: Any) -> "Shards":
-        """Cut this rank's parts out of the epoch's items; an empty part gets the stand-in."""
+        """Return this rank's parts of a step, cut out of the epoch's items; an empty part gets the stand-in."""
         parts = [items[start:end] or [stand_in] for start, end in pairwise(self.bounds(step))]
         return self.shards(parts, step)
 
     def shards(self, parts: Iterable[Any], step: int) -> "Shards":
-        """Return this rank's parts of a step with their numbers of samples."""
+        """Return `Shards` of this rank's parts of a step, with the number of samples of each."""
         counts = [end - start for start, end in pairwise(self.bounds(step))]
         return Shards(parts, self._ends.start, counts, self.global_count(step))
 

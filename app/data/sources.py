@@ -52,10 +52,10 @@ def work_apart(worker: int) -> None:
 
 
 class _Items(Dataset[Any]):
-    """Data set that returns a UserError as an item, because DataLoader would raise it with a traceback as message."""
+    """Data set that returns a UserError instead of raising it, because DataLoader would add a traceback to the text."""
 
     def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int] | None) -> None:
-        # store MADE_BY in the data set, because a spawned worker's own MADE_BY is empty
+        # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY is empty
         self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
@@ -70,10 +70,10 @@ class _Items(Dataset[Any]):
             return wrong
 
     def stack(self, images: list[Tensor | UserError]) -> tuple[Images, dict[int, UserError]]:
-        """Stack the readable images, perhaps none; return them, and the errors of the others by index."""
+        """Return the readable images as one batch, which may be empty, and the other images' errors by index."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
-        if self.image_shape is None:  # one tensor, because each tensor costs a file descriptor and system calls
+        if self.image_shape is None:  # one tensor for all images: a worker sends each tensor by a file descriptor
             pixels = [image.permute(1, 2, 0).flatten() for image in right]
             sizes = torch.tensor([image.shape[1:] for image in right], dtype=torch.int64).view(-1, 2)
             return RaggedImages(torch.cat([torch.empty(0, dtype=torch.uint8), *pixels]), sizes), wrong
@@ -108,7 +108,7 @@ class Workers(DataLoader[Tensor]):
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=work_apart,
-            generator=torch.Generator(),  # keeps the loader from drawing from the global random state
+            generator=torch.Generator(),  # without it, the loader would draw from the global random state
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -118,7 +118,7 @@ class Workers(DataLoader[Tensor]):
             yield images
 
     def with_errors(self) -> Iterator[tuple[Images, dict[int, UserError]]]:
-        """Iterate over pairs: a batch's readable images, and the errors of the others by index."""
+        """Iterate over pairs of a batch's readable images and the other images' errors, by index in the batch."""
         return super().__iter__()
 
 
@@ -206,7 +206,7 @@ class RaggedSplit(Split):
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's images, uint8 (N, C, H, W). Read-only, because writable pages would count as the rank's memory."""
+    """Map a file's images read-only, uint8 (N, C, H, W); writable pages would count as the rank's memory."""
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -219,8 +219,8 @@ class Source(ABC):
     Attributes:
         class_names: Name of each class.
         image_shape: Shape of an image, (C, H, W).
-        mean: Mean per channel, which is subtracted, for pixels scaled to 0…1.
-        std: Standard deviation per channel, by which pixels are divided, for pixels scaled to 0…1.
+        mean: Mean of each channel, for pixels scaled to 0…1.
+        std: Standard deviation of each channel, for pixels scaled to 0…1.
         splits: Names of the splits; without `val`, training images are held out.
         files: Paths of the files, if known.
         skips: Whether unreadable images are skipped.
@@ -247,7 +247,7 @@ class Source(ABC):
         return None
 
     def settings(self, split: SplitName) -> Sequence[Any]:
-        """Return the settings on which a split's decoded images depend."""
+        """Return the settings that affect how a split's images are decoded; they are part of the cache's key."""
         return [self.skips, *self.image_shape]
 
     @abstractmethod
@@ -308,7 +308,7 @@ class FashionMNISTSource(Source):
     class_names = tuple(torchvision.datasets.FashionMNIST.classes)
     image_shape = (1, 28, 28)
     mean = (0.0,)
-    std = (256 / 255,)  # for pixels / 255, so that the result is pixels / 256
+    std = (256 / 255,)  # pixels / 255 / std = pixels / 256
 
     def __init__(self, root: str) -> None:
         self.root = root

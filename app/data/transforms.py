@@ -20,8 +20,8 @@ class Choices(NamedTuple):
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: Flat index in the padded image at which each row of a crop starts, (crops, H).
-        columns: Offset of each column within a row, for mirrored and for plain images, (2, crops, W).
+        rows: For each crop, the flat index in the padded image at which each of the crop's rows starts, (crops, H).
+        columns: For mirrored and for plain images, the offset of each column of each crop, (2, crops, W).
         hole_rows: Mask of the rows that cutout covers, for each centre, bool (H, H).
         hole_columns: Mask of the columns that cutout covers, for each centre, bool (W, W).
     """
@@ -37,7 +37,7 @@ class Mix(NamedTuple):
     """Mixing of each sample of a batch with the next one.
 
     Attributes:
-        weight: Weight of the sample itself, for mixup.
+        weight: Weight of the sample itself in mixup; the next one's weight is 1 - weight.
         box: Centre y and x and side of cutmix's box, relative to the image's sides; None for mixup.
     """
 
@@ -45,10 +45,10 @@ class Mix(NamedTuple):
     box: tuple[float, float, float] | None
 
     def __call__(self, images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Mix n samples with their followers.
+        """Mix each of n samples with the next one.
 
         Args:
-            images: float (n + 1, C, H, W); the last one is only a follower.
+            images: float (n + 1, C, H, W); the last one is only mixed into the one before.
             labels: int64 (n + 1,).
             classes: Number of classes.
 
@@ -128,7 +128,7 @@ class Transform:
         if draws is None:
             return images.float().sub_(self.mean).div_(self.std)
         choices = self._choices_for(images)
-        chosen = (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)  # five of (B,)
+        chosen = (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)  # five tensors (B,)
         if self.crop_padding or self.flip:
             images = self._crop_and_flip(images, choices, *chosen[:3])
         normalised = images.float().sub_(self.mean).div_(self.std)
