@@ -13,8 +13,8 @@ from app.parallel import SplitForward
 class BatchShapes(Callback):
     """Callback that prints the shapes of each replica's input and output, once per distinct set of shapes.
 
-    Shows how a global batch is split; an epoch's last batch may be smaller. Under `dp`, another line shows the gathered
-    output. Rank zero prints the shapes of all ranks, at the end of each epoch; a single rank prints them at once.
+    The shapes show how a global batch is split. Under `dp`, another line shows the gathered output. Rank zero prints
+    the shapes of all ranks at the end of each epoch; a single rank prints its shapes at once.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class BatchShapes(Callback):
 
         def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or not output.ndim:
-                return  # not a batch: DDP calls the whole training step through forward
+                return  # not the output of a batch: under DDP, forward runs the whole training step
             shapes = _shapes(args, kwargs, output)
             lines = [
                 f"rank {trainer.global_rank}, replica {index}: input {given} -> output {made}"

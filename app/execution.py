@@ -15,7 +15,7 @@ from app.errors import UserError
 Compile = Literal["off", "default", "reduce-overhead"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 
-# optimizer settings that select an implementation; a resumed run ignores those in the checkpoint
+# optimizer settings that select an implementation; a resumed run ignores the checkpoint's values
 IMPLEMENTATION = {"fused", "foreach", "capturable"}
 
 
@@ -34,7 +34,8 @@ class Execution:
         self, channels_last: bool | Literal["auto"], compile: Compile | bool, matmul_precision: MatmulPrecision
     ) -> None:
         self.channels_last = channels_last
-        self.compile = compile if isinstance(compile, str) else "default" if compile else "off"  # YAML: off is false
+        # YAML reads an unquoted `off` as false
+        self.compile = compile if isinstance(compile, str) else "default" if compile else "off"
         self.matmul_precision = matmul_precision
         self._is_prepared = False
 

@@ -40,7 +40,7 @@ class Sums:
         device: Device of the losses.
 
     Attributes:
-        epoch: Sum of losses, correct predictions and samples of the epoch's completed windows, over all ranks.
+        epoch: Sums of losses, correct predictions and samples in the epoch's completed windows, over all ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,12 +57,12 @@ class Sums:
         self.count += labels.shape[0]
 
     def _of_window(self, trainer: Trainer) -> list[float]:
-        """Return losses, correct predictions and samples of the window so far. Collective."""
+        """Return all ranks' sums of losses, correct predictions and samples in the window so far. Collective."""
         self.samples.fill_(self.count)
         return trainer.strategy.reduce(self.window.clone(), reduce_op="sum").tolist()
 
     def of_epoch(self, trainer: Trainer) -> list[float]:
-        """Return losses, correct predictions and samples of the epoch so far. Collective."""
+        """Return all ranks' sums of losses, correct predictions and samples in the epoch so far. Collective."""
         return [before + now for before, now in zip(self.epoch, self._of_window(trainer), strict=True)]
 
     def end_window(self, trainer: Trainer) -> Tensor:
@@ -109,15 +109,16 @@ class ImageClassifier(LightningModule):
     Attributes:
         recipe: The recipe.
         executed: Execution settings in effect, for the run record.
-        images: `class_names`, `image_shape` (C, H, W), `mean`, `std` and perhaps `resize` and `interpolation` of a
-            loaded checkpoint's training images; None before a checkpoint is loaded, and for the user's own data class.
+        images: Properties of the training images, from a loaded checkpoint: `class_names`, `image_shape` (C, H, W),
+            `mean`, `std`, and for `EncodedImages` also `resize` and `interpolation`. None without a loaded checkpoint,
+            or after training with the user's own data class.
     """
 
     convolutional = True
     _sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give default functions names, so that `ddp_spawn` can pickle them."""
+        """Make lambdas that are default arguments of the subclass picklable, for `ddp_spawn`."""
         super().__init_subclass__(**kwargs)
         name_defaults(cls)
 
@@ -144,7 +145,7 @@ class ImageClassifier(LightningModule):
         self.cuda_graph = cuda_graph
         self.step_graph: StepGraph | None = None
         self.micro_batch: int | None = None  # set in setup
-        self._has_gradients = False  # whether earlier micro-batches left gradients
+        self._has_gradients = False  # whether backward passes of micro-batches have set gradients
         self.executed: dict[str, Any] = {}
         self.images: dict[str, Any] | None = None
         metrics: dict[str, Metric | MetricCollection] = {
@@ -158,7 +159,7 @@ class ImageClassifier(LightningModule):
         self.test_metrics = self.val_metrics.clone(prefix="test_")
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
         self.class_weights: Tensor | None = None  # not a buffer, because the moving average would average it
-        self.train()  # sets frozen blocks to evaluation mode; Lightning keeps each module's mode
+        self.train()  # sets frozen blocks to evaluation mode, which Lightning keeps
         if type(self) is ImageClassifier:
             self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
@@ -184,8 +185,8 @@ class ImageClassifier(LightningModule):
     def setup(self, stage: str) -> None:
         """Prepare network and metrics.
 
-        Reset the metrics, because spawned processes share their states' memory. Sum losses in float64, so that the
-        order of additions does not change the logged values.
+        Reset the metrics, because spawned processes would share the memory of the metrics' states. Sum losses in
+        float64, so that the order of additions does not change the logged values.
         """
         device = self.trainer.strategy.root_device
         self.executed = self.execution.prepare(self.network, device, str(self.trainer.precision))
@@ -243,17 +244,17 @@ class ImageClassifier(LightningModule):
         return self.recipe.criterion(logits, targets, self.class_weights), logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss, scaled so that the mean over ranks and accumulated batches is the mean over samples."""
+        """Return the loss, scaled so that its mean over ranks and accumulated batches is the mean over all samples."""
         images, labels = batch
         trainer = self.trainer
         loader = trainer.train_dataloader
         self._has_gradients = False
-        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:  # plain mean; 0 if empty
+        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:  # the batch's mean, or 0 if it is empty
             return self._training_losses(images, labels, batch_idx).sum() / max(len(labels), 1)
         accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:
             scale = trainer.world_size / loader.global_count(batch_idx)
-        else:  # Lightning divides by the number of accumulated batches
+        else:  # times `accumulated`, by which Lightning divides the loss
             count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
             scale = trainer.world_size * accumulated / count
         if self.micro_batch is not None:
@@ -280,10 +281,10 @@ class ImageClassifier(LightningModule):
             optimizer.zero_grad()
 
     def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float, count: int) -> Tensor:
-        """Run all micro-batches' backward passes except the last one's, and return the batch's loss.
+        """Run the backward passes of all micro-batches except the last, and return the batch's loss.
 
-        Every rank has the same number of micro-batches, because SyncBatchNorm synchronizes each. DDP averages gradients
-        only in the backward pass of the returned loss, because this method runs inside its forward pass.
+        Every rank has the same number of micro-batches, because SyncBatchNorm synchronizes each forward pass. DDP
+        averages gradients only in the backward pass of the returned loss, because DDP's forward pass runs this method.
         """
         trainer, self._has_gradients = self.trainer, True
         accumulated = trainer.accumulate_grad_batches
@@ -353,7 +354,7 @@ class ImageClassifier(LightningModule):
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
         elif recipe.schedule is not None:
-            steps = trainer.estimated_stepping_batches  # loads the data, which sets num_training_batches
+            steps = trainer.estimated_stepping_batches  # this property loads the data and sets num_training_batches
             epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
             scheduler = recipe.make_scheduler(optimizer, steps, epoch)
         else:
@@ -366,15 +367,15 @@ class ImageClassifier(LightningModule):
         }
 
     def on_train_start(self) -> None:
-        """Set the learning rate by the schedule, because the checkpoint's is that of a run of another length."""
+        """Set the learning rate by this run's schedule: the checkpoint's run may have had another length."""
         for config in self.trainer.lr_scheduler_configs:
             if self.recipe.schedule and isinstance(config.scheduler, LambdaLR):
                 set_rates(config.scheduler)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the unfinished epoch's sums over all ranks, and properties of the images for predictions.
+        """Save the unfinished epoch's sums over all ranks, and the properties of the images that predictions need.
 
-        With the sums, a resumed epoch logs its true mean. Collective, like `Trainer.save_checkpoint`.
+        From the sums, a resumed epoch logs the mean over the whole epoch. Collective, like `Trainer.save_checkpoint`.
         """
         checkpoint["epoch_sums"] = self._sums.of_epoch(self.trainer)
         data = self.trainer.datamodule  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ class LeNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 6, 5),
-            nn.MaxPool2d(2),  # before ReLU, for the same values at a quarter of the cost
+            nn.MaxPool2d(2),  # before ReLU: same values, but ReLU costs a quarter
             nn.ReLU(),
             nn.Conv2d(6, 16, 5),
             nn.MaxPool2d(2),
@@ -184,7 +184,7 @@ def read_weights(source: str, name: str) -> dict[str, Tensor]:
     """Read pretrained weights.
 
     Args:
-        source: File of torch or safetensors; folder of a run, for its best checkpoint; or `DEFAULT` for the
+        source: A file of torch or safetensors; a run's folder, for its best checkpoint; or `DEFAULT`, for the
             published weights of torchvision or timm, downloaded into their cache.
         name: Name of the network, for `DEFAULT`.
 
@@ -200,7 +200,7 @@ def read_weights(source: str, name: str) -> dict[str, Tensor]:
 
 
 def _read(source: str) -> Any:
-    """Return the content of a file of weights; tensors of torch's format stay on disk until they are used."""
+    """Return the content of a file of weights; tensors in torch's zip format are memory-mapped."""
     file = checkpoint_of(Path(source))
     try:
         if file.suffix == ".safetensors":
@@ -210,8 +210,8 @@ def _read(source: str) -> Any:
         return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     except ImportError:
         raise UserError(f"--model.weights {source}: safetensors is not installed: pip install safetensors") from None
-    except Exception as error:  # torch, zipfile, pickle and safetensors each raise types of their own
-        has_code = "weights_only" in str(error)  # torch's advice to load a pickled model without this safeguard
+    except Exception as error:  # torch, zipfile, pickle and safetensors raise different types
+        has_code = "weights_only" in str(error)  # torch advises `weights_only=False`, which would run the file's code
         reason = "it holds more than tensors: save the model's state_dict()" if has_code else one_line(str(error))[:200]
         raise UserError(f"--model.weights {source}: {file} cannot be read ({reason})") from error
 
@@ -256,7 +256,7 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
 
 
 def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
-    """Load weights into a network, except a head of another size, and return a message about them.
+    """Load weights into a network, except into a head of another size, and return a message about the weights.
 
     Args:
         network: The network.

@@ -25,9 +25,9 @@ Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
 
 
 def name_defaults(cls: type) -> type:
-    """Make the lambdas that are default arguments picklable for `ddp_spawn`, as attributes of the class.
+    """Make lambdas that are default arguments picklable, for `ddp_spawn`: store them as attributes of the class.
 
-    They are lambdas because jsonargparse reads default settings only from lambdas.
+    The default arguments are lambdas because jsonargparse reads default settings only from lambdas.
     """
     for name, parameter in inspect.signature(cls).parameters.items():
         if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
@@ -94,7 +94,7 @@ class Recipe:
             raise UserError(f"--model.warmup {warmup}: give steps, such as 500, or epochs, such as 5ep")
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return itself: a copy would include the Trainer, because jsonargparse's functions refer to it."""
+        """Return this recipe: a copy would copy the Trainer, too, because jsonargparse's functions refer to it."""
         return self
 
     def criterion(self, logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
@@ -161,12 +161,12 @@ class Recipe:
             warmup = int(0.3 * steps)
         if warmup >= max(steps, 1):
             raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
-        # a partial function keeps the run's length out of checkpoints, so that a resumed run may be longer
+        # checkpoints omit a partial function's arguments, so that a resumed run may have another length
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 
 def set_rates(scheduler: LambdaLR) -> None:
-    """Set the optimizer's learning rates to the schedule's at its current step."""
+    """Set the optimizer's learning rates to those of the schedule's current step."""
     for group, base, factor in zip(
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
     ):
@@ -211,7 +211,7 @@ class MovingAverage(EMAWeightAveraging):
         self._decay = decay
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._counts: list[tuple[Tensor, Tensor]] = []  # pairs of integer buffers, which are copied
+        self._counts: list[tuple[Tensor, Tensor]] = []  # integer buffers of average and model, which are copied
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Update the average after an optimizer step."""

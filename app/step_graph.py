@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-WARM_UP = 3  # first steps, without a graph: libraries choose their kernels, the optimizer creates its state
+WARM_UP = 3  # steps before the first graph, in which libraries choose kernels and the optimizer creates its state
 
 Scores = tuple[Tensor, Tensor]  # loss of each sample (B,), logits (B, classes)
 
@@ -20,7 +20,7 @@ class Graph:
     """CUDA graph of a function, recorded once and replayed on the same memory.
 
     Args:
-        work: Function to record; each replay overwrites the tensors that it returns.
+        work: Function to record; each replay overwrites the tensors that the function has returned.
     """
 
     def __init__(self, work: Callable[[], Scores]) -> None:
@@ -38,13 +38,13 @@ class Graph:
 class StepGraph:
     """Training step that scores a batch and updates the weights in one CUDA graph.
 
-    The first batches, and batches of another size, such as an epoch's last one, run without the graph: Lightning calls
-    backward and update. All other batches replay the graph, so that hooks such as `on_after_backward` see no gradients.
+    The first batches, and batches of another size such as an epoch's last one, run without the graph; Lightning then
+    calls backward and update. All other batches replay the graph; hooks such as `on_after_backward` see no gradients.
     When a setting of the optimizer changes, a new graph is recorded.
 
     Args:
         score: Function from images and labels to losses and logits.
-        optimizer: Optimizer of the weights. Its `step` skips the update after a replay.
+        optimizer: Optimizer of the weights. Its `step` is replaced, so that it does not update again after a replay.
     """
 
     def __init__(self, score: Callable[[Tensor, Tensor], Scores], optimizer: Optimizer) -> None:
@@ -63,7 +63,7 @@ class StepGraph:
             self._is_updated = False
             return loss
 
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers need a method
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers require a bound method
 
     def __call__(self, images: Tensor, labels: Tensor) -> Scores:
         """Return losses (B,) and logits (B, classes) of images (B, C, H, W) and labels (B,)."""

@@ -54,8 +54,8 @@ class Reader:
 
     Args:
         split: The images.
-        crop: Function that crops an image with torch's global random state: uint8 (C, h, w), to (C, H, W); or None.
-        augment: Modules that augment an image with torch's global random state: uint8 (C, H, W), to the same shape.
+        crop: Function that crops an image from uint8 (C, h, w) to (C, H, W), with torch's global random state; or None.
+        augment: Modules that augment an image, uint8 (C, H, W), with torch's global random state, and keep its shape.
     """
 
     def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
@@ -280,7 +280,7 @@ class GlobalBatches(GlobalOrder):
         yield from one_ahead(batches()) if self._pin and read is None else batches()
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Return a copy of rows, in pinned memory for an accelerator, so that transfers overlap with computation."""
+        """Return a copy of some rows; for a GPU in pinned memory, so that transfers overlap with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)

@@ -124,7 +124,9 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
 
 
 def _named(name: str, record: Path | None, folder: Path) -> Path:
-    """Return one run's checkpoint `last` or `best`; without `record`, the newest of that name of all runs in `folder`.
+    """Return the checkpoint `last` or `best` of one run.
+
+    Without `record`, return the newest checkpoint of that name among all runs in `folder`.
 
     Args:
         name: `last` or `best`.

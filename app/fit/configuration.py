@@ -116,7 +116,7 @@ class Flags(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return only the requested command, with its skipped arguments, because Lightning builds a parser for each."""
+        """Return the requested command, with the arguments that get no flag; Lightning builds a parser for it only."""
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -168,7 +168,7 @@ def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[T
 
 
 def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
-    """Set the data's normalisation, size and interpolation to the pretrained weights', unless flags set them."""
+    """Set the data's normalisation, size and interpolation to those of the pretrained weights, unless flags do."""
     source = arguments.chosen("model.weights")
     if source in (None, "null"):
         return
@@ -189,7 +189,7 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
         _follow_weights(arguments, classes)
         return parser.parse_args([*arguments.command, *arguments.words])
     except SystemExit as end:
-        if ExitStatus.of(end).status != "failed":  # an exit by --help, for example, or by SIGTERM
+        if ExitStatus.of(end).status != "failed":  # as after --help or SIGTERM
             raise
         raise UserError(f"a module that the arguments name ends the process when it is imported ({end.code})") from end
     except PARSING as error:  # raised by jsonargparse for odd values, or by the user's module

@@ -16,7 +16,7 @@ from app.errors import UserError
 # environment variables
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
 STARTER = "APP_STARTER"  # process id of the `compare`, `plan`, `verify` or `doctor` that started this run
-SPAWNED = "APP_SPAWNED"  # set by SpawnLauncher for its processes; app/__init__.py reads it
+SPAWNED = "APP_SPAWNED"  # set for the processes of SpawnLauncher; app/__init__.py reads it
 BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
 TRUST = "APP_TRUST"  # modules of `--trust`, separated by commas
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

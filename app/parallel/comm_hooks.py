@@ -49,8 +49,8 @@ class BF16(FixedHook):
 class PowerSGD(FixedHook):
     """`ddp` that sends each matrix's gradient as a product of two thin matrices.
 
-    Losses differ from `ddp`'s. Each rank adds the last approximation's error to its next gradient. A checkpoint lacks
-    this error, so a resumed run's steps differ from an uninterrupted run's. Source: Vogels et al.,
+    Losses differ from `ddp`'s. Each rank adds the error of its last product to its next gradient. Checkpoints lack this
+    error, so a resumed run differs from an uninterrupted one. Source: Vogels et al.,
     https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook`.
 
     Args:
@@ -86,12 +86,12 @@ class PowerSGD(FixedHook):
 
 
 class LocalSGD(FixedHook):
-    """`ddp` whose nodes train independently after some steps, and average their weights every few steps.
+    """`ddp` whose nodes average their weights every `period` steps, instead of their gradients on every step.
 
-    Gradients are averaged within each node on every step. Losses differ from `ddp`'s. In validation, each rank uses its
-    node's weights; a checkpoint contains rank zero's weights. Source: Lin et al.,
-    https://arxiv.org/abs/1808.07217; torch's `post_localSGD_hook` and `PeriodicModelAverager`, which document the
-    defaults.
+    The first `start_localsgd_iter` steps average gradients over all nodes, later steps only within each node. Losses
+    differ from `ddp`'s. In validation, each rank uses its node's weights; a checkpoint contains rank zero's weights.
+    Source: Lin et al., https://arxiv.org/abs/1808.07217; torch's `post_localSGD_hook` and `PeriodicModelAverager`,
+    which document the defaults.
 
     Args:
         start_localsgd_iter: Number of steps that average gradients over all nodes, before nodes train independently.
@@ -164,7 +164,7 @@ def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.F
     For learning and measuring only. This hook blocks the backward pass; torch's own all-reduce overlaps with it, and
     should be faster.
     """
-    buffer = bucket.buffer().div_(dist.get_world_size())  # before the sum, as in torch's hooks, to avoid overflow
+    buffer = bucket.buffer().div_(dist.get_world_size())  # divide before the sum, to avoid overflow
     traffic.update(sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last()))
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)

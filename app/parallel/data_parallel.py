@@ -55,7 +55,7 @@ class Replica(nn.Module):
         """Run the model's forward pass on this replica."""
         inference = torch.inference_mode() if self.inference else nullcontext()
         with inference, self.autocast():
-            if isinstance(self.module, LightningModule):  # the instance's forward is `_forward` and would recurse
+            if isinstance(self.module, LightningModule):  # not the instance's `forward`: `SplitForward` replaced it
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.module(*args, **kwargs)
 
@@ -72,8 +72,8 @@ class SplitForward(Traits, Strategy):
     parallel_devices: Any  # list[torch.device]; Lightning sets it
     replica: Replica | None = None
     _forwards = 0
-    # Each replica has its own thread. Autograd orders its work by a counter per thread; if a pool assigned the threads,
-    # the order of additions would vary between steps.
+    # One thread for each replica. Autograd orders its work by a counter in each thread. If one pool served all
+    # replicas, their threads, and so the order of additions, would vary between steps.
     _threads: Sequence[ThreadPoolExecutor] = ()
 
     def setup(self, trainer: Any) -> None:
@@ -127,7 +127,7 @@ class SplitForward(Traits, Strategy):
         self._forwards += 1
         devices = self.parallel_devices
         self.replica.capture(devices[0].type)
-        if len(devices) == 1:  # as in `nn.DataParallel`
+        if len(devices) == 1:  # no scatter, as in `nn.DataParallel`
             return self.replica(*args, **kwargs)
         if devices[0].type != "cuda":
             return _forward_in_threads(self.replica, self._threads, args, kwargs)

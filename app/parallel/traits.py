@@ -9,10 +9,10 @@ class Traits:
     Attributes:
         single_process: Whether all devices belong to one process.
         processes_per_node: Number of processes per node, or None for one per device.
-        replicas_communicate: Whether replicas can exchange values in the forward pass, as SyncBatchNorm does.
-        needs_several_nodes: Reason why the strategy needs several nodes, with the strategy for one node; or None.
+        replicas_communicate: Whether replicas can exchange values in the forward pass, as SyncBatchNorm must.
+        needs_several_nodes: Error text for a run on one node, with the strategy to use there; or None.
         fixed_hook: Communication hook of the strategy, or None.
-        not_in_checkpoint: Description of state that a checkpoint lacks, or None.
+        not_in_checkpoint: Description of the strategy's state that a checkpoint lacks, or None.
     """
 
     single_process = False

@@ -54,7 +54,7 @@ class Tree:
             sibling = level, index ^ 1
             if sibling in nodes:
                 value = plus(nodes.pop(sibling), value)
-            elif (index ^ 1) << level < self.count:  # the sibling is still missing; a node without one moves up
+            elif (index ^ 1) << level < self.count:  # wait for the sibling; a node without a sibling moves up
                 break
             level, index = level + 1, index >> 1
         nodes[level, index] = value
@@ -69,9 +69,9 @@ class Tree:
     def sum(self, nodes: dict[Node, Tensor]) -> Tensor:
         """Return the sum over the shards of all ranks, (n,). Collective.
 
-        Each rank receives one of N chunks of every partial sum, adds them, and sends the result to the other ranks. As
-        in a ring all-reduce, a rank with a single partial sum sends 2 (N - 1) / N of its bytes. Uses only
-        point-to-point operations.
+        Every partial sum is cut into N chunks, one for each of N ranks. A rank receives its chunk of all partial sums,
+        adds them in the tree's order, and sends the result to the other ranks. A rank with a single partial sum sends
+        2 (N - 1) / N of this sum's bytes, as in a ring all-reduce. All operations are point-to-point.
 
         Args:
             nodes: Partial sums of this rank, each (n,).
