@@ -84,7 +84,7 @@ def _run(argv: Sequence[str]) -> int:
 class CLI(Flags):
     """Command line of one run.
 
-    Starts this node's ranks and waits for them, as their agent; or builds model, data and Trainer, and runs them.
+    If this process is the agent, it starts this node's ranks. Otherwise, it builds and runs model, data and Trainer.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -139,7 +139,7 @@ class CLI(Flags):
         return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
-        """Start the ranks, if this process is their agent; else build all objects and agree with the other ranks."""
+        """As an agent, start the ranks; otherwise, build model, data and Trainer, and agree with the other ranks."""
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)

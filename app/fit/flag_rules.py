@@ -112,7 +112,7 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
 
 
 def _cuda_graph(s: Resolved) -> Iterator[str]:
-    """Reject settings that `--model.cuda_graph` cannot obey, because one CUDA graph holds the whole step."""
+    """Reject settings that do not work with `--model.cuda_graph`, which runs a whole step as one CUDA graph."""
     if not s.given("model.cuda_graph"):
         return
     if s.world_size > 1 or s.strategy is not SingleDeviceStrategy:
