@@ -71,7 +71,7 @@ def run_fit(
     Args:
         flags: Arguments of `fit`, such as `["--config", "a.yaml", "--trainer.max_steps", "30"]`.
         limit: Seconds after which the run is stopped.
-        folder: Parent of the run's directory, which is the next free `version_N`; a temporary folder by default.
+        folder: Folder in which the run creates its directory, the next free `version_N`; temporary by default.
         nodes: Environment variables of each node; several nodes share this machine.
 
     Returns:
