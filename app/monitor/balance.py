@@ -15,8 +15,8 @@ GAIN = 0.95  # redistribute the shards only if the predicted step time is at mos
 class Balance(Callback):
     """Callback that redistributes shards among ranks before each epoch: slow ranks get fewer.
 
-    A shard is one of the `--run.virtual_devices` equal parts of a batch. Losses and weights keep the
-    same bits, because a shard's gradients do not depend on the rank that computes them.
+    A shard is one of the `--run.virtual_devices` equal parts of a batch. Losses and weights keep the same bits,
+    because a shard's gradients do not depend on the rank that computes them.
 
     Args:
         ranks: Step times of all ranks, identical on every rank.

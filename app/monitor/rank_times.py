@@ -84,7 +84,9 @@ class RankTimes:
         ]
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
-        """Finish the exchange of the previous window, and start that of this window: step times, memory, core times.
+        """Finish the exchange of the previous window's figures, and start the exchange of this window's.
+
+        The figures are median step times, memory, and CPU times of the rank and its cores.
 
         Args:
             trainer: The trainer.
@@ -176,6 +178,6 @@ def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, s
 
 
 def slow_ranks(ranks: Sequence[RankTime]) -> dict[int, str]:
-    """Return a dictionary from each slow rank to a line of `slower` about it."""
+    """Return the lines of `slower` for the ranks that are recorded as slow."""
     lines = slower([[row.data, row.compute, row.wait] for row in ranks], [row.node for row in ranks])
     return {rank: line for rank, line in lines.items() if ranks[rank].slow}

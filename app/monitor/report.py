@@ -24,7 +24,7 @@ from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
 SHOWN = 5  # rows of a table of mistakes
-CELLS = 20  # a confusion matrix of more classes shows no counts; a run of more ranks gets no bars of ranks
+CELLS = 20  # confusion matrices of more classes show no counts, and runs on more ranks no bar per rank
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),

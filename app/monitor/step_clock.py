@@ -140,7 +140,7 @@ class StepClock(Callback):
             self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
 
     def _wait(self) -> float:
-        """Return the seconds that this step waited for averaged gradients. Requires a synchronised device."""
+        """Return the seconds from the step's last gradient to its averaged gradients. Needs a synchronised device."""
         ready, averaged = self._seconds([(self._began, self._ready, self._averaged)])[0][1:]
         return averaged - ready
 
@@ -320,5 +320,5 @@ class _PhaseProfiler(PassThroughProfiler):
             began, *replicas = marks
             overhead = self.now() - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
-            for phase in ("forward", "launch"):  # these times of the whole forward include the overhead
+            for phase in ("forward", "launch"):  # both times span the module's whole forward, overhead included
                 self._spent[phase] -= overhead
