@@ -67,7 +67,7 @@ def trial() -> str | None:
 
 
 class Tracker(WandbLogger):
-    """Logger for Weights & Biases. A training is one wandb run, for any world size.
+    """Logger for Weights & Biases. One training is one wandb run, whatever its number of processes.
 
     If the server does not accept the run within 20 seconds, the run is offline. Training never waits for uploads, and
     unsent data stays in the run's directory.
@@ -279,7 +279,7 @@ class RateMonitor(LearningRateMonitor):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Callback that saves the config in the run's directory and in the tracker. Not collective: rank zero only."""
+    """Callback that saves the config in the run's directory and in the tracker, on rank zero only."""
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)

@@ -65,7 +65,7 @@ class RankTimes:
                 self._group = host_group(self._timeout)
 
     def begin(self, trainer: Trainer) -> None:
-        """Reset the clocks of processes and cores. Collective."""
+        """Store the CPU times at the start of training, and gather each rank's node and cores. Collective."""
         self._started, self._process = time.perf_counter(), psutil.Process()
         self.memory = Course(trainer.world_size)
         self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
