@@ -144,7 +144,7 @@ def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]
     node = min(range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node))
     lines = _lines(outputs[node])
     errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
-    reason = errors[-1] if errors else record.error or (lines[-1] if lines else "it printed nothing")
+    reason = errors[-1] if errors else record.error or (lines[-1] if lines else "no output")
     return reason if codes[node] == 2 else f"exit code {codes[node]}: {reason}"
 
 
