@@ -89,7 +89,7 @@ def test_load_explains_a_difference(others: float, one_thread: int, explained: b
 def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
     two = FOUR | CPU | {"processes": 4}
     said = told(ONE | CPU, two | {"threads": 1})
-    assert "one uses all 4 cores already, by its 4 threads: more devices add none, so that no ideal is shown" in said
+    assert "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal is shown" in said
     assert "cores already" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
 
 

@@ -123,7 +123,10 @@ class Runner:
                 outcome.reason += ": see --time_limit"
 
     def _keep_slow(self, outcome: Outcome, repeat: int, record: Record) -> None:
-        """Keep the record of a run that stopped at the time limit. If it ended in the warm-up, use that speed."""
+        """Keep the record of a run that stopped at the time limit.
+
+        If the run ended in the warm-up, its throughput is that of the warm-up.
+        """
         outcome.records[repeat], outcome.status = record, "slow"
         after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]
