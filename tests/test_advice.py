@@ -118,7 +118,7 @@ def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() ->
     said = told(ONE, FOUR | {"not_finite_since": 2})
     assert "The loss of four is not finite" in said
     assert "**Take one**" in said
-    assert "compare losses as well" in told(ONE, FOUR | {"global_batch": 256})
+    assert "compare losses, too" in told(ONE, FOUR | {"global_batch": 256})
 
 
 def test_what_is_faster_and_less_accurate_does_not_win() -> None:

@@ -64,7 +64,7 @@ class Experiment:
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
         time_limit: Seconds after which a run is stopped. A run that stops cleanly is `slow`, and its steps so far are
-            measured. A run that must be killed is `hanging`, or `starting` before its first step.
+            measured. A run that must be killed is `hanging`. A run that has not reached its first step is `starting`.
         scale_batch: Multiply the global batch and the learning rate by the number of replicas. Without a schedule, the
             learning rate warms up for an epoch.
         quick: Use the experiment's small form, which needs only two cores.

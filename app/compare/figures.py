@@ -116,7 +116,7 @@ def _throughput(
 
 
 def _alike(lines: dict[str, pd.DataFrame], baseline: str) -> dict[str, float]:
-    """Return the largest difference from the baseline's curve, for each variant whose curve coincides with it."""
+    """Return the variants whose curves coincide with the baseline's, each with its largest difference from it."""
     losses = {name: line["loss"] for name, line in lines.items()}
     reference = losses.get(baseline, next(iter(losses.values())))
     close = ALIKE * (max(map(max, losses.values())) - min(map(min, losses.values())))

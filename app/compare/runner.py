@@ -21,8 +21,9 @@ class Outcome:
     Attributes:
         variant: The variant.
         records: The records of its runs, by repeat.
-        status: `waiting`, `measured`, `skipped` or `failed`. A run that reaches the time limit is `slow` if it stops
-            cleanly (its steps so far count), `starting` before its first step, and `hanging` if it must be killed.
+        status: `waiting`, `measured`, `skipped` or `failed`. After a run that reached the time limit:
+            `slow` if it stopped cleanly (its steps so far count), `hanging` if it was killed, `starting` if it had not
+            reached its first step.
         reason: Reason of a skip, failure or stop, in one line.
         tail: Last output lines of a run that failed or hung.
     """
@@ -89,7 +90,7 @@ class Runner:
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Estimate the seconds of all missing runs from the mean of the finished runs; return None before the first."""
+        """Estimate the seconds of all missing runs from the mean of the finished runs; None if no run has finished."""
         walls = [record.wall_s or 0.0 for outcome in self.outcomes for record in outcome.records.values()]
         return statistics.mean(walls) * len(list(self.todo())) if walls else None
 

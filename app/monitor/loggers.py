@@ -303,7 +303,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 def next_version(root: str, name: str, what: str = "version") -> str:
-    """Return the name after the last `version_N` in `root/name`, such as `version_3`.
+    """Return the next free name in the folder `root/name`, such as `version_3`.
 
     Args:
         root: Directory of all experiments.

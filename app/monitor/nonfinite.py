@@ -20,7 +20,7 @@ class NonFinite(Callback):
 
     Each rank keeps a logging window's losses on the device and reads them at the window's end. It also reads losses and
     weights before a checkpoint is written, so that saved weights are finite. The action `skip` also checks
-    the gradients on each step, with an all-reduce of one number. In float16, `skip` leaves this to the gradient scaler.
+    gradients on each step, with an all-reduce of one number. In float16, `skip` leaves this to the gradient scaler.
 
     Args:
         action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with non-finite gradients, on

@@ -163,7 +163,7 @@ def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, s
         nodes: Node of each rank.
 
     Returns:
-        Maps each slower rank to a line such as `rank 1 (node 0): 25 % slower than the median, in compute`.
+        Dictionary from each slower rank to a line such as `rank 1 (node 0): 25 % slower than the median, in compute`.
     """
     lines = {}
     for rank, (data, compute, *_) in enumerate(rows if len(rows) > 1 else ()):

@@ -23,7 +23,7 @@ from app.system import page
 from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
-SHOWN = 5  # rows of a table of mistakes
+SHOWN = 5  # number of rows in each table of mistakes
 CELLS = 20  # confusion matrices of more classes show no counts, and runs on more ranks no bar per rank
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
@@ -116,7 +116,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the rows of metrics.csv without empty cells; return an empty list if the file is missing."""
+    """Read the rows of metrics.csv, and drop their empty cells; return an empty list if the file is missing."""
     if not path.exists():
         return []
     with io.TextIOWrapper(open_file(path), newline="") as file:

@@ -140,7 +140,7 @@ def _records(folder: Path) -> set[tuple[Path, int]]:
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
-    """Return the reason of a run's failure in one line, preferably of a node that crashed."""
+    """Return why a run failed, in one line. Of several nodes, prefer the error of one that crashed."""
     node = min(range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node))
     lines = _lines(outputs[node])
     errors = [line.partition("error: ")[2] for line in lines if "error: " in line]

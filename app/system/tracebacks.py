@@ -53,7 +53,7 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a UserError that names the flag of the object that raised an exception; None without such a flag.
+    """Return a UserError that names the `maker` of an exception; None for an exception without a maker.
 
     Args:
         error: The exception.
