@@ -6,7 +6,7 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     cli                 routes a command line; maps an exception to an exit status and one line
     replay              repeats one step of a run, and prints its samples
     verify              proves that variants are the same training: recording (of a run), differences (between two),
-                        causes, proof (runs them), verdict, report, command
+                        causes, proof (runs variants), verdict, report, command
     compare             many runs: experiment (variants), runner (separate processes), results, advice, figures,
                         report, command
     plan                predicts scaling: measure (a step), cost_model (the formulas), report, command
@@ -40,7 +40,7 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     execution           how a network is executed: layout, precision, compilation, fused updates
     step_graph          a training step as one CUDA graph
     networks            the CNNs and the MLP, networks of torchvision and timm, pretrained weights
-    record              the run record (run.json), and words for it
+    record              the run record (run.json); words (formats its figures)
     system              machine, interconnect, files, page (the style of all reports), terminal, random_streams,
                         program (set-up of a process), tracebacks (origin of an exception); and patches:
                         lightning_patches, torch_patches, wandb_patches and deferred_imports. Code elsewhere that uses a

@@ -130,7 +130,7 @@ def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) 
 
 def _packages() -> Iterator[Check]:
     installed = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "lightning", "wandb")}
-    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # other entries take seconds
+    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # its other calls take seconds
     libraries = ", ".join(f"{name} {version}" for name, version in {**installed, "NCCL": nccl()}.items() if version)
     yield Check("versions", "green", f"Python {sys.version.split()[0]}, {libraries}; {system}")
     try:
@@ -161,7 +161,7 @@ def _cores() -> Check:
 
 def _room() -> Iterator[Check]:
     """Check the free space of /dev/shm, which loader workers use, and of the disk."""
-    shared = "workers hand over batches there; docker run --shm-size=8g, or --data.num_workers 0"
+    shared = "loader workers pass batches through it: docker run --shm-size=8g, or --data.num_workers 0"
     for name, place, least, enough, remedy in (
         ("/dev/shm", Path("/dev/shm"), 0.06, 1, shared),
         ("disk", Path.cwd(), 0.5, 5, "runs and data sets need room"),
@@ -171,11 +171,11 @@ def _room() -> Iterator[Check]:
             level: Level = "red" if free < least else "yellow" if free < enough else "green"
             yield Check(name, level, f"{free:.1f} GiB free in {place}", "" if level == "green" else remedy)
     if not os.access(".", os.W_OK):
-        yield Check("disk", "red", f"{Path.cwd()} is not writable", "go elsewhere, or give --run.root")
+        yield Check("disk", "red", f"{Path.cwd()} is not writable", "change to another folder, or give --run.root")
 
 
 def environment(variables: Mapping[str, str]) -> Check:
-    """Check the environment variables of launchers: set by the present one, or left over from an earlier one."""
+    """Check whether launchers' environment variables come from a running launcher, or are left over."""
 
     def values(names: Iterable[str]) -> str:
         return ", ".join(f"{name}={variables[name]}" for name in names)
@@ -192,7 +192,7 @@ def environment(variables: Mapping[str, str]) -> Check:
         remedy = f"a run would wait for other ranks: unset {' '.join(left + addresses)}"
         return Check("launcher", "red", f"none, but {values(left)} left over", remedy)
     if addresses:
-        remedy = f"ddp would meet there: right on several nodes, else unset {' '.join(addresses)}"
+        remedy = f"ddp would connect to this address: right on several nodes, else unset {' '.join(addresses)}"
         return Check("launcher", "yellow", f"none, but {values(addresses)} set", remedy)
     return Check("launcher", "green", "none: runs start their own processes")
 

@@ -13,7 +13,7 @@ class UserError(Exception):
     """Error that the user can correct. Exit code 2.
 
     Args:
-        message: Problem, place and remedy; becomes one line.
+        message: Problem, place and remedy. Line breaks become spaces.
     """
 
     def __init__(self, message: str) -> None:
@@ -79,8 +79,8 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-PARTS = "--data.micro_batch"  # prefix of an out-of-memory error's note that proposes a micro-batch size
-# torch's messages for an accelerator and for the host
+PARTS = "--data.micro_batch"  # start of a note on an out-of-memory error; it proposes a micro-batch size
+# torch's out-of-memory messages, for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
     r"(?P<device>CUDA) error: out of memory",

@@ -40,8 +40,8 @@ class Classifier(nn.Module):
 
     Args:
         module: The LightningModule.
-        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of its training images.
-        geometry: Resizing and cropping of its images.
+        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of the training images.
+        geometry: Resizing and cropping of input images.
         folder: Folder of the run's config.yaml.
     """
 
@@ -58,7 +58,7 @@ class Classifier(nn.Module):
 
     @torch.inference_mode()
     def predict(self, images: Any, k: int = 1, batch_size: int = 64) -> Any:
-        """Return the most likely classes of images, which are decoded and resized as for training.
+        """Return the most likely classes of images. The images are resized and cropped as for validation.
 
         Args:
             images: A file, a folder, a picture of PIL, an array (H, W, C) or a tensor (C, H, W), uint8; or a list or a

@@ -118,7 +118,7 @@ def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
 
 @contextmanager
 def untouched(module: LightningModule, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Leave the training unaffected: disable logging, and restore buffers, modes and random streams at the end.
+    """Protect a training from the code of a `with` block: disable logging; restore buffers, modes, random streams.
 
     Yields:
         A function that seeds the random streams.
@@ -225,7 +225,7 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
     """Return the first and the last step of the range in which the loss becomes non-finite, or else rises most.
 
     Raises:
-        UserError: When the run did not log losses of steps.
+        UserError: When the run logged no per-step losses.
     """
     if record.not_finite_step is not None:
         return record.not_finite_step, record.not_finite_step
@@ -233,7 +233,7 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
     names = [name for row in rows for name in row if name.endswith("loss_step") or name == "loss"]
     losses = [(int(row["step"]) + 1, row[names[0]]) for row in rows if names and names[0] in row]
     if len(losses) < 2:
-        raise UserError(f"--step worst: {metrics} has no losses of steps: give --step N")
+        raise UserError(f"--step worst: {metrics} has no per-step losses: give --step N")
     rises = [key(after) - before for (_, before), (_, after) in itertools.pairwise(losses)]
     place = rises.index(max(rises))
     return losses[place][0] + 1, losses[place + 1][0]

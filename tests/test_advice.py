@@ -89,7 +89,7 @@ def test_load_explains_a_difference(others: float, one_thread: int, explained: b
 def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
     two = FOUR | CPU | {"processes": 4}
     said = told(ONE | CPU, two | {"threads": 1})
-    assert "one uses all 4 cores already, by its 4 threads: more devices add none, so that no ideal is shown" in said
+    assert "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal is shown" in said
     assert "cores already" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
 
 
@@ -118,7 +118,7 @@ def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() ->
     said = told(ONE, FOUR | {"not_finite_since": 2})
     assert "The loss of four is not finite" in said
     assert "**Take one**" in said
-    assert "compare losses as well" in told(ONE, FOUR | {"global_batch": 256})
+    assert "compare losses, too" in told(ONE, FOUR | {"global_batch": 256})
 
 
 def test_what_is_faster_and_less_accurate_does_not_win() -> None:

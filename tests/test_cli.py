@@ -246,7 +246,7 @@ def test_where_no_folder_can_be_made(root: str, app: App, tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "deep")
     said = error_of(*app("fit", *SMALL, "--run.root", tmp_path / root))
-    assert said.startswith(f"error: {tmp_path / root}/LeNet-Synthetic/version_0: no folder can be made there (")
+    assert said.startswith(f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created (")
     assert said.endswith("): give another --run.root")
 
 

@@ -72,7 +72,7 @@ def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
         (["--config", "none.yaml"], "--config none.yaml: there is no run.json beside it"),
         (["--config", "CONFIG", "--step", "0"], "--step"),
         (["--config", "CONFIG", "--step", "99"], "--step 99: the run took 4 steps"),
-        (["--config", "CONFIG"], "has no losses of steps: give --step N"),
+        (["--config", "CONFIG"], "has no per-step losses: give --step N"),
     ],
 )
 def test_what_cannot_be_replayed(flags: list[str], message: str, app: App, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from app.record import PHASES
 from app.record.words import bottleneck
 from app.system.page import plain
 
-NEARLY_FULL = 80.0  # percentage of a device's memory, from which on a variant is reported as limited by memory
+NEARLY_FULL = 80.0  # memory limits a variant that uses at least this percentage of a device's memory
 BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
 NAMED = 3  # largest number of variants to name in a sentence
 
@@ -92,9 +92,9 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    Each second that a core spends on another program delays a run by at most one second. Therefore, a run that lacked
-    the fraction s of a core would be at most 1 / (1 - s) times as fast on a quiet machine. For a run that lacked a
-    whole core, there is no such bound.
+    Each second that a core spends on another program delays a run by at most one second. Therefore, on a quiet machine,
+    a run that lacked the fraction s of a core speeds up by at most the factor 1 / (1 - s). A run that lacked a whole
+    core has no such bound.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -127,7 +127,7 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
     Args:
         table: Table of `app.compare.results.tabulate`.
         baseline: Name of the baseline.
-        cores: Cores of this machine.
+        cores: Number of cores that a process may use.
     """
     rows, result = ranked(table), verdict(table, baseline)
     sentences = [result.reason]
@@ -135,7 +135,7 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
         return sentences
     if rows["global_batch"].nunique() > 1:
         sentences.append(
-            "Their global batches differ: the number of steps per epoch differs, too, so compare losses as well."
+            "The global batches of the variants differ, and so does the number of steps per epoch: compare losses, too."
         )
     sentences += [
         f"**{plain(variant)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
@@ -163,8 +163,8 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
     alone = rows["threads"].get(baseline)
     if baseline not in several.index and alone is not None and alone >= cores > 1:
         sentences.append(
-            f"{plain(baseline)} uses all {cores} cores already, by its {alone} threads: more devices add none, so "
-            "that no ideal is shown. `OMP_NUM_THREADS=1` compares one core with several."
+            f"{plain(baseline)} already uses all {cores} cores, with {alone} threads: more devices add no cores, so no "
+            "ideal is shown. `OMP_NUM_THREADS=1` compares one core with several."
         )
     return sentences
 

@@ -134,7 +134,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     experiment.configs += configs
     replaced = {name for file in configs for name in read_yaml(file)}
     replaced |= {name for name in typed if typed[name] != experiment.flags.get(name)}
-    replaced &= {"model", "data"}  # another class has other settings
+    replaced &= {"model", "data"}  # settings of the experiment's class do not fit another class
     experiment.flags = {name: v for name, v in experiment.flags.items() if name.partition(".")[0] not in replaced}
     return options, experiment, typed
 
@@ -152,7 +152,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
-    """Return the name of the newest report's folder if its fingerprint matches, to continue it; else a new name."""
+    """Return the name of the report's folder: the newest one, if its fingerprint matches; else a new one."""
     version = next_version(str(folder.parent), folder.name)
     newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
     if fresh or not (newest / "experiment.json").exists():

@@ -64,9 +64,9 @@ class Experiment:
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
         time_limit: Seconds after which a run is stopped. A run that stops cleanly is `slow`, and its steps so far are
-            measured. A run that must be killed is `hanging`, or `starting` before its first step.
-        scale_batch: Multiply the global batch and the learning rate by the number of replicas, after an epoch of
-            warm-up.
+            measured. A run that must be killed is `hanging`. A run that has not reached its first step is `starting`.
+        scale_batch: Multiply the global batch and the learning rate by the number of replicas. Without a schedule, the
+            learning rate warms up for an epoch.
         quick: Use the experiment's small form, which needs only two cores.
         quick_form: Settings of the small form. They override the settings above; only `flags` are merged.
         published: Figures published elsewhere, shown beside those measured here.
@@ -169,7 +169,7 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
 
 
 def _scaled(variant: Variant) -> dict[str, Any]:
-    """Scale batch and learning rate by the linear rule, and warm up for an epoch.
+    """Return flags that scale batch and learning rate by the linear rule, with a warm-up if there is no schedule.
 
     Source: Goyal et al., https://arxiv.org/abs/1706.02677.
     """

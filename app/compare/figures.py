@@ -104,7 +104,7 @@ def _throughput(
     if ideals.notna().any():
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2)
         legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
-    room = 0.2 * most.max()  # width of a label; if the label would cover the mark of the ideal, it starts at the mark
+    room = 0.2 * most.max()  # width of a label; a label that would cover the mark of the ideal starts at the mark
     ends = most.where(~ideals.between(most, most + room), ideals)
     for place, (name, end) in enumerate(ends.items()):
         axes.annotate(rate(rates[str(name)]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
@@ -116,7 +116,7 @@ def _throughput(
 
 
 def _alike(lines: dict[str, pd.DataFrame], baseline: str) -> dict[str, float]:
-    """Return the largest difference from the baseline's curve, for each variant whose curve coincides with it."""
+    """Return the variants whose curves coincide with the baseline's, each with its largest difference from it."""
     losses = {name: line["loss"] for name, line in lines.items()}
     reference = losses.get(baseline, next(iter(losses.values())))
     close = ALIKE * (max(map(max, losses.values())) - min(map(min, losses.values())))

@@ -138,7 +138,7 @@ def _field(record: Record, path: str) -> Any:
 
 
 def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:
-    """Return peak memory, in GiB and as a percentage, of the first device or of each other device.
+    """Return the peak memory, in GiB and as a percentage, of the first device, or else of each other device.
 
     On a CPU, this is the peak memory of each process.
     """

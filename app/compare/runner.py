@@ -21,8 +21,9 @@ class Outcome:
     Attributes:
         variant: The variant.
         records: The records of its runs, by repeat.
-        status: `waiting`, `measured`, `skipped` or `failed`. A run that reaches the time limit is `slow` if it stops
-            cleanly (its steps so far count), `starting` before its first step, and `hanging` if it must be killed.
+        status: `waiting`, `measured`, `skipped` or `failed`. After a run that reached the time limit:
+            `slow` if it stopped cleanly (its steps so far count), `hanging` if it was killed, `starting` if it had not
+            reached its first step.
         reason: Reason of a skip, failure or stop, in one line.
         tail: Last output lines of a run that failed or hung.
     """
@@ -89,7 +90,7 @@ class Runner:
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Estimate the seconds of all missing runs from the mean of the finished runs; return None before the first."""
+        """Estimate the seconds of all missing runs from the mean of the finished runs; None if no run has finished."""
         walls = [record.wall_s or 0.0 for outcome in self.outcomes for record in outcome.records.values()]
         return statistics.mean(walls) * len(list(self.todo())) if walls else None
 
@@ -123,7 +124,10 @@ class Runner:
                 outcome.reason += ": see --time_limit"
 
     def _keep_slow(self, outcome: Outcome, repeat: int, record: Record) -> None:
-        """Keep the record of a run that stopped at the time limit. If it ended in the warm-up, use that speed."""
+        """Keep the record of a run that stopped at the time limit.
+
+        If the run ended in the warm-up, its throughput is that of the warm-up.
+        """
         outcome.records[repeat], outcome.status = record, "slow"
         after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]

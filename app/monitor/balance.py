@@ -13,9 +13,10 @@ GAIN = 0.95  # redistribute the shards only if the predicted step time is at mos
 
 
 class Balance(Callback):
-    """Callback that gives slow ranks fewer shards, from one epoch to the next.
+    """Callback that redistributes shards among ranks before each epoch: slow ranks get fewer.
 
-    Losses and weights keep the same bits, because a shard's gradients do not depend on the rank that computes them.
+    A shard is one of the `--run.virtual_devices` equal parts of a batch. Losses and weights keep the same bits,
+    because a shard's gradients do not depend on the rank that computes them.
 
     Args:
         ranks: Step times of all ranks, identical on every rank.
@@ -25,11 +26,11 @@ class Balance(Callback):
         self.ranks = ranks
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Redistribute the shards if that shortens a step. The epoch's loader, started later, uses them."""
+        """Redistribute the shards if that shortens a step. The epoch's loader starts later, with the new shares."""
         loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return
-        self.ranks.share(trainer, [])  # process the last window's times, which are still pending
+        self.ranks.share(trainer, [])  # finish the exchange of the last window's times
         tree, rows = loop.sums.tree, self.ranks.ranks
         if not rows:
             return
@@ -61,5 +62,5 @@ def balanced(seconds: Sequence[float], count: int) -> list[int]:
 
 
 def slowest(seconds: Sequence[float], shares: Sequence[int]) -> float:
-    """Return the step time of the slowest rank."""
+    """Return the slowest rank's step time: its seconds per shard times its number of shards."""
     return max(second * share for second, share in zip(seconds, shares, strict=True))

@@ -20,7 +20,7 @@ class Course:
         self._every, self._seen = 1, 0
 
     def add(self, seconds: float, *figures: float) -> None:
-        """Add a measurement."""
+        """Add a measurement: the seconds since the start of training, and `width` figures."""
         if self._seen % self._every == 0:
             self.points.append([round(number, 4) for number in (seconds, *figures)])
             if len(self.points) > self._most:

@@ -31,7 +31,7 @@ class Header(RichModelSummary):
         super().__init__(max_depth=3)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Describe the network now, before the strategy moves, converts or shards it."""
+        """Store the network's description before the strategy moves, converts or shards the network."""
         network: nn.Module = pl_module
         name = type(pl_module).__name__
         if isinstance(pl_module, ImageClassifier):
@@ -82,7 +82,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         then = "".join(f"; {_schedule(each.scheduler, each.interval)}" for each in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
     yield "precision", str(record.precision)
-    if trainer.logger is not None:  # `trainer.log_dir` would be collective
+    if trainer.logger is not None:  # not `trainer.log_dir`, which waits for all ranks
         yield "folder", str(trainer.logger.log_dir)
     for tracker in trackers(trainer.loggers):
         yield "tracked", tracker.where()

@@ -67,7 +67,7 @@ def trial() -> str | None:
 
 
 class Tracker(WandbLogger):
-    """Logger for Weights & Biases. A training is one wandb run, for any world size.
+    """Logger for Weights & Biases. One training is one wandb run, whatever its number of processes.
 
     If the server does not accept the run within 20 seconds, the run is offline. Training never waits for uploads, and
     unsent data stays in the run's directory.
@@ -87,7 +87,7 @@ class Tracker(WandbLogger):
         variables = {
             "WANDB_ERROR_REPORTING": "false",  # without it, even offline runs send usage statistics
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
-            # in the run's directory, because wandb prints its log if the home directory is read-only
+            # caches outside the home directory: if that is read-only, wandb prints its log to the terminal
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
         }
         for variable, value in variables.items():  # environment variables, because they reach spawned processes
@@ -101,18 +101,18 @@ class Tracker(WandbLogger):
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
             self.mode = "offline"
-        # spawned processes need it to attach to the run
+        # spawned processes read this variable to attach to the run
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(
             init_timeout=20, finish_timeout=20, finish_timeout_raises=True, silent=True, console="off"
         )
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
-        tracker_settings(self).pop("anonymous", None)  # because wandb warns about it
+        tracker_settings(self).pop("anonymous", None)  # wandb warns about this argument of Lightning's
 
     @property
     def experiment(self) -> Any:
-        """The wandb run; an offline run if the online one does not start, and a stand-in if neither does."""
+        """The wandb run. If it does not start, an offline run; if that fails, too, a stand-in that discards data."""
         for fallback in () if self.failed else ("offline", None):
             try:
                 return super().experiment
@@ -120,7 +120,7 @@ class Tracker(WandbLogger):
                 rank_zero_info(
                     f"Weights & Biases does not start ({one_line(str(error))}): {fallback or 'without it'} from here on"
                 )
-            # a new id, because wandb considers the first one in use
+            # a new id, because wandb considers the failed run's id in use
             self.id, self.mode = trial() or uuid.uuid4().hex[:8], "offline"
             tracker_settings(self).update(mode=self.mode, id=self.id, resume=None)
         self.failed, self.mode = True, "disabled"
@@ -143,7 +143,7 @@ class Tracker(WandbLogger):
         os.register_at_fork(after_in_child=attach)
 
     def where(self) -> str:
-        """Return the run's address, or the command that uploads unsent data."""
+        """Return the run's URL, or the command that uploads its unsent data; without either, the tracking mode."""
         folders = sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))
         if self.unsent:
             folders += sorted(Path(str(self.save_dir), "wandb").glob(f"run-*-{self.id}"))
@@ -247,14 +247,14 @@ class MetricsFile(CSVLogger):
             self._failed = True
 
     def go_back(self, step: int) -> None:
-        """Drop the rows from a step on, because training resumes at this step."""
+        """Drop the rows of this step and of later steps, because training resumes here."""
         if rows := self._rows():
             self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Lightning's writer. Creating it deletes the file, so the earlier rows are saved again."""
+        """Lightning's CSV writer. Its constructor deletes metrics.csv, so the earlier rows are then written again."""
         if open_experiment(self) is None:
             rows = self._rows()
             super().experiment.metrics = rows
@@ -264,7 +264,7 @@ class MetricsFile(CSVLogger):
 
 
 class RateMonitor(LearningRateMonitor):
-    """Learning-rate monitor that works once per epoch, unless a scheduler changes the rate on each step."""
+    """Monitor that logs the learning rate once per epoch, or once per logging window if it changes on each step."""
 
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Decide whether to log once per logging window, or only once per epoch."""
@@ -279,13 +279,13 @@ class RateMonitor(LearningRateMonitor):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Callback that saves the config in the run's directory and in the tracker. Not collective: rank zero only."""
+    """Callback that saves the config in the run's directory and in the tracker, on rank zero only."""
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False, skip_validation=True)
-        # ddp_spawn pickles this callback. These 200 kB would fill the pipe until the new process reads it, so that
-        # processes would start one after the other
+        # ddp_spawn pickles this callback into a pipe to each new process. The parser and the config take 200 kB, more
+        # than the pipe holds: the parent would wait for each process to start before it starts the next one
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -303,7 +303,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 def next_version(root: str, name: str, what: str = "version") -> str:
-    """Return the name after the last `version_N` in `root/name`, such as `version_3`.
+    """Return the next free name in the folder `root/name`, such as `version_3`.
 
     Args:
         root: Directory of all experiments.
@@ -326,18 +326,27 @@ def claim_version(folder: Path, what: str = "version") -> Path:
             directory.mkdir(parents=True)
             break
         except OSError as error:
-            # retry: another run created it first, or a rejected run removed the empty parent
+            # retry: another run created the same folder, or a rejected run removed the empty parent
             if attempt == 99 or not isinstance(error, FileExistsError | FileNotFoundError):
-                raise UserError(
-                    f"{directory}: no folder can be made there ({error.strerror}): give another --run.root"
-                ) from error
+                raise UserError(f"{directory} cannot be created ({error.strerror}): give another --run.root") from error
     return directory
 
 
 def make_loggers(
     folder: Path, mode: str, project: str, group: str | None, tags: Sequence[str] | None, resumed: str | None = None
 ) -> list[Logger]:
-    """Create the CSV logger and the tracker. The Trainer takes the run's directory from the first, the CSV logger."""
+    """Return the CSV logger and, unless `mode` is `off`, the tracker.
+
+    The CSV logger comes first, because the Trainer takes the run's directory from its first logger.
+
+    Args:
+        folder: Directory of the run.
+        mode: `off`, `offline` or `online`.
+        project: Project of the wandb run.
+        group: Group of the wandb run.
+        tags: Tags of the wandb run.
+        resumed: Id of an earlier wandb run to continue.
+    """
     version, name = folder.name, folder.parent.name
     loggers: list[Logger] = [MetricsFile(str(folder.parent.parent), name=name, version=version)]
     if mode != "off":

@@ -19,16 +19,16 @@ class NonFinite(Callback):
     """Callback that detects a non-finite loss or non-finite weights, and stops the run, warns, or skips updates.
 
     Each rank keeps a logging window's losses on the device and reads them at the window's end. It also reads losses and
-    weights before a checkpoint is written, so that saved weights are finite. On each step, `skip` checks the
-    gradients and all-reduces the result, one number. In float16, the gradient scaler skips updates instead.
+    weights before a checkpoint is written, so that saved weights are finite. The action `skip` also checks
+    gradients on each step, with an all-reduce of one number. In float16, `skip` leaves this to the gradient scaler.
 
     Args:
         action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with non-finite gradients, on
             all ranks.
 
     Attributes:
-        since: First epoch with a non-finite loss, from 0; set by `warn`.
-        step: First step with a non-finite loss, from 1.
+        since: First epoch with a non-finite loss, counted from 0; set only by the action `warn`.
+        step: First step with a non-finite loss, counted from 1.
         skipped: Number of skipped updates.
     """
 
@@ -52,7 +52,7 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._checked_step:  # `app.modules` reads the device now, too
+        if step % self._window == 0 and step != self._checked_step:  # in this step, `app.modules` reads the device, too
             self._checked_step = step
             self._check(trainer)
 
@@ -63,7 +63,8 @@ class NonFinite(Callback):
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Check losses and weights before a checkpoint is written.
 
-        `Restoring` calls this method, because Lightning calls no hook for a checkpoint that holds only weights.
+        The checkpoint connector `Restoring` calls this method. The callback hook `on_save_checkpoint` would not
+        do, because Lightning does not call it for a checkpoint that holds only weights.
         """
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()

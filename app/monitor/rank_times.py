@@ -23,23 +23,23 @@ from app.monitor.course import Course
 from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
-SLOWER = 0.1  # a rank is slower if its step exceeds the other ranks' median by this share
-DEVIATIONS = 4  # a rank counts as slow above this many standard deviations; see `RankTimes`
-KEPT = 1000  # windows kept for the medians
+SLOWER = 0.1  # in a window, a rank is slower if its data and compute times exceed the others' median by this share
+DEVIATIONS = 4  # standard deviations above the mean from which on a rank counts as slow; see `RankTimes`
+KEPT = 1000  # number of latest windows that enter the medians
 
 
 class RankTimes:
-    """Exchange of step times among ranks, once per window in the background, and detection of slow ranks.
+    """Step times of all ranks, exchanged in the background once per logging window, and detection of slow ranks.
 
     A rank counts as slow if it was slower than the others in significantly more than half of the windows. The threshold
-    is the mean plus four standard deviations of the number of heads in as many coin tosses as windows. If ranks share
-    cores, their wait for a core is subtracted, because chance decides which rank waits.
+    assumes that chance makes a rank slower in half of n windows: the mean n/2, plus four standard deviations √n/2. If
+    ranks share cores, the wait for a core is subtracted from compute, because chance decides which rank waits.
 
     Args:
-        timeout: Seconds to wait for another rank.
+        timeout: Timeout of an exchange in seconds.
 
     Attributes:
-        places: Node and cores of each rank.
+        places: Node and usable cores of each rank.
         others_cores: Mean number of rank zero's cores that other programs used during training.
         memory: Time series of each rank's memory in GiB: reserved by torch on a GPU, resident on a CPU.
     """
@@ -65,7 +65,7 @@ class RankTimes:
                 self._group = host_group(self._timeout)
 
     def begin(self, trainer: Trainer) -> None:
-        """Reset the clocks of processes and cores. Collective."""
+        """Store the CPU times at the start of training, and gather each rank's node and cores. Collective."""
         self._started, self._process = time.perf_counter(), psutil.Process()
         self.memory = Course(trainer.world_size)
         self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
@@ -74,7 +74,7 @@ class RankTimes:
 
     @property
     def ranks(self) -> list[RankTime]:
-        """Median step times of each rank over the shared windows, in milliseconds."""
+        """Median step times of each rank over the latest windows, in milliseconds."""
         if not self._windows:
             return []
         medians = (1000 * np.median(list(self._windows), axis=0)).round(4).tolist()  # (ranks, figures)
@@ -84,12 +84,14 @@ class RankTimes:
         ]
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
-        """Process the pending window, and start the exchange of this window's medians, memory and core times.
+        """Finish the exchange of the previous window's figures, and start the exchange of this window's.
+
+        The figures are median step times, memory, and CPU times of the rank and its cores.
 
         Args:
             trainer: The trainer.
-            steps: Five times in seconds of each step: end of the previous step, start of the computation, last gradient
-                ready, gradients averaged, end of the step. Empty to process only the pending window.
+            steps: Five points in time of each step, in seconds: end of the previous step, start of the computation,
+                last gradient ready, gradients averaged, end of the step. Empty to finish the previous exchange only.
         """
         if self._pending is not None:
             (seconds, rows, answer), self._pending = self._pending, None
@@ -116,7 +118,7 @@ class RankTimes:
         self._pending = elapsed, rows, distributed.all_gather(rows, mine, self._group, async_op=True)
 
     def forget(self) -> None:
-        """Drop the times so far, because they were measured with another number of shards on each rank."""
+        """Drop the stored step times, because each rank now has another number of shards."""
         self._windows.clear()
 
     def _memory(self, device: torch.device) -> float:
@@ -161,7 +163,7 @@ def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, s
         nodes: Node of each rank.
 
     Returns:
-        By rank, a line such as `rank 1 (node 0): 25 % slower than the median, in compute`.
+        Dictionary from each slower rank to a line such as `rank 1 (node 0): 25 % slower than the median, in compute`.
     """
     lines = {}
     for rank, (data, compute, *_) in enumerate(rows if len(rows) > 1 else ()):
@@ -176,6 +178,6 @@ def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, s
 
 
 def slow_ranks(ranks: Sequence[RankTime]) -> dict[int, str]:
-    """Return a line about each slow rank, by rank."""
+    """Return the lines of `slower` for the ranks that are recorded as slow."""
     lines = slower([[row.data, row.compute, row.wait] for row in ranks], [row.node for row in ranks])
     return {rank: line for rank, line in lines.items() if ranks[rank].slow}

@@ -23,8 +23,8 @@ from app.system import page
 from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
-SHOWN = 5  # rows of a table of mistakes
-CELLS = 20  # largest number of classes whose counts a confusion matrix shows, and of ranks that get a bar
+SHOWN = 5  # number of rows in each table of mistakes
+CELLS = 20  # confusion matrices of more classes show no counts, and runs on more ranks no bar per rank
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
@@ -116,7 +116,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the rows of metrics.csv without empty cells; return an empty list if the file is missing."""
+    """Read the rows of metrics.csv, and drop their empty cells; return an empty list if the file is missing."""
     if not path.exists():
         return []
     with io.TextIOWrapper(open_file(path), newline="") as file:
@@ -189,7 +189,13 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
 
 
 def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draw a confusion matrix, (labels, predictions), shaded by the share of each row."""
+    """Draw a confusion matrix. A cell's shade is its share of the images with its label.
+
+    Args:
+        axes: Axes to draw on.
+        counts: Numbers of images, int (labels, predictions).
+        names: Names of the classes.
+    """
     total = counts.sum(1, keepdims=True)
     shares = counts / np.maximum(total, 1)
     axes.imshow(shares, cmap=BLUES, vmin=0, vmax=1, interpolation="none")
@@ -211,7 +217,7 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
 
 
 def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
-    """Draw a confusion matrix, (labels, predictions), with recall, into a PNG file."""
+    """Draw a confusion matrix, int (labels, predictions), as a PNG file."""
     side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
     title = "Confusion matrix: label against prediction"
     with whole(path) as file:
@@ -245,7 +251,7 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
 
 def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
     path = folder / "confusion_matrix.csv"
-    if not path.exists():  # no test
+    if not path.exists():  # the run was not tested
         return ""
     with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:
         (_, *names), *rows = csv.reader(file)
@@ -310,7 +316,7 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
 
 
 def _over_time(axes: Axes, points: np.ndarray) -> None:
-    """Plot an array (points, 1 + lines): the first column holds seconds, and each other column is a line."""
+    """Plot each column of an array (points, 1 + lines) as a line over the first column, which holds seconds."""
     axes.plot(points[:, 0], points[:, 1:], color=page.BLUE)
     axes.set_xlabel("seconds of training")
     axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)

@@ -120,7 +120,7 @@ class TestFigures(Callback):
             with whole(pictures[1]) as file:
                 figure.savefig(file, format="png", dpi=120, transparent=True)
         except OSError as error:
-            rank_zero_info(f"{directory}: the test's pictures cannot be written there ({error.strerror})")
+            rank_zero_info(f"{directory}: the pictures of the test cannot be written ({error.strerror})")
         kept = [path for path in pictures[: 1 + self.track] if path.exists()]
         for tracker in trackers(trainer.loggers):
             tracker.log_test_figures(matrix.tolist(), names, rows if self.track else [], kept)

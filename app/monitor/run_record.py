@@ -45,7 +45,7 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 
 
 def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
-    """Return the trainer's strategy, devices, sizes, precision and placement, by field of the run record."""
+    """Return the run record's fields that a trainer determines, such as strategy, precision and batch size, by name."""
     data = getattr(trainer, "datamodule", None)
     data = data if isinstance(data, ImageData) else None
     loop = trainer.fit_loop.epoch_loop
@@ -222,7 +222,7 @@ class RunRecord(Callback):
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the last epoch's row, and start the clocks."""
+        """Close the previous epoch's row, and start the clocks."""
         if self.record.global_batch_size is None and (order := order_of(trainer.train_dataloader)) is not None:
             self.record.global_batch_size = order.batch_size
         self._close_epoch(trainer)
@@ -242,7 +242,7 @@ class RunRecord(Callback):
             if self.path is not None:
                 self._write()
             self._first_step = time.perf_counter()
-            if self._epoch_start == 0.0:  # resumed within an epoch, without on_train_epoch_start
+            if self._epoch_start == 0.0:  # on_train_epoch_start is not called after a resume within an epoch
                 self._begin_epoch(trainer)
 
     def on_train_batch_end(
@@ -281,7 +281,7 @@ class RunRecord(Callback):
             self.record.validation = _metrics(trainer, "val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the epoch's row. `_close_epoch` adds the metrics, because Lightning logs them after this hook."""
+        """Open the epoch's row. `_close_epoch` adds the metrics later, because Lightning logs them after this hook."""
         self._last_step = _time_when_done(trainer)
         self._open_epoch = records.Epoch(
             trainer.current_epoch,
@@ -405,7 +405,7 @@ def _memory(trainer: Trainer) -> list[records.DeviceMemory]:
 
 
 def _continued(before: list[list[float]], points: list[list[float]], earlier: float) -> list[list[float]]:
-    """Append the points since the resume to the earlier points. If the number of ranks differs, drop the earlier ones.
+    """Append the points since the resume to those before it. If the number of ranks changed, drop those before it.
 
     Args:
         before: Points before the resume, each as seconds and values.

@@ -40,10 +40,10 @@ class StepClock(Callback):
     Phases of 20 steps after the first 5, with the device synchronised between phases:
 
     * data: wait for the batch, its transfer to the device, augmentation and normalisation
-    * forward_backward: the model's step (forward) and its backward pass; launch is the part in which the host issues
-      work (on a CPU, the whole phase)
-    * communication: the wait above, and the ranks' agreement on stopping. Under dp: scattering the batch, copying
-      the model, gathering the outputs. dp sums gradients during the backward pass, so this time counts as backward.
+    * forward_backward: the model's `training_step` (forward) and its backward pass. The part in which the host issues
+      work is called launch; on a CPU, launch is the whole phase.
+    * communication: the wait above, and the ranks' agreement on stopping. Under dp: scattering the batch, copying the
+      model, gathering the outputs. The sum of dp's gradients counts as backward, because it is part of that pass.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls
 
@@ -140,16 +140,16 @@ class StepClock(Callback):
             self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
 
     def _wait(self) -> float:
-        """Return the current step's wait in seconds. Requires a synchronised device."""
+        """Return the seconds from the step's last gradient to its averaged gradients. Needs a synchronised device."""
         ready, averaged = self._seconds([(self._began, self._ready, self._averaged)])[0][1:]
         return averaged - ready
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Store the step's times; at the end of a window, share the times of the window before it.
+        """Store the step's times. At the end of a logging window, share the times of the window before.
 
-        A GPU has finished the earlier window, so reading its times does not block.
+        The GPU has finished the window before, so reading its events does not block.
         """
         now = self._now()
         self._steps.append((self._ended, self._began, self._ready, self._averaged, now))
@@ -212,13 +212,13 @@ class StepClock(Callback):
 
 
 def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> Phases:
-    """Scale the profiled phases so that their sum is the median step time of the throughput's windows.
+    """Scale the profiled phases so that their sum equals the median step time of all measured windows.
 
     Args:
         profiled: Median of each phase over a few profiled steps.
         step: Median step time in the windows, in milliseconds.
-        rank: Rank zero's median times over all windows, or None without other ranks. They replace the profiled data and
-            communication, because waits for other ranks vary between steps.
+        rank: Rank zero's median times over all windows, or None without other ranks. Its data and wait replace the
+            profiled data and communication, because a few steps do not represent the waits for other ranks.
     """
     known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
     scale = (step - sum(known.values())) / sum(getattr(profiled, phase) for phase in PHASES if phase not in known)
@@ -233,12 +233,12 @@ def _recorded() -> torch.cuda.Event:
 
 
 def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
-    """Return the seconds from the first event to each event."""
+    """Convert each step's CUDA events to seconds since the first event of all."""
     return [[steps[0][0].elapsed_time(event) / 1000 for event in step] for step in steps]
 
 
 class _PhaseProfiler(PassThroughProfiler):
-    """Profiler that replaces the trainer's for a few steps and times their phases. Lightning's loop calls it."""
+    """Profiler that times the phases of a few steps. Lightning calls it, instead of the trainer's, for each action."""
 
     def __init__(self, trainer: Trainer, wait: Callable[[], float]) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class _PhaseProfiler(PassThroughProfiler):
             self._begun["optimizer"] = self.now()
         if name not in ACTIONS or name not in self._begun:
             return
-        issued, phase = time.perf_counter(), ACTIONS[name]  # launched by the host; the device may still compute
+        issued, phase = time.perf_counter(), ACTIONS[name]  # the host is done; the device may still compute
         seconds = self.now() - self._begun[name]
         waited = self.wait() if name == "backward" else 0.0
         self._spent[phase] += seconds - waited
@@ -320,5 +320,5 @@ class _PhaseProfiler(PassThroughProfiler):
             began, *replicas = marks
             overhead = self.now() - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
-            for phase in ("forward", "launch"):  # both include this overhead, because the module's forward does
+            for phase in ("forward", "launch"):  # both times span the module's whole forward, overhead included
                 self._spent[phase] -= overhead

@@ -89,7 +89,7 @@ def epoch_line(
     memory: float,
     left: float | None,
 ) -> str:
-    """Format an epoch's line, with columns aligned with other epochs'.
+    """Format the line that is printed after an epoch. The columns of all epochs align.
 
     Args:
         row: The epoch's row of the run record.

@@ -73,7 +73,7 @@ class Basis:
         config: Resolved configuration of the measurement.
         cuda: Whether the device is a GPU.
         threads: Number of threads of a process on a CPU.
-        source: Text on where the step's times come from.
+        source: Origin of the step's times, as text for the report.
         devices: Number of processes that the measured machine can run, each with its own GPU or cores.
         cautions: Sentences about effects that the predictions ignore.
     """
@@ -127,7 +127,7 @@ def run(arguments: list[str]) -> int:
     rows = predictions(table)
     sections = [
         Section("Predicted", f"{figures}\n\n{rows}\n\n{reading}"),
-        Section("From what", "\n\n".join(origin(basis.step, machines, basis.source, network)), folded=True),
+        Section("How it was predicted", "\n\n".join(origin(basis.step, machines, basis.source, network)), folded=True),
         Section("The command", f"{code(command)}\n\nWith torch {versions()['torch']}, on {plain(hardware()['cpu'])}."),
     ]
     lead = f"> {warning}\n\n{text}" if warning else text
@@ -192,10 +192,10 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
         if len({timed(record).images for record in records}) == 1:
             cautions.append(
                 "The steps of `--run` have one batch size, so that the cost of launching a step is unknown: the "
-                "predictions are upper bounds, and dp is left out. Give a run with another batch, too."
+                "predictions are upper bounds, and dp is not predicted. Give a run with another batch, too."
             )
     devices = gpus if cuda else max(usable_cores() // threads, 1)
-    _refuse_to_share(options, devices, cuda)
+    _require_links(options, devices, cuda)
     measured = [timed(record) for record in records] or measure_steps(fit, say)
     sizes = ", ".join(f"{each.images:.0f}" for each in measured)
     source = f"the steps of {', '.join(options.run)}" if records else f"steps measured here, with batches of {sizes}"
@@ -208,10 +208,10 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     return Basis(step, batch, config, cuda, threads, source, devices, cautions)
 
 
-def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
-    """Require flags for the network where this machine cannot measure it.
+def _require_links(options: Namespace, devices: int, cuda: bool) -> None:
+    """Require flags for the speed of the links between devices, unless this machine can measure it.
 
-    Two processes measure it, each on its own GPU or cores, as if they were two devices of a node.
+    The measurement needs two processes, each with its own GPU or cores, in place of two devices of a node.
 
     Raises:
         UserError: When a node has more devices than this machine, unless `--bandwidth` and `--latency` are given; or
@@ -231,7 +231,7 @@ def _refuse_to_share(options: Namespace, devices: int, cuda: bool) -> None:
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
-    """Return the machines whose training is predicted, and a text on where their network's figures come from."""
+    """Return the machines whose training is predicted, and the origin of their links' speed, as text for the report."""
     within, between = (
         {name: options[prefix + name] for name in ("bandwidth", "latency") if options[prefix + name] is not None}
         for prefix in ("", "node_")

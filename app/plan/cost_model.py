@@ -227,7 +227,8 @@ class Machines:
         per_node: Number of devices per node.
         link: Link between devices within a node.
         node_link: Link between nodes; None if unknown, so that only one node can be predicted.
-        shared: Whether the devices of a node are cores of one CPU, with one memory and one thread that feeds them.
+        shared: Whether the devices of a node are cores of one CPU. If so, dp copies no parameters, and one thread runs
+            the backward pass of all replicas.
         link_spread: Times of the fastest and the slowest measured all-reduce, relative to `link`'s prediction.
         price_per_hour: Price of one device for an hour, or None.
     """

@@ -18,7 +18,7 @@ ENOUGH = 0.5  # a variant is recommended only above this efficiency
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
-    """Return the row of the fastest variant with an efficiency above `ENOUGH`; both at the low end of their range."""
+    """Return the row with the largest `speed_up_low` among those with an `efficiency_low` above `ENOUGH`."""
     return table[table["shared_equally"] & (table["efficiency_low"] > ENOUGH)].nlargest(1, "speed_up_low").iloc[0]
 
 

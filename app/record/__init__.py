@@ -155,7 +155,7 @@ class Hardware:
 
 @dataclass
 class Part:
-    """Part of a training, from its start or a resume to the next stop.
+    """Part of a training: from its start, or from a resume, until it stops.
 
     A resumed run lists the earlier parts in `Record.parts`. An earlier part's `train_s` covers only that part, but the
     record's `train_s` covers all parts.
@@ -277,7 +277,7 @@ class Record(Part):
 
     @property
     def accelerator(self) -> str:
-        """Type of the devices, such as `cuda`; without recorded memory, `cuda` if the machine has GPUs, else `cpu`."""
+        """Type of the devices, such as `cuda`. Without recorded peak memory, it is guessed from the machine's GPUs."""
         if self.peak_memory:
             return self.peak_memory[0].device.partition(":")[0]
         return "cuda" if self.hardware and self.hardware.gpus else "cpu"

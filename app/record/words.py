@@ -1,11 +1,11 @@
-"""Text for the figures of a run record."""
+"""Functions that format the figures of a run record as text."""
 
 from collections.abc import Mapping
 
 from app.record import PHASES, Record
 
-OVERHEAD = 0.35  # the largest other phase is the bottleneck above this share of a step; else forward and backward are
-LAUNCH_BOUND = 0.9  # if launching takes this share of forward and backward, the host is the bottleneck
+OVERHEAD = 0.35  # a phase other than forward and backward is the bottleneck from this share of a step on
+LAUNCH_BOUND = 0.9  # from this share of forward and backward on, the host's launching of work is the bottleneck
 BOTTLENECKS = {  # name and remedy of each phase
     "forward_backward": (
         "The model's own computation",

@@ -71,7 +71,7 @@ def run_fit(
     Args:
         flags: Arguments of `fit`, such as `["--config", "a.yaml", "--trainer.max_steps", "30"]`.
         limit: Seconds after which the run is stopped.
-        folder: Parent of the run's directory, which is the next free `version_N`; a temporary folder by default.
+        folder: Folder in which the run creates its directory, the next free `version_N`; temporary by default.
         nodes: Environment variables of each node; several nodes share this machine.
 
     Returns:
@@ -140,11 +140,11 @@ def _records(folder: Path) -> set[tuple[Path, int]]:
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
-    """Return the reason of a run's failure in one line, preferably of a node that crashed."""
+    """Return why a run failed, in one line. Of several nodes, prefer the error of one that crashed."""
     node = min(range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node))
     lines = _lines(outputs[node])
     errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
-    reason = errors[-1] if errors else record.error or (lines[-1] if lines else "it printed nothing")
+    reason = errors[-1] if errors else record.error or (lines[-1] if lines else "no output")
     return reason if codes[node] == 2 else f"exit code {codes[node]}: {reason}"
 
 

@@ -1,8 +1,8 @@
 """Stand-ins for modules that most runs import but never use. Only `app.cli.main` and spawned ranks install them.
 
 CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's FLOP counter 0.1.
-A stand-in has only the names that importers read. Any other name, and any call, imports the real module. At an upgrade,
-`python -X importtime -m app fit` lists the importers.
+A stand-in defines only the names that other modules read at import. Reading another name, or calling a function,
+imports the real module. At an upgrade, `python -X importtime -m app fit` lists the modules that import it.
 """
 
 import functools
@@ -77,8 +77,8 @@ class _NothingCompiled(type):
 def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
     """Replace `torch._dynamo.disable` until the real module is loaded.
 
-    Without `wrapping`, it returns the function itself, which `torch._disable_dynamo` caches in `__dynamo_disable`.
-    Loading the real module deletes this attribute, so that the real `disable` replaces it.
+    With `wrapping=False`, return the function itself. `torch._disable_dynamo` caches the result as the function's
+    attribute `__dynamo_disable`. Loading the real module deletes the attribute, so that torch calls the real `disable`.
     """
     if not isinstance(function, FunctionType):
         return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)

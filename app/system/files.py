@@ -83,7 +83,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _part(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a locked file in the path's folder; retry if another process removes it before the lock."""
+    """Create and lock a temporary file beside `path`. Retry if another process removes the file before it is locked."""
     while True:
         part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
         file = part.open("xb")

@@ -47,7 +47,7 @@ class Link:
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return offset and slope, both nonnegative, of the line with the least squared *relative* errors."""
+    """Fit a line by least squares of the relative errors of y. Return its offset and slope, both nonnegative."""
     weights = 1 / np.asarray(y)
     slope, offset = np.polyfit(x, y, 1, w=weights)
     if slope < 0:  # fit a constant
@@ -135,7 +135,7 @@ def own_addresses() -> list[str]:
 
 
 def outward_address() -> str:
-    """Return this machine's address for other hosts: on gloo's configured interface, or on the default route."""
+    """Return the address at which other hosts reach this machine: on gloo's interface, or on the default route."""
     chosen = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
     addresses = [entry.address for entry in chosen if entry.family == socket.AF_INET]
     with suppress(OSError):  # no route
@@ -159,7 +159,7 @@ def use_loopback() -> None:
 def use_interface_to(address: str) -> None:
     """Make gloo and NCCL use the network interface towards an address, unless the user configured one.
 
-    By default, gloo uses the interface of the address that the host's name resolves to, often the loopback.
+    By default, gloo resolves the host's name, which often leads to the loopback interface.
     """
     try:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]

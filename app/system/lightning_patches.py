@@ -63,7 +63,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 @expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}._strategy_flag")
 def strategy_name(trainer: Trainer) -> str:
-    """Return the strategy's name on the command line; for `auto`, Lightning's choice."""
+    """Return the strategy's name, as typed on the command line; for `auto`, the name of Lightning's choice."""
     flag = trainer._accelerator_connector._strategy_flag
     return flag if isinstance(flag, str) else getattr(flag, "strategy_name", type(flag).__name__)
 
@@ -85,7 +85,7 @@ def replace_signal_connector(trainer: Trainer, connector: Any) -> None:
 
 
 def _no() -> bool:
-    """Return false; replaces methods. Not a lambda, because spawned processes unpickle the trainer."""
+    """Return false. Patches put this function in place of methods; a lambda could not be pickled with the trainer."""
     return False
 
 
@@ -93,7 +93,8 @@ def _no() -> bool:
 def count_epochs(trainer: Trainer) -> None:
     """Prevent a side effect of max_steps: Lightning would resume a completed epoch as an interrupted one.
 
-    Source: https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: run test_resume without this.
+    Source: https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: does test_resume pass without
+    this patch?
     """
     trainer.fit_loop._iteration_based_training = _no  # type: ignore[method-assign]
 
@@ -124,7 +125,7 @@ class Restoring(_CheckpointConnector):
         trainer._checkpoint_connector = cls(trainer)
 
     def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
-        with self._naming_it():
+        with self._naming_checkpoint():
             super()._restore_modules_and_callbacks(*args, **kwargs)
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
@@ -137,11 +138,11 @@ class Restoring(_CheckpointConnector):
 
     def restore_training_state(self) -> None:
         """Restore optimizers, schedulers, loops and precision."""
-        with self._naming_it():
+        with self._naming_checkpoint():
             super().restore_training_state()
 
     @contextmanager
-    def _naming_it(self) -> Iterator[None]:
+    def _naming_checkpoint(self) -> Iterator[None]:
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -149,7 +150,7 @@ class Restoring(_CheckpointConnector):
                 raise
             reason = f"{type(error).__name__}: {one_line(str(error))[:200]}"
             raise UserError(
-                f"--ckpt_path {self.trainer.ckpt_path}: nothing can be restored from it ({reason}): give another one"
+                f"--ckpt_path {self.trainer.ckpt_path} cannot be restored ({reason}): give another one"
             ) from error
 
 
@@ -193,18 +194,22 @@ def set_device(module: LightningModule, device: torch.device) -> None:
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
 )
 class DDPWithHooks(DDPStrategy):
-    """Lightning's DDP, with a communication hook on every device, and without a separate stream.
+    """Lightning's DDP strategy, with two corrections.
 
-    Lightning registers the hook only on CUDA, and drops it silently elsewhere. Source: strategies/ddp.py,
-    `_register_ddp_hooks`. Lightning wraps the model on a new stream. Autograd's accumulation nodes stay on that stream,
-    so that each backward pass waits for it. Source: https://github.com/Lightning-AI/pytorch-lightning/pull/21746. At an
-    upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter a new
-    stream?
+    Communication hooks work on every device. Lightning registers them only on CUDA, and drops them silently elsewhere.
+    Source: strategies/ddp.py, `_register_ddp_hooks`.
+
+    The model is wrapped on the current stream. Lightning wraps it on a new stream, where autograd's accumulation nodes
+    stay, so that each backward pass waits for that stream. Source:
+    https://github.com/Lightning-AI/pytorch-lightning/pull/21746.
+
+    At an upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter
+    a new stream?
     """
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
-        # a separate group, because gloo aborts the process if DDP's call meets a user's call in a shared group
+        # a separate group: in a shared one, gloo aborts if a collective call of DDP meets one of the user's code
         if distributed.is_initialized() and distributed.get_backend() == "gloo":
             level = distributed.get_debug_level()
             # OFF, because at level DETAIL the new group is a wrapper, on which torch's DDP logger crashes
@@ -221,7 +226,7 @@ class DDPWithHooks(DDPStrategy):
         self._ddp_kwargs["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
 
     def comm_state(self) -> object | None:
-        """Return the hook's first argument. Called once, after the processes are connected."""
+        """Return the communication hook's state, its first argument. Called once, after the processes are connected."""
         return self._ddp_comm_state
 
     def average_weights_every(self, steps: int) -> None:
@@ -239,7 +244,7 @@ _LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProces
 
 @expects(f"{_DDP}._timeout")
 def set_timeout(strategy: Strategy, seconds: float) -> None:
-    """Set the timeout of DDP's collective calls, a timedelta, which a flag cannot set."""
+    """Set the timeout of DDP's collective calls. A flag cannot set it, because it is a timedelta."""
     if hasattr(strategy, "_timeout"):
         strategy._timeout = timedelta(seconds=seconds)
 

@@ -36,7 +36,7 @@ def versions() -> dict[str, str | None]:
 
 
 def nccl() -> str | None:
-    """Return the version of NCCL, with which GPUs communicate; None without CUDA."""
+    """Return NCCL's version; None without CUDA."""
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     return ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
 
@@ -85,10 +85,10 @@ def busy() -> str | None:
 
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
-    """Return the busy seconds since boot, summed over some or all cores."""
+    """Return the CPU seconds of all programs since boot, summed over the given cores; by default over all cores."""
     some = 0 < len(cores) < (os.cpu_count() or 1)
     times = [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores] if some else [psutil.cpu_times()]
-    idle = ("idle", "iowait", "guest", "guest_nice")  # user time includes guests
+    idle = ("idle", "iowait", "guest", "guest_nice")  # the time of guests is part of user time
     return sum(seconds for each in times for name, seconds in each._asdict().items() if name not in idle)
 
 

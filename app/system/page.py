@@ -144,7 +144,7 @@ def png(figure: Figure) -> bytes:
 
 
 def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write lines' names at their right ends, and move overlapping names apart.
+    """Write each line's name at its right end, and move overlapping names apart.
 
     Args:
         axes: Axes with all lines drawn.

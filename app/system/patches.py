@@ -1,8 +1,8 @@
-"""Declarations of the private library names in use; a test lists those that an upgrade has removed.
+"""Declarations of the private names of libraries that this package uses.
 
 Most uses of private names are in `lightning_patches`, `torch_patches`, `wandb_patches`, `deferred_imports` and
-`app.loop.step_patches`. Each function or class that uses one declares it with `expects`. `tests/test_patches.py` looks
-up each declared name in the installed library, and finds undeclared ones.
+`app.loop.step_patches`. Each function or class that uses one declares it with `expects`. `tests/test_patches.py` fails
+if an installed library lacks a declared name, or if the code uses an undeclared one.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ from app.system.patches import EXPECTED, expects
 
 __all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
 
-# the three functions split nested arguments among replicas, because torch.nn.parallel.scatter works only on CUDA
+# dp splits nested arguments among replicas by these functions, because torch.nn.parallel.scatter works only on CUDA
 EXPECTED[f"{__name__}.tree_map"] = tuple(
     f"torch.utils._pytree:{name}" for name in ("tree_flatten", "tree_map", "tree_unflatten")
 )

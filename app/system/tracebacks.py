@@ -10,8 +10,8 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
-# frames at which `maker` stops its search: an optimizer, strategy or precision plugin may call loops and autograd, but
-# does not cause the errors raised in them
+# `maker` stops its search at these frames: an optimizer, strategy or precision plugin calls loops and autograd, but is
+# not the cause of their errors
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 # beginning of a traceback, with the sentence that links it to the previous one in a chain
@@ -28,7 +28,8 @@ def _is_users(file: str) -> bool:
 def users_part(text: str) -> str | None:
     """Shorten tracebacks to the user's frames and the frame that calls them; return None if there are no user frames.
 
-    In a chain, or in another process's traceback, exceptions without user frames are omitted.
+    The text may contain several tracebacks: a chain of exceptions, or another process's traceback. Those without user
+    frames are omitted.
     """
     cut = ""
     for block in BEGIN.split(text):
@@ -52,7 +53,7 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a UserError that names the flag of the object that raised an exception; None without such a flag.
+    """Return a UserError that names the `maker` of an exception; None for an exception without a maker.
 
     Args:
         error: The exception.

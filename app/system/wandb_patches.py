@@ -8,7 +8,7 @@ from app.system.patches import expects
 
 @expects("wandb.sdk.lib.module:unset_globals")
 def forget_run() -> None:
-    """Make wandb forget the parent's run in a forked process, because its threads exist only in the parent.
+    """Make wandb forget the parent's run in a forked process, because the run's threads exist only there.
 
     At an upgrade: does `wandb.run` still survive a fork, and does `wandb.setup` start again in the child?
     """

@@ -14,7 +14,7 @@ class Cause:
 
     Attributes:
         text: Description of the cause, with figures.
-        remedy: Remedy of the cause.
+        remedy: Change of flags or code that removes the cause.
         changes_loss: Whether the cause changes the training loss; false if only buffers or the evaluation change.
         effect: Largest change of a step's loss when the cause is removed; None if unknown.
     """
@@ -116,7 +116,8 @@ def _samples(case: Case) -> Cause | None:
 def _other_pixels(case: Case) -> bool:
     """Return whether only the pixels of the samples differ, as with unseeded augmentation.
 
-    Then every step has the reference's labels, but the first step that differs shares no sample with the reference.
+    In this case, every step has the reference's labels. Ids of samples are digests of their pixels, so the first
+    different step shares no id with the reference.
     """
     place = case.differences.get("samples")
     if place is None or place.step is None:
@@ -150,7 +151,7 @@ def _same_order(recorded: Recorded) -> bool:
 
 
 def _lost_order(case: Case, number: int) -> Cause:
-    """Return the cause if a resumed run's step has different samples: the loader's order was lost."""
+    """Return the cause of different samples in a resumed run's step, counted from 0: the loader lost its order."""
     samples = Counter(map(str, case.way.steps[number].samples))
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
     change = "draws new samples"

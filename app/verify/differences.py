@@ -16,8 +16,8 @@ from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
 TOLERANCE = 1e-5  # tolerance for float32: relative for losses, gradients and values above 1, else absolute
-# losses below TINY, and gradient norms below TINY × the largest norm, are compared absolutely, because such a number
-# may be the difference of two larger ones, and carry their rounding error
+# losses below TINY, and gradient norms below TINY × the largest norm, are compared absolutely: such a small number may
+# be the difference of larger numbers, and carries their rounding error
 TINY = 1e-3
 EXACT = 1e-10  # tolerance for float64; smaller differences are rounding
 
@@ -184,7 +184,7 @@ def largest(reference: Recorded, way: Recorded) -> float:
 
 
 def effect(way: Recorded, other: Recorded) -> float:
-    """Return the largest difference of two runs' losses at a step; infinite if one loss is not finite."""
+    """Return the largest difference, over all steps, of two runs' losses; infinite if a loss is not finite."""
     sizes = [abs(here.loss - there.loss) for here, there in zip(way.steps, other.steps, strict=False)]
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
@@ -197,7 +197,7 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
             shards = [(_joined(here.operations), _joined(there.operations))]
         for number, pair in enumerate(shards):
             for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):
-                counts = module == "Global" and name.endswith("_")  # in-place, outside all modules: updates a metric
+                counts = module == "Global" and name.endswith("_")  # updates a metric: in-place, outside all modules
                 if ours != theirs and len(ours) == len(theirs) and not counts:
                     place = f", shard {number + 1}" if len(shards) > 1 else ""
                     return f"step {there.number + 1}{place}: {name} in {module}"

@@ -75,7 +75,7 @@ class Prover:
         self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.references: dict[str, Recorded | None] = {}  # one-device recordings by additional flags; None: failed
+        self.references: dict[str, Recorded | None] = {}  # by additional flags; None: the run on one device failed
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
@@ -211,7 +211,8 @@ class Prover:
             more: Additional flags.
 
         Returns:
-            Recording on one device and the variant's result. If the run on one device fails, None and its result.
+            Recording on one device, and the variant's result. If the run on one device fails, None and the failed
+            run's result.
         """
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
         failure = Result(name, [])
@@ -226,7 +227,7 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, series=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant with flags that remove its known causes, to find causes that these hide.
+        """Repeat a variant with flags that remove its known causes, to find the causes that the known ones hide.
 
         Adds the hidden causes to the result, and sets each cause's effect on the loss.
 
@@ -302,7 +303,7 @@ def _without_figures(cause: Cause) -> str:
 
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Return a copy of a cause with its effect on the loss, measured by a repetition with flags that remove causes.
+    """Return a copy of a cause with its effect on the loss. The effect is known from a repetition without some causes.
 
     Args:
         cause: The cause.

@@ -205,7 +205,7 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """Strip the padding of a sequence of integers: the value that repeats at its end, except its first occurrence."""
+    """Strip a sequence's padding. Of an integer that repeats at the end, only the first occurrence remains."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
     return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
@@ -247,7 +247,7 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
 
 @expects("torch:Tensor._backward_hooks", "torch.nn.modules.batchnorm:_BatchNorm", "torch.nn.modules.dropout:_DropoutNd")
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return facts that may explain differences: loader, schedules, and layers that use the batch or random numbers."""
+    """Return facts that may explain differences: loader, schedules, and layers such as BatchNorm and dropout."""
     named = list(module.named_modules())
     return {
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
@@ -267,7 +267,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return numbers and norms of tensors in public attributes of submodules and of the user's callbacks, by name."""
+    """Return public attributes of submodules and of the user's callbacks, by name: numbers, and tensors as norms."""
     owners: list[tuple[str, Any]] = [
         (name, each) for name, each in module.named_modules() if not isinstance(each, Metric)
     ]

@@ -26,12 +26,12 @@ class Result:
         recorded: Recording of the run; None for a failed or skipped run.
         differences: First difference from one device, by column.
         causes: Known causes of the differences.
-        first_operation: First operation with other bits, with `--bits true`.
+        first_operation: First operation whose output bits differ; only with `--bits true`.
         rounding: Differences that are only rounding, by column.
         in_float64: Largest difference in float64, if the variant was repeated in float64.
         failed: Reason of a failure, or None.
         skipped: Reason of a skip, or None.
-        behind: Further causes, found in a repetition with flags that remove the first ones.
+        behind: Further causes, found by repeating the variant with flags that remove `causes`.
         remedied: Outcome of the last such repetition, or None.
     """
 
@@ -134,7 +134,7 @@ class Verdict:
         return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
 
     def explained(self) -> Iterator[str]:
-        """Yield lines that explain the table: one block for all variants with the same fault, none if they agree."""
+        """Yield lines that explain the table. Variants with the same fault share a block; equal variants have none."""
         faults: dict[str, list[Result]] = {}
         for result in self.results:
             if not result.same or result.rounding or result.skipped:
