@@ -38,7 +38,6 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         (ImageData), datasets (--data)
     recipe              loss, parameter groups, learning-rate schedule, frozen blocks
     execution           how a network is executed: layout, precision, compilation, fused updates
-    step_graph          a training step as one CUDA graph
     networks            the CNNs and the MLP, networks of torchvision and timm, pretrained weights
     record              the run record (run.json), and words for it
     system              machine, interconnect, files, page (the style of all reports), terminal, random_streams,
