@@ -101,7 +101,7 @@ class ImageClassifier(LightningModule):
         channels_last: Store images and convolution weights as (N, H, W, C). `auto`: only for a network with
             convolutions, on the CPU or on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
-        cuda_graph: Run a training step, with its update, as one CUDA graph; only on a single GPU.
+        cuda_graph: Replay training steps as CUDA graphs, with a few launches for each step; only on a single GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
         **recipe: Arguments of `Recipe`.
 
@@ -360,7 +360,13 @@ class ImageClassifier(LightningModule):
         }
 
     def on_train_start(self) -> None:
-        """Set the learning rate by the schedule, because the checkpoint's is that of a run of another length."""
+        """Set the learning rate by this run's schedule: a resumed run may be longer than the checkpoint's.
+
+        Raises:
+            UserError: When `cuda_graph` is true and the Trainer has a loop without graphs.
+        """
+        if self.cuda_graph and not hasattr(self.trainer.fit_loop.epoch_loop, "graphs"):
+            raise UserError("cuda_graph=True needs another loop: app.loop.graph_step.GraphLoop.put_into(trainer)")
         for config in self.trainer.lr_scheduler_configs:
             if self.recipe.schedule and isinstance(config.scheduler, LambdaLR):
                 set_rates(config.scheduler)

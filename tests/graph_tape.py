@@ -59,7 +59,11 @@ class Graph(TorchDispatchMode):
     def operations(self) -> list[str]:
         """Names of the captured operations that launch a kernel."""
         names = [func._schema.name.removeprefix("aten::") for func, *_ in self.calls if not func.is_view]
-        return [name for name in names if not name.startswith(("empty", "_unsafe_view", "detach", "_reshape_alias"))]
+        return [
+            name
+            for name in names
+            if not name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "_reshape_alias", "profiler"))
+        ]
 
     def restore(self) -> None:
         """Undo what the captured operations have changed."""

@@ -1,7 +1,6 @@
 """Flags that change how a model is executed, and its results only by rounding."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import App, assert_same, difference, error_of, last_of, losses, on_gpu, options, output_of, record_of, tiny
+from harness import App, assert_same, error_of, last_of, losses, on_gpu, options, output_of, record_of, tiny
 from torch import nn
 
 from app.compare.experiment import Experiment, expand
@@ -173,13 +172,8 @@ GRAPHED = "--model.cuda_graph true"
             f"{GRAPHED} --trainer.strategy ddp --trainer.devices 2",
             "--model.cuda_graph true is for one GPU, not for --trainer.strategy ddp: leave it out",
         ),
-        ("--model.cuda_graph true --trainer.gradient_clip_val 1", "with --trainer.gradient_clip_val: the graph"),
         ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: the"),
         ("--model.cuda_graph true --trainer.precision 16-mixed", "with --trainer.precision 16-mixed: the scale of the"),
-        (
-            f"{GRAPHED} --model.scheduler ExponentialLR --model.scheduler.gamma 0.9 --model.scheduler_interval step",
-            "with --model.scheduler_interval step: the graph holds a fixed learning rate: leave one of them out",
-        ),
     ],
 )
 def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:

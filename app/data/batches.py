@@ -31,7 +31,7 @@ class RawBatch(NamedTuple):
     Attributes:
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
-        draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
+        draws: Random integers below DRAW_RANGE for the augmentation of each sample, (n, k), or None.
         mix: Mixing of each sample with the next one, or None. A mixed batch has an extra sample at its
             end, the partner of the last one.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -18,8 +18,9 @@ from app.loop.straight_step import Step, StraightLoop, overrides
 from app.modules import ImageClassifier
 
 WARM_UP = 3  # first steps, without graphs: libraries choose their kernels, the optimizer creates its state
-BETWEEN_PHASES = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
-WHOLE = ("training_step", "backward", "optimizer_zero_grad", "optimizer_step")
+# hooks that act between the phases of a step
+HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+STEP = (*HOOKS, "training_step", "backward", "optimizer_zero_grad", "optimizer_step")
 
 
 class Graph:
@@ -105,6 +106,10 @@ class Graphs:
         optimizer, sums = self._step.optimizer, self._step.module.sums
         groups, samples = optimizer.param_groups, sums.count + self._size
         settings = [value for group in groups for name, value in group.items() if name not in ("params", "lr")]
+        for index, group in enumerate(groups):
+            if group["lr"] != self._rates[index]:
+                self._rates[index] = group["lr"]
+                self._rates_on_device[index].fill_(group["lr"])
         if self._training is None or settings != self._settings:
             if self._replays == 1:
                 raise UserError(
@@ -117,10 +122,6 @@ class Graphs:
             self._training = Graph(self._train)
             optimizer.zero_grad()
             self._step.loop.captured = True
-        for index, group in enumerate(groups):
-            if group["lr"] != self._rates[index]:
-                self._rates[index] = group["lr"]
-                self._rates_on_device[index].fill_(group["lr"])
         self._replays += 1
         sums.count = samples
         return self._training.replay().clone()
@@ -188,9 +189,9 @@ class GraphLoop(StraightLoop):
         trainer: Any = self.trainer
         reason, module = self.reason, trainer.lightning_module
         for each in trainer.callbacks:
-            if isinstance(each, StochasticWeightAveraging) or overrides(each, Callback, *BETWEEN_PHASES):
+            if isinstance(each, StochasticWeightAveraging) or overrides(each, Callback, *HOOKS):
                 reason = type(each).__name__
-        if overrides(module, LightningModule, *BETWEEN_PHASES) or overrides(module, ImageClassifier, *WHOLE):
+        if overrides(module, ImageClassifier, *STEP):
             reason = f"the hooks of {type(module).__name__}"
         if reason:
             raise UserError(f"--model.cuda_graph true does not work with {reason}: leave one of them out")
