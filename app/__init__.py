@@ -29,8 +29,8 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         cluster_environment) and agree (agree), and their end (signals, failures, watchdog, process)
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
                         tree (sums over shards)
-    loop                straight_step (a fast training step), step_patches, shards (of a batch, for virtual devices),
-                        buffers
+    loop                straight_step (a fast training step), step_patches, graph_step (the same as CUDA graphs),
+                        shards (of a batch, for virtual devices), buffers
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (data sets), image_files (the user's own), hugging_face, synthetic (drawn), geometry
                         (sizes and crops), cache (decoded once, mapped), shares (a rank's share of the global order),
@@ -38,7 +38,6 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         (ImageData), datasets (--data)
     recipe              loss, parameter groups, learning-rate schedule, frozen blocks
     execution           how a network is executed: layout, precision, compilation, fused updates
-    step_graph          a training step as one CUDA graph
     networks            the CNNs and the MLP, networks of torchvision and timm, pretrained weights
     record              the run record (run.json); words (formats its figures)
     system              machine, interconnect, files, page (the style of all reports), terminal, random_streams,

@@ -102,10 +102,12 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, capt
     chosen = any(group.get(name) for group in optimizer.param_groups for name in {*IMPLEMENTATION, "differentiable"})
     refused = any(group.get("fused") is False for group in optimizer.param_groups)
     changes: dict[str, Any] = {}
-    if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
+    if (device.type == "cuda" or captured) and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
         changes = {"foreach": None, "fused": True}  # not Adagrad, whose fused update is for CPUs only
     if captured and "capturable" not in options and cls is not SGD:
         raise UserError(f"--model.cuda_graph true: {cls.__name__} cannot be captured: use SGD, Adam or AdamW")
+    if captured and cls is SGD and not changes and not all(group["fused"] for group in optimizer.param_groups):
+        raise UserError("--model.cuda_graph true captures only SGD's fused update: leave foreach and fused out")
     if captured and device.type == "cuda" and "capturable" in options:
         changes["capturable"] = True
     if changes:

@@ -22,7 +22,6 @@ from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, load_weights, make_network, read_weights
 from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults, set_rates
-from app.step_graph import StepGraph
 from app.system.patches import expects
 
 
@@ -102,7 +101,7 @@ class ImageClassifier(LightningModule):
         channels_last: Store images and convolution weights as (N, H, W, C). `auto`: only for a network with
             convolutions, on the CPU or on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
-        cuda_graph: Run a training step, with its update, as one CUDA graph; only on a single GPU.
+        cuda_graph: Replay training steps as CUDA graphs, with a few launches for each step; only on a single GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
         **recipe: Arguments of `Recipe`.
 
@@ -115,7 +114,7 @@ class ImageClassifier(LightningModule):
     """
 
     convolutional = True
-    _sums: Sums  # set in setup
+    sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make lambdas that are default arguments of the subclass picklable, for `ddp_spawn`."""
@@ -143,7 +142,6 @@ class ImageClassifier(LightningModule):
             warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")
         self.execution = Execution(channels_last, compile, matmul_precision)
         self.cuda_graph = cuda_graph
-        self.step_graph: StepGraph | None = None
         self.micro_batch: int | None = None  # set in setup
         self._has_gradients = False  # whether backward passes of micro-batches have set gradients
         self.executed: dict[str, Any] = {}
@@ -190,7 +188,6 @@ class ImageClassifier(LightningModule):
         """
         device = self.trainer.strategy.root_device
         self.executed = self.execution.prepare(self.network, device, str(self.trainer.precision))
-        self.executed["cuda_graph"] = self.cuda_graph
         for metric in self.modules():
             if isinstance(metric, MeanMetric) and self.trainer.strategy.root_device.type != "mps":  # MPS lacks float64
                 metric.set_dtype(torch.float64)
@@ -201,7 +198,7 @@ class ImageClassifier(LightningModule):
                 rank_zero_info(load_weights(self.network, read_weights(self.weights, self.network_name), self.weights))
             if self.recipe.class_weights is not None:
                 self.class_weights = self._balanced_weights()
-            self._sums = Sums(self.trainer.strategy.root_device)
+            self.sums = Sums(self.trainer.strategy.root_device)
             self.micro_batch = getattr(self.trainer.datamodule, "micro_batch", None)  # type: ignore[attr-defined]
             if self.micro_batch is None:
                 vars(self).pop("optimizer_zero_grad", None)
@@ -265,7 +262,7 @@ class ImageClassifier(LightningModule):
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
         """Return the losses (B,) of images (B, C, H, W), and add them to the sums."""
         try:
-            losses, logits = (self.step_graph or self._training_score)(images, labels)
+            losses, logits = self._training_score(images, labels)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -273,7 +270,7 @@ class ImageClassifier(LightningModule):
                 f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm: "
                 "use --data.drop_last true, or another --data.batch_size or --data.micro_batch"
             ) from error
-        self._sums.add(losses.detach(), logits, labels)
+        self.sums.add(losses.detach(), logits, labels)
         return losses
 
     def _zero_unless_in_parts(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
@@ -304,12 +301,12 @@ class ImageClassifier(LightningModule):
         """Log the mean loss every `log_every_n_steps` steps."""
         trainer = self.trainer
         if (trainer.global_step + 1) % log_window(trainer) == 0:
-            loss = self._sums.end_window(trainer)
+            loss = self.sums.end_window(trainer)
             self.log("train_loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's mean loss and accuracy."""
-        loss, accuracy = self._sums.end_epoch(self.trainer)
+        loss, accuracy = self.sums.end_epoch(self.trainer)
         self.log_dict({"train_loss": loss, "train_acc": accuracy})
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -348,9 +345,6 @@ class ImageClassifier(LightningModule):
         trainer, recipe = self.trainer, self.recipe
         clips_scaled = trainer.precision == "16-mixed" and bool(trainer.gradient_clip_val)
         optimizer = fastest(self.make_optimizer(), trainer.strategy.root_device, clips_scaled, self.cuda_graph)
-        if self.cuda_graph and trainer.state.fn == "fit":
-            self.step_graph = StepGraph(self._training_score, optimizer)
-            self.backward = self.step_graph.backward  # type: ignore[method-assign]
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
         elif recipe.schedule is not None:
@@ -367,7 +361,13 @@ class ImageClassifier(LightningModule):
         }
 
     def on_train_start(self) -> None:
-        """Set the learning rate by this run's schedule: the checkpoint's run may have had another length."""
+        """Set the learning rate by this run's schedule: the checkpoint's run may have had another length.
+
+        Raises:
+            UserError: When `cuda_graph` is true and the Trainer has a loop without graphs.
+        """
+        if self.cuda_graph and not hasattr(self.trainer.fit_loop.epoch_loop, "graphs"):
+            raise UserError("cuda_graph=True needs another loop: app.loop.graph_step.GraphLoop.put_into(trainer)")
         for config in self.trainer.lr_scheduler_configs:
             if self.recipe.schedule and isinstance(config.scheduler, LambdaLR):
                 set_rates(config.scheduler)
@@ -377,7 +377,7 @@ class ImageClassifier(LightningModule):
 
         From the sums, a resumed epoch logs the mean over the whole epoch. Collective, like `Trainer.save_checkpoint`.
         """
-        checkpoint["epoch_sums"] = self._sums.of_epoch(self.trainer)
+        checkpoint["epoch_sums"] = self.sums.of_epoch(self.trainer)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, ImageData):
             names = ("class_names", "image_shape", "mean", "std")
@@ -389,7 +389,7 @@ class ImageClassifier(LightningModule):
         """Restore the unfinished epoch's sums, and the properties of the images."""
         self.images = checkpoint.get("images")
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            self._sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
+            self.sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
 
 
 class CIFARCNN(ImageClassifier):

@@ -11,16 +11,19 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
-from types import FrameType, SimpleNamespace
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from graph_tape import Graph, tapes
 from harness import QUIET, RECIPE, ROOT, App, options, output_of, start_app
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
+from app.fit import rules
+from app.loop.graph_step import Graphs
 from app.modules import CIFARCNN, ImageClassifier
 from app.networks import LeNet
 
@@ -31,6 +34,7 @@ LENET = ["--model", "CIFARCNN", "--data", "Synthetic", *options(size=1280, batch
 AUGMENTED = options(crop_padding=4, flip=True, cutout=8, size=640)
 TWO_EPOCHS = options(max_epochs=2, accelerator="cpu", test=False)
 STEP = ImageClassifier.training_step.__code__
+__all__ = ["tapes"]
 
 
 class Counting(TorchDispatchMode):
@@ -58,14 +62,14 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
     patch.setattr(GlobalBatches, "set_epoch", told)
 
 
-def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[int]:
-    """Return the Python calls of each step of the second epoch, from one training_step to the next."""
+def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step: CodeType = STEP) -> list[int]:
+    """Return the Python calls of each step of the second epoch, from one call of a function to the next."""
     count, marks = 0, []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         nonlocal count
         if event in ("call", "c_call"):
-            if event == "call" and frame.f_code is STEP:
+            if event == "call" and frame.f_code is step:
                 marks.append(count)
             count += 1
 
@@ -230,3 +234,16 @@ def test_a_recipe_costs_half_a_step_at_most(app: App, monkeypatch: pytest.Monkey
     assert median(rich) <= 1.5 * median(plain)
     reads = [step["_local_scalar_dense"] for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED, *RECIPE)]
     assert median(reads) == 0
+
+
+def test_a_captured_step(tapes: list[Graph], app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step launches its batch's copy, two graphs and the loss's copy. The graphs hold 49 kernels."""
+    monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
+    monkeypatch.setattr(Graph, "replay", lambda self: None)
+    flags = [*LENET, *options(placement="device"), "--model.cuda_graph", "true"]
+    flags += ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.01"]
+    calls = calls_per_step(app, monkeypatch, *flags, step=Graphs.train.__code__)
+    assert median(calls) <= 160
+    preparation, training = (Counter(tape.operations) for tape in tapes)
+    del training["copy_"]  # of the gradients, to which the tape refers; not in a GPU's graph
+    assert (preparation.total(), training.total()) == (4, 45)

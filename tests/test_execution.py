@@ -1,7 +1,6 @@
 """Flags that change how a model is executed, and its results only by rounding."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import App, assert_same, difference, error_of, last_of, losses, on_gpu, options, output_of, record_of, tiny
+from harness import App, assert_same, error_of, last_of, losses, on_gpu, options, output_of, record_of, tiny
 from torch import nn
 
-from app import step_graph
 from app.compare.experiment import Experiment, expand
 from app.data import Synthetic
 from app.errors import UserError
@@ -174,13 +172,8 @@ GRAPHED = "--model.cuda_graph true"
             f"{GRAPHED} --trainer.strategy ddp --trainer.devices 2",
             "--model.cuda_graph true is for one GPU, not for --trainer.strategy ddp: leave it out",
         ),
-        ("--model.cuda_graph true --trainer.gradient_clip_val 1", "with --trainer.gradient_clip_val: the graph"),
         ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: the"),
         ("--model.cuda_graph true --trainer.precision 16-mixed", "with --trainer.precision 16-mixed: the scale of the"),
-        (
-            f"{GRAPHED} --model.scheduler ExponentialLR --model.scheduler.gamma 0.9 --model.scheduler_interval step",
-            "with --model.scheduler_interval step: the graph holds a fixed learning rate: leave one of them out",
-        ),
     ],
 )
 def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
@@ -221,87 +214,6 @@ def test_where_images_are_kept(device: str, free: int, placement: str, monkeypat
     data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)  # type: ignore[assignment]
     data._load_training()
     assert data._place() == placement
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fake graphs on the CPU, whose replay runs the captured code; returns each graph's number of replays."""
-    replays: list[int] = []
-
-    class Recorded:
-        def __init__(self, work: Callable[[], Any]) -> None:
-            self.work, self.number = work, len(replays)
-            replays.append(0)
-
-        def replay(self) -> Any:
-            replays[self.number] += 1
-            return self.work()
-
-    monkeypatch.setattr(step_graph, "Graph", Recorded)
-    monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
-    return replays
-
-
-GRAPH = GRAPHED.split()
-# 203 images less 20 for validation: 9 full batches per epoch, and one of 3
-EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
-EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
-
-
-REPLAYED = [
-    ([], [24]),
-    (["--model.optimizer", "Adam"], [24]),
-    (["--trainer.precision", "bf16-mixed"], [24]),
-    (["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"], [6, 9, 9]),
-]
-
-
-@pytest.mark.parametrize(("flags", "replayed"), REPLAYED, ids=["sgd", "adam", "bf16", "scheduler"])
-def test_a_step_as_one_graph(
-    flags: list[str], replayed: list[int], graphs: list[int], app: App, tmp_path: Path
-) -> None:
-    """Bits are the same. The first three steps and each epoch's last batch run as usual; the others are replayed."""
-    for name, more in (("plain", []), ("graph", GRAPH)):
-        output_of(*app("fit", *SMALL, *STEPS, *EVERY, *flags, *more, "--run.name", name))
-    plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
-    assert graphs == replayed
-    np.testing.assert_array_equal(losses(graph), losses(plain))
-    files = [sorted((run / "checkpoints").glob("step=*.ckpt")) for run in (plain, graph)]
-    assert [path.name for path in files[0]] == [path.name for path in files[1]]
-    for pair in zip(*files, strict=True):
-        assert difference(*pair) == 0
-    rows = [record_of(run)["epochs"] for run in (plain, graph)]
-    for row in (*rows[0], *rows[1]):
-        del row["seconds"], row["samples_per_s"]
-    assert rows[0] == rows[1]
-    assert recorded(graph)["cuda_graph"] is True
-
-
-def test_a_graph_goes_on_from_a_step_without_one(graphs: list[int], app: App, tmp_path: Path) -> None:
-    flags = ["fit", *SMALL, *STEPS, *EVERY]
-    output_of(*app(*flags, "--run.name", "plain"))
-    saved = tmp_path / "runs" / "plain" / "version_0" / "checkpoints"
-    output_of(*app(*flags, *GRAPH, "--run.name", "graph", "--ckpt_path", saved / "step=14.ckpt"))
-    resumed = tmp_path / "runs" / "graph" / "version_0" / "checkpoints"
-    assert graphs == [11]
-    assert difference(*(folder / "step=28.ckpt" for folder in (saved, resumed))) == 0
-
-
-def test_an_optimizer_that_cannot_be_captured(graphs: list[int], app: App) -> None:
-    said = error_of(*app("fit", *SMALL, *GRAPH, "--model.optimizer", "LBFGS"))
-    assert said == "error: --model.cuda_graph true: LBFGS cannot be captured: use SGD, Adam or AdamW"
-
-
-@on_gpu
-@pytest.mark.parametrize("optimizer", [[], ["--model.optimizer", "AdamW"]], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("scheduler", [[], ["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"]])
-def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[str], app: App, tmp_path: Path) -> None:
-    flags = ["fit", *SMALL, *STEPS, *optimizer, *scheduler, "--trainer.precision", precision]
-    for name, more in (("plain", []), ("graph", GRAPH)):
-        output_of(*app(*flags, *more, "--trainer.accelerator", "cuda", "--run.name", name))
-    plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
-    np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "32-true" else 1e-2)
 
 
 @on_gpu

@@ -13,7 +13,7 @@ LEVELS = (
     {"errors"},
     {"system"},
     {"networks", "record"},
-    {"data", "execution", "recipe", "step_graph"},
+    {"data", "execution", "recipe"},
     {"modules"},
     {"parallel"},
     {"loop"},

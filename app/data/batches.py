@@ -31,7 +31,7 @@ class RawBatch(NamedTuple):
     Attributes:
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
-        draws: Random integers below DRAW_RANGE for the augmentation of each sample, int32 (n, k), or None.
+        draws: Random integers below DRAW_RANGE for the augmentation of each sample, (n, k), or None.
         mix: Mixing of each sample with the next one, or None. A mixed batch has an extra sample at its
             end, the partner of the last one.
     """
@@ -47,6 +47,27 @@ class RawBatch(NamedTuple):
         draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
         images, labels = (each.to(device, non_blocking=later) for each in (self.images, self.labels))
         return RawBatch(images, labels, draws, self.mix)
+
+
+class Rows(NamedTuple):
+    """One rank's share of a global batch, before its images are gathered on the device.
+
+    Attributes:
+        table: int64 (2 + k, n): each sample's row in the loader's images, its label, and its k draws.
+        loader: Loader that keeps the images on the device.
+    """
+
+    table: Tensor
+    loader: "GlobalBatches"
+
+    def to(self, device: torch.device) -> "Rows":
+        """Return the batch, which is on the device."""
+        return self
+
+    def gather(self) -> RawBatch:
+        """Gather the images."""
+        rows, labels, *draws = self.table
+        return RawBatch(self.loader.images.index_select(0, rows), labels, self.table[2:].T if draws else None)
 
 
 class Reader:
@@ -109,7 +130,8 @@ class GlobalBatches(GlobalOrder):
         rank: Rank of this process.
         world_size: Number of processes.
         placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds all images.
-            `device`: one tensor on `device` holds all images if `shuffle`, else only this rank's images.
+            `device`: one tensor on `device` holds all images if `shuffle`, else only this rank's images. Batches are
+            then `Rows`, except for shards and mixed batches.
         device: Device of the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
@@ -163,24 +185,24 @@ class GlobalBatches(GlobalOrder):
         self._labels = split.labels[rows]
         self._workers: Workers | None = None
         self._augmented = bool(crop or augment)
+        self._device = device if placement == "device" else None
         if placement == "disk":
             self._items_of_steps: list[list[tuple[int, int]]] = []
             self._workers = Workers(
                 Reader(split, crop, augment), self._items_of_steps, split.image_shape, num_workers, self._pin
             )
             return
-        self._images, self._where = split.tensor(), rows
+        self.images, self._where = split.tensor(), rows
         if placement == "device":
             order = torch.arange(len(rows))
             kept = order if shuffle else torch.cat([order[self.span(step)] for step in range(super().__len__())])
-            there = torch.empty((len(kept), *self._images.shape[1:]), dtype=torch.uint8, device=device)
+            there = torch.empty((len(kept), *self.images.shape[1:]), dtype=torch.uint8, device=device)
             for to, part in zip(
                 there.split(4096), rows[kept].split(4096), strict=True
             ):  # in blocks, because a copy of all images would double the use of host memory
-                to.copy_(self._images[part])
-            self._images = there
-            self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept))).to(device)
-            self._labels = self._labels.to(device)
+                to.copy_(self.images[part])
+            self.images = there
+            self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept)))
 
     @property
     def _iterator(self) -> Any:
@@ -208,10 +230,10 @@ class GlobalBatches(GlobalOrder):
             return torch.multinomial(self.weights, len(self.rows), replacement=True, generator=generator)
         return torch.randperm(len(self.rows), generator=generator)
 
-    def __iter__(self) -> Iterator[RawBatch | Shards]:
+    def __iter__(self) -> Iterator[RawBatch | Rows | Shards]:
         steps = range(self.position(), super().__len__())
         for step, batch in zip(steps, self._shares_of(steps), strict=True):
-            if self.virtual_devices is None:
+            if not isinstance(batch, RawBatch) or self.virtual_devices is None:
                 yield batch
                 continue
             shards = self._cut(batch, step)
@@ -248,14 +270,18 @@ class GlobalBatches(GlobalOrder):
     def _share(self, values: Tensor, place: tuple[slice, slice | None]) -> Tensor:
         span, after = place
         if after is None:
-            return values[span]
-        share = torch.cat((values[span], values[after]))
+            return values[..., span]
+        share = torch.cat((values[..., span], values[..., after]), -1)
         return share.pin_memory() if self._pin else share
 
-    def _shares_of(self, steps: range) -> Iterator[RawBatch]:
+    def _shares_of(self, steps: range) -> Iterator[RawBatch | Rows]:
         epoch = self.epoch
         order = self._order(epoch)
         drawn = self._draw(epoch)
+        if self._device is not None:
+            table = torch.stack((self._where[order], self._labels[order], *([] if drawn is None else drawn)))
+            yield from self._rows(table.to(self._device), epoch, steps)
+            return
 
         read: Iterator[Tensor] | None = None
         if self._workers is not None:
@@ -263,21 +289,28 @@ class GlobalBatches(GlobalOrder):
             self._items_of_steps[:] = [self._items(order, seeds, self._place(step)) for step in steps]
             read = iter(self._workers)
         else:
-            order = order.to(self._where.device)
             where = self._where[order]
         labels = self._take(self._labels, order)
 
         def batches() -> Iterator[RawBatch]:
             for step in steps:
                 place = self._place(step)
-                images = next(read) if read else self._take(self._images, self._share(where, place))
-                draws = None if drawn is None else self._share(drawn, place)
-                mix = (
-                    draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and len(images) else None
-                )
-                yield RawBatch(images, self._share(labels, place), draws, mix)
+                images = next(read) if read else self._take(self.images, self._share(where, place))
+                draws = None if drawn is None else self._share(drawn, place).T
+                yield RawBatch(images, self._share(labels, place), draws, self._mix(epoch, step, len(images)))
 
         yield from one_ahead(batches()) if self._pin and read is None else batches()
+
+    def _rows(self, table: Tensor, epoch: int, steps: range) -> Iterator[RawBatch | Rows]:
+        for step in steps:
+            rows = Rows(self._share(table, self._place(step)), self)
+            if self.mixing is None and self.virtual_devices is None:
+                yield rows
+            else:
+                yield rows.gather()._replace(mix=self._mix(epoch, step, rows.table.shape[1]))
+
+    def _mix(self, epoch: int, step: int, size: int) -> Mix | None:
+        return draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and size else None
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
         """Return a copy of some rows; for a GPU in pinned memory, so that transfers overlap with computation."""
@@ -294,8 +327,8 @@ class GlobalBatches(GlobalOrder):
         return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
     def _draw(self, epoch: int) -> Tensor | None:
-        """Draw the augmentations' random integers for a whole epoch, independently of ranks and batch size."""
+        """Draw an epoch's random integers for augmentation, int32 (k, n), independently of ranks and batch size."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)
-        return torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin)
+        return torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin).T

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from app.data.batches import GlobalBatches, Placement, RawBatch
+from app.data.batches import GlobalBatches, Placement, RawBatch, Rows
 from app.data.cache import ImageCache
 from app.data.shares import shards_beyond, stream
 from app.data.sources import Source, Split, SplitName
@@ -329,6 +329,7 @@ class ImageData(LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Augment and normalise on the device; return images (n, C, H, W) in the run's precision, and labels (n,)."""
+        batch = batch.gather() if isinstance(batch, Rows) else batch
         assert isinstance(batch, RawBatch)
         assert self.trainer is not None
         images, labels = self.transform(batch.images, batch.draws), batch.labels

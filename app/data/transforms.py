@@ -118,7 +118,7 @@ class Transform:
 
         Args:
             images: uint8 (B, C, H, W).
-            draws: Integers below `DRAW_RANGE`, int32 (B, 5), or None for no augmentation.
+            draws: Integers below `DRAW_RANGE`, (B, 5), or None for no augmentation.
 
         Returns:
             float32 (B, C, H, W).

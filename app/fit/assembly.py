@@ -16,6 +16,7 @@ from app.fit.resolved import Resolved
 from app.fit.run_options import Run
 from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
+from app.loop.graph_step import GraphLoop
 from app.loop.shards import ShardedLoop
 from app.loop.straight_step import StraightLoop
 from app.monitor.balance import Balance
@@ -88,7 +89,7 @@ def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
         parser.callback_keys = []
 
 
-def patch(trainer: Trainer, run: Run) -> Trainer:
+def patch(trainer: Trainer, run: Run, cuda_graph: bool) -> Trainer:
     """Replace the Trainer's signal handlers, checkpoint connector and loop."""
     lightning_patches.replace_signal_connector(trainer, Signals(trainer))
     lightning_patches.count_epochs(trainer)
@@ -99,5 +100,5 @@ def patch(trainer: Trainer, run: Run) -> Trainer:
         if isinstance(trainer.strategy, DDP):
             trainer.strategy.keep_buffers()
     elif run.loop == "straight":
-        StraightLoop.put_into(trainer)
+        (GraphLoop if cuda_graph else StraightLoop).put_into(trainer)
     return trainer

@@ -252,7 +252,7 @@ class CLI(Flags):
         if not self.is_recorded:
             return super().instantiate_trainer(**kwargs)
         kwargs |= callbacks(config, self.command)
-        return patch(super().instantiate_trainer(**kwargs), config.run)
+        return patch(super().instantiate_trainer(**kwargs), config.run, bool(resolved.given("model.cuda_graph")))
 
     def after_fit(self) -> None:
         """Test the best checkpoint, if model and data define a test."""

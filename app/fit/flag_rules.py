@@ -117,16 +117,13 @@ def _cuda_graph(s: Resolved) -> Iterator[str]:
         return
     if s.world_size > 1 or s.strategy is not SingleDeviceStrategy:
         yield f"--model.cuda_graph true is for one GPU, not for --trainer.strategy {s.name}: leave it out"
-    schedules_steps = s.given("model.scheduler") and s.given("model.scheduler_interval") == "step"
     for flag, is_set, why in (
-        ("trainer.gradient_clip_val", s.trainer.gradient_clip_val, "the graph updates before gradients can be clipped"),
         ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "the graph updates on each batch"),
         ("data.micro_batch", s.given("data.micro_batch"), "the graph holds a single pass"),
         ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
-        ("model.schedule", s.given("model.schedule"), "the graph holds a fixed learning rate"),
-        ("model.scheduler_interval step", schedules_steps, "the graph holds a fixed learning rate"),
         ("model.compile reduce-overhead", s.reduces_overhead, "the compiler makes CUDA graphs, too"),
         ("run.on_nonfinite skip", s.config.run.on_nonfinite == "skip", "the graph cannot skip its update"),
+        ("run.loop lightning", s.config.run.loop == "lightning", "only the straight loop has graphs"),
         ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient on the host"),
     ):
         if is_set:

@@ -375,6 +375,11 @@ class Step:
         """Compute loss and gradients, and clip the gradients, as the optimizer's closure."""
         loss = self.compute()
         self.on_before_optimizer_step(self.optimizer)
+        self.clip_gradients()
+        return loss
+
+    def clip_gradients(self) -> None:
+        """Clip the gradients, if the Trainer or the module does."""
         trainer = self.trainer
         if self.clips or trainer.gradient_clip_val is not None:
             self.clip(
@@ -382,7 +387,6 @@ class Step:
                 gradient_clip_val=trainer.gradient_clip_val,
                 gradient_clip_algorithm=trainer.gradient_clip_algorithm,
             )
-        return loss
 
     def _unpack(self, output: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
         """Return the loss and the outputs for a `training_step` result that is not a tensor.

@@ -37,6 +37,8 @@ class NonFinite(Callback):
         self.since: int | None = None
         self.step: int | None = None
         self.skipped = 0
+        if action == "skip":
+            self.on_before_optimizer_step = self._skip  # type: ignore[method-assign]
         self._losses: list[tuple[int, Tensor]] = []  # batch index and loss
         self._window, self._checked_step, self._last_batch = 1, 0, 0
 
@@ -70,9 +72,9 @@ class NonFinite(Callback):
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
             self._check(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Skip an update with non-finite gradients by setting all gradients to None."""
-        if self.action != "skip" or getattr(trainer.precision_plugin, "scaler", None):  # the scaler skips the update
+        if getattr(trainer.precision_plugin, "scaler", None):  # the scaler skips the update
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         bad = torch.tensor(not _finite(gradients), dtype=torch.int64, device=trainer.strategy.root_device)

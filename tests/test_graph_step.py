@@ -1,0 +1,158 @@
+"""Training steps as CUDA graphs, on tapes that stand in for them, and on a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from graph_tape import Graph, tapes
+from harness import App, difference, error_of, losses, on_gpu, options, output_of, record_of, tiny
+from lightning.pytorch import Trainer
+
+from app.data import Synthetic
+from app.errors import UserError
+from app.fit import rules
+from app.loop import graph_step
+from app.modules import CIFARCNN
+
+__all__ = ["tapes"]
+
+# 203 images less 20 for validation: 9 full batches per epoch, and one of 3
+SMALL = tiny(203, 20, flip=True, crop_padding=2)
+STEPS = options(max_epochs=3, log_every_n_steps=1, test=False, placement="device")
+EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
+EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
+GRAPH = ["--model.cuda_graph", "true"]
+FUSED = ["--model.optimizer.fused", "true"]
+# float32 holds these rates without rounding
+SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.0078125", "--model.optimizer.momentum", "0.9", *FUSED]
+ADAMW = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.0078125", *FUSED]
+HALVED = ["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"]
+
+ONE_CYCLE = ["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.1"]
+ONE_CYCLE += ["--model.scheduler.total_steps", "40", "--model.scheduler_interval", "step"]
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow graphs on the CPU."""
+    monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
+
+
+RUNS = {
+    "sgd": SGD,
+    "adamw_halved": [*ADAMW, *HALVED],
+    "halved_at_each_step": [*SGD, *HALVED, "--model.scheduler_interval", "step"],
+    "clipped": [*SGD, "--trainer.gradient_clip_val", "0.5"],
+    "averaged": [*SGD, "--model.ema", "0.9"],
+    "bf16": [*SGD, "--trainer.precision", "bf16-mixed"],
+    "from_host_memory": [*SGD, "--data.placement", "memory"],
+    "mixed": [*SGD, "--data.mixup", "0.5", "--data.cutmix", "1.0"],
+}
+
+
+@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
+def test_a_graph_computes_the_same(flags: list[str], tapes: list[Graph], app: App, tmp_path: Path) -> None:
+    """Bits are the same. The first three steps and each epoch's last batch run as usual; the others are replayed."""
+    for name, more in (("plain", []), ("graph", GRAPH)):
+        output_of(*app("fit", *SMALL, *STEPS, *EVERY, *flags, *more, "--run.name", name))
+    plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
+    assert [tape.replays for tape in tapes] == [24] * (1 if "--data.mixup" in flags else 2)
+    np.testing.assert_array_equal(losses(graph), losses(plain))
+    files = [sorted((run / "checkpoints").glob("step=*.ckpt")) for run in (plain, graph)]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]]
+    for pair in zip(*files, strict=True):
+        assert difference(*pair) == 0
+    rows = [record_of(run)["epochs"] for run in (plain, graph)]
+    for row in (*rows[0], *rows[1]):
+        del row["seconds"], row["samples_per_s"]
+    assert rows[0] == rows[1]
+    assert record_of(graph)["cuda_graph"] is True
+
+
+def test_a_graph_goes_on_from_a_step_without_one(tapes: list[Graph], app: App, tmp_path: Path) -> None:
+    """A run that resumes at an epoch's smaller last batch captures the full batches after it."""
+    flags = ["fit", *SMALL, *STEPS, *EVERY, "--last_checkpoint.every_n_train_steps", "9", *SGD]
+    output_of(*app(*flags, "--run.name", "plain"))
+    saved = tmp_path / "runs" / "plain" / "version_0" / "checkpoints"
+    output_of(*app(*flags, *GRAPH, "--run.name", "graph", "--ckpt_path", saved / "step=9.ckpt"))
+    resumed = tmp_path / "runs" / "graph" / "version_0" / "checkpoints"
+    assert [tape.replays for tape in tapes] == [15, 15]
+    assert difference(saved / "step=27.ckpt", resumed / "step=27.ckpt") == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--model.optimizer", "LBFGS"],
+            "error: --model.cuda_graph true: LBFGS cannot be captured: use SGD, Adam or AdamW",
+        ),
+        (
+            ["--model.optimizer.fused", "false"],
+            "error: --model.cuda_graph true captures only SGD's fused update: leave foreach and fused out",
+        ),
+        (
+            ["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs", "0.1"],
+            "error: --model.cuda_graph true does not work with StochasticWeightAveraging: leave one of them out",
+        ),
+        (
+            ["--trainer.profiler", "simple"],
+            "error: --model.cuda_graph true does not work with a profiler: leave one of them out",
+        ),
+        (
+            ["--run.loop", "lightning"],
+            "error: --model.cuda_graph true with --run.loop lightning: only the straight loop has graphs: leave one of "
+            "them out",
+        ),
+        (
+            [*SGD, *ONE_CYCLE],
+            "error: --model.cuda_graph true: the scheduler changes more than the learning rate, such as the momentum, "
+            "at each step: use --model.schedule, or leave cuda_graph out",
+        ),
+    ],
+    ids=["LBFGS", "not_fused", "averaging", "profiler", "loop", "momentum"],
+)
+def test_requests_that_a_graph_cannot_serve(flags: list[str], said: str, tapes: list[Graph], app: App) -> None:
+    assert error_of(*app("fit", *SMALL, *STEPS, *GRAPH, *flags)) == said
+
+
+def test_a_trainer_without_graphs() -> None:
+    """A plain Trainer names the loop that it needs."""
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, barebones=True)
+    with pytest.raises(UserError, match=r"GraphLoop\.put_into\(trainer\)"):
+        trainer.fit(CIFARCNN(cuda_graph=True), datamodule=Synthetic(size=32, val_size=0, batch_size=16))
+
+
+def test_the_cause_of_a_failed_capture_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's error at the end of a failed capture hides the error that ended it."""
+
+    @contextmanager
+    def invalidated(*args: Any, **kwargs: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", invalidated)
+    with pytest.raises(torch.OutOfMemoryError):
+        graph_step.Graph(full)
+
+
+@on_gpu
+@pytest.mark.parametrize("optimizer", [[], ["--model.optimizer", "AdamW"]], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("scheduler", [[], HALVED], ids=["constant", "halved"])
+def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[str], app: App, tmp_path: Path) -> None:
+    flags = ["fit", *SMALL, *STEPS, *optimizer, *scheduler, "--trainer.precision", precision]
+    for name, more in (("plain", []), ("graph", GRAPH)):
+        output_of(*app(*flags, *more, "--trainer.accelerator", "cuda", "--run.name", name))
+    plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
+    np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "32-true" else 1e-2)
