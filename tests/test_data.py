@@ -41,6 +41,15 @@ def test_normalisation() -> None:
     assert Transform((0.0,), (256 / 255,))(images).flatten().tolist() == [0, 51 / 256, 255 / 256]
 
 
+def test_large_batches_are_normalised_alike() -> None:
+    images = torch.randint(256, (3, 3, 600, 400), dtype=torch.uint8)
+    transform = Transform((0.4, 0.5, 0.6), (0.2, 0.3, 0.5), flip=True)
+    drawn = torch.randint(DRAW_RANGE, (3, transform.draws), dtype=torch.int32)
+    one_by_one = [(image[None], draws[None]) for image, draws in zip(images, drawn, strict=True)]
+    assert torch.equal(transform(images), torch.cat([transform(image) for image, _ in one_by_one]))
+    assert torch.equal(transform(images, drawn), torch.cat([transform(*each) for each in one_by_one]))
+
+
 def test_flip_crop_and_cutout_do_what_they_say() -> None:
     images = torch.randint(256, (64, 3, 8, 6), dtype=torch.uint8)
     drawn = torch.randint(DRAW_RANGE, (64, 5), dtype=torch.int32)

@@ -1,5 +1,6 @@
 """Images of different sizes: resize, crops, cache, and augmentation by name; equal for any number of ranks."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchvision.transforms import v2
 
 from app.data import ImageFolder
 from app.data.geometry import Geometry
-from app.data.image_files import FileSplit
+from app.data.image_files import FileSplit, pixels
 
 RESIZED: dict[str, Any] = {"size": 16, "resize": 20, "crop": "random_resized", "num_workers": 0}
 
@@ -64,6 +65,52 @@ def test_training_images_are_kept_larger(image_root: Path, cache: Path, decoded:
         decoded()
         attach(ImageFolder(str(image_root), **flags, **({"scale": (0.5, 1.0)} if crop == "random_resized" else {})))
         assert decoded() == 0, "the second start, with another scale"
+
+
+def test_several_workers_write_one_file(image_root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Workers append in any order; each row still is its own image, and a damaged one is left out."""
+    monkeypatch.setattr(FileSplit, "_block", 2)
+    monkeypatch.setattr("app.data.module.usable_cores", lambda: 2)
+    damaged = image_root / "train" / "dog" / "04.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:300])
+    split = attach(ImageFolder(str(image_root), cache=str(cache), on_bad_image="skip", **RESIZED))._splits["train"][0]
+    assert split.names is not None
+    assert (len(split), split.left_out) == (35, 1)
+    geometry = Geometry((16, 16), 20, crop="random_resized")
+    for index, name in enumerate(split.names):
+        assert torch.equal(split[index], geometry.keep(sample(Path(name))))
+        assert split.labels[index] == ["cat", "dog", "eel"].index(Path(name).parent.name)
+
+
+def test_a_worker_without_room(image_root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    messages: list[str] = []
+    monkeypatch.setattr("app.data.module.rank_zero_info", messages.append)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, before[1]))
+    try:
+        attach(ImageFolder(str(image_root), cache=str(cache), **RESIZED))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [message.partition(", so")[0] for message in messages] == [
+        f"Decoded images cannot be kept in {cache} ([Errno 28] No space left on device)"
+    ]
+    assert not list(cache.iterdir())
+
+
+def test_jpegs_have_the_pixels_of_pil(tmp_path: Path) -> None:
+    """At full size, in every kind of JPEG file; a file without its end has PIL's error."""
+    path, rng = tmp_path / "x.jpg", np.random.default_rng(0)
+    colours = Image.fromarray(rng.integers(256, size=(37, 51, 3), dtype=np.uint8))
+    kinds: list[dict[str, Any]] = [{"subsampling": n} for n in range(3)]
+    kinds += [{"progressive": True}, {"keep_rgb": True}, {"quality": 30}]
+    for picture in (colours, colours.convert("L"), colours.convert("CMYK")):
+        for kind in kinds:
+            picture.save(path, **({} if picture.mode == "CMYK" else kind))
+            assert torch.equal(pixels(Image.open(path), 3), sample(path))
+    colours.save(path)
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(OSError, match="image file is truncated"):
+        pixels(Image.open(path), 3)
 
 
 def test_a_damaged_cache_is_made_again(image_root: Path, cache: Path, decoded: Any) -> None:  # noqa: F811

@@ -1,8 +1,8 @@
 """Cache of decoded images: one file per split, memory-mapped by every rank.
 
 A file holds a header (JSON, one page), pixels, labels and file names (JSON). Images of different sizes are stored as
-(h, w, C), with their sizes before the labels. The header's key describes the source; a file with another key is
-rebuilt.
+(h, w, C) in any order, with their sizes and places before the labels. The header's key describes the source; a file
+with another key is rebuilt.
 """
 
 import errno
@@ -17,9 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
-from app.data.sources import RaggedImages, RaggedSplit, Source, Split, SplitName, mapped
+from app.data.sources import Errors, RaggedSplit, Source, Split, SplitName, mapped
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
@@ -51,18 +50,17 @@ class ImageCache:
                 header = json.loads(file.read(HEADER))
                 shape, names, left_out = header["shape"], header["names"], header["left_out"]
                 pixels, count = math.prod(shape), header["count"]
-                columns = 1 if len(shape) == 4 else 3  # only labels, or heights, widths and labels
+                columns = 1 if len(shape) == 4 else 4  # only labels, or heights, widths, ends and labels
                 size = HEADER + pixels + 8 * columns * count + names
                 if header["key"] != key or os.fstat(file.fileno()).st_size != size:
                     return None
                 images = mapped(file, HEADER, shape)
                 file.seek(HEADER + pixels)
-                values = np.frombuffer(file.read(8 * columns * count), np.int64).reshape(columns, count)
-                *sizes, labels = torch.from_numpy(values.copy())
-                files = json.loads(file.read(names))
-                if sizes:
-                    return RaggedSplit(RaggedImages(images, torch.stack(sizes, 1)), labels, files, left_out)
-                return Split(images, labels, files, mapped=True, left_out=left_out)
+                table = np.frombuffer(file.read(8 * columns * count), np.int64).reshape(columns, count)
+                values, files = torch.from_numpy(table.copy()), json.loads(file.read(names))
+                if columns == 4:
+                    return RaggedSplit(images, values, files, left_out)
+                return Split(images, values[0], files, mapped=True, left_out=left_out)
         except (OSError, ValueError, LookupError, TypeError):  # not a file of this cache
             return None
 
@@ -94,14 +92,15 @@ class ImageCache:
                 raise OSError(errno.ENOSPC, f"{needed / 2**30:.1f} GiB are over half of the free space")
             rank_zero_info(f"Decoding {len(images):,} image{'s' * (len(images) != 1)}, once, into {path}")
             file.write(b"".ljust(HEADER))
-            wrong: dict[int, UserError] = {}
-            sizes: list[Tensor] = []
-            for block in images.blocks(num_workers, wrong if source.skips else None):
-                if isinstance(block, RaggedImages):
-                    sizes.append(block.sizes)
-                    block = block.pixels
-                file.write(block.numpy().data)
-            pixels = file.tell() - HEADER
+            file.flush()  # workers may append to the file
+            wrong: Errors = {}
+            places: list[tuple[int, int, int]] = []
+            for block in images.blocks(num_workers, wrong if source.skips else None, file.name):
+                if isinstance(block, list):
+                    places += block
+                else:
+                    file.write(block.numpy().data)
+            pixels = file.seek(0, os.SEEK_END) - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
             first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # the remedy follows the last colon
             if not right:
@@ -109,8 +108,7 @@ class ImageCache:
             if wrong:
                 rank_zero_info(f"{len(wrong):,} of {len(images):,} images are skipped; the first one: {first}")
             names = json.dumps(images.names and [images.names[place] for place in right]).encode()
-            if sizes:
-                file.write(torch.cat(sizes).T.contiguous().numpy().data)
+            file.write((np.array(places, np.int64).reshape(-1, 3) - (0, 0, HEADER)).T.tobytes())
             file.write(images.labels[right].numpy().data)
             file.write(names)
             shape = [pixels] if ragged else [len(right), *source.image_shape]

@@ -12,20 +12,21 @@ import numpy as np
 import psutil
 import torch
 from PIL import Image, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 from rich import get_console
 from rich.progress import Progress
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor
 
 from app.data.geometry import Geometry
-from app.data.sources import EMBEDDED, Images, Source, Split, SplitName, Workers
+from app.data.sources import EMBEDDED, Errors, Images, Source, Split, SplitName, Workers
 from app.errors import UserError, one_line
 from app.system.files import open_file
 
 SPLITS: Sequence[SplitName] = ("train", "val", "test")
-SYNONYMS: dict[str, SplitName] = {name: name for name in SPLITS}
-SYNONYMS |= {"validation": "val", "valid": "val", "dev": "val"}
+SYNONYMS: dict[str, SplitName] = {each: each for each in SPLITS} | {"validation": "val", "valid": "val", "dev": "val"}
 
 
 def pixels(picture: Image.Image, channels: int) -> Tensor:
@@ -35,6 +36,11 @@ def pixels(picture: Image.Image, channels: int) -> Tensor:
         picture: The picture.
         channels: 1 (grey) or 3 (RGB).
     """
+    match picture:
+        case JpegImageFile(format="JPEG", mode="RGB", decoderconfig=() | (1, 0), fp=file) if file and channels == 3:
+            with suppress(RuntimeError):  # at full size, libjpeg gives PIL's pixels sooner; PIL reports damaged files
+                file.seek(0)
+                return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8), ImageReadMode.RGB)
     if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
@@ -80,8 +86,8 @@ class FileSplit(Split):
                     file.draft("L" if channels == 1 else None, self.ragged.kept_size(*file.size[::-1])[::-1])
                 image = pixels(file, channels)
         except Exception as error:  # PIL's decoders raise exceptions of any type for a damaged file
-            reason = "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
-            reason = reason or type(error).__name__
+            reason = one_line(str(error)) or type(error).__name__
+            reason = "not an image" if isinstance(error, UnidentifiedImageError) else reason
             raise UserError(
                 f"{self._name(index)} cannot be read ({reason}): replace it, or --data.on_bad_image skip"
             ) from error
@@ -101,10 +107,10 @@ class FileSplit(Split):
             self._images = images
         return self._images
 
-    def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Images]:  # noqa: D102
+    def blocks(self, num_workers: int, wrong: Errors | None = None, file: str = "") -> Iterator[Images]:  # noqa: D102
         parts = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
-        shape = None if self.ragged else self.image_shape
-        workers = Workers(self.__getitem__, parts, shape, min(num_workers, len(parts)))
+        target = file if self.ragged else self.image_shape
+        workers = Workers(self.__getitem__, parts, target, min(num_workers, len(parts)))
         console = get_console()
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
         with Progress(console=console, transient=True, disable=silent) as progress:

@@ -141,12 +141,13 @@ class ImageData(LightningDataModule):
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
+            reason = error.strerror or str(error).split("OSError: ")[-1].strip()  # a worker's ends with its message
+            refused = f"cannot be kept in {self.cache.folder} ({reason})"
             if self.source.skips:
-                reason = f"decoded images cannot be kept in {self.cache.folder} ({error.strerror})"
-                raise UserError(f"--data.on_bad_image skip: {reason}: give another --data.cache") from error
+                message = f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
+                raise UserError(message) from error
             rank_zero_info(  # not a warning, because a warning prints two lines
-                f"Decoded images cannot be kept in {self.cache.folder} ({error.strerror or error}), so that each rank "
-                "decodes them for itself: give another --data.cache, or off"
+                f"Decoded images {refused}, so that each rank decodes them: give another --data.cache, or off"
             )
 
     def setup(self, stage: str) -> None:

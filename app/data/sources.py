@@ -1,6 +1,7 @@
 """Image sources: data sets, their files, and decoding into uint8 tensors."""
 
 import ctypes
+import errno
 import math
 import os
 import signal
@@ -11,14 +12,15 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
 import torchvision
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from app.data.geometry import Geometry
 from app.errors import UserError
@@ -29,19 +31,9 @@ SplitName = Literal["train", "val", "test", "predict"]
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
-class RaggedImages(NamedTuple):
-    """Images of different sizes.
-
-    Attributes:
-        pixels: Pixels of all images, one after the other as (h, w, C), uint8 (bytes,).
-        sizes: Height and width of each image, int64 (n, 2).
-    """
-
-    pixels: Tensor
-    sizes: Tensor
-
-
-Images = Tensor | RaggedImages  # the tensor is uint8 (n, C, H, W)
+Errors = dict[int, UserError]  # errors of unreadable images, by index
+# uint8 (n, C, H, W); or height, width, and end in bytes of each image that a worker has written to a file
+Images = Tensor | list[tuple[int, int, int]]
 
 
 def work_apart(worker: int) -> None:
@@ -54,9 +46,9 @@ def work_apart(worker: int) -> None:
 class _Items(Dataset[Any]):
     """Data set that returns a UserError instead of raising it, because DataLoader would add a traceback to the text."""
 
-    def __init__(self, read: Callable[[Any], Tensor], image_shape: Sequence[int] | None) -> None:
+    def __init__(self, read: Callable[[Any], Tensor], target: Sequence[int] | str) -> None:
         # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY is empty
-        self.read, self.image_shape, self.made_by = read, image_shape, MADE_BY
+        self.read, self.target, self.made_by = read, target, MADE_BY
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
         try:
@@ -69,15 +61,23 @@ class _Items(Dataset[Any]):
             wrong.add_note(traceback.format_exc())  # for --verbose
             return wrong
 
-    def stack(self, images: list[Tensor | UserError]) -> tuple[Images, dict[int, UserError]]:
-        """Return the readable images as one batch, which may be empty, and the other images' errors by index."""
+    def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
+        """Stack or write the readable images, perhaps none; return them, and the errors of the others by index."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
-        if self.image_shape is None:  # one tensor for all images: a worker sends each tensor by a file descriptor
-            pixels = [image.permute(1, 2, 0).flatten() for image in right]
-            sizes = torch.tensor([image.shape[1:] for image in right], dtype=torch.int64).view(-1, 2)
-            return RaggedImages(torch.cat([torch.empty(0, dtype=torch.uint8), *pixels]), sizes), wrong
-        return torch.stack(right) if right else torch.empty((0, *self.image_shape), dtype=torch.uint8), wrong
+        if isinstance(self.target, str):
+            with open(self.target, "ab", buffering=0) as file:  # the kernel keeps the writes of several workers apart
+                return [(*image.shape[1:], _append(file, image)) for image in right], wrong
+        # default_collate stacks in shared memory
+        return default_collate(right) if right else torch.empty((0, *self.target), dtype=torch.uint8), wrong
+
+
+def _append(file: FileIO, image: Tensor) -> int:
+    """Write an image, uint8 (C, h, w), as (h, w, C) at the end of a file; return the file's new size."""
+    pixels = image.permute(1, 2, 0).contiguous().numpy()
+    if file.write(pixels.data) < pixels.nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return file.tell()
 
 
 class Workers(DataLoader[Tensor]):
@@ -86,7 +86,7 @@ class Workers(DataLoader[Tensor]):
     Args:
         read: Function that reads an item's image, uint8 (C, H, W).
         batches: Items of each batch.
-        image_shape: Shape of an image, (C, H, W); None for images of different sizes.
+        target: Shape of an image, (C, H, W), or path of the file to which workers append images of different sizes.
         num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
@@ -95,16 +95,16 @@ class Workers(DataLoader[Tensor]):
         self,
         read: Callable[[Any], Tensor],
         batches: Iterable[Any],
-        image_shape: Sequence[int] | None,
+        target: Sequence[int] | str,
         num_workers: int,
         pin_memory: bool = False,
     ) -> None:
-        items = _Items(read, image_shape)
+        items = _Items(read, target)
         super().__init__(
             items,
             batch_sampler=batches,
             num_workers=num_workers,
-            collate_fn=items.stack,
+            collate_fn=items.collate,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=work_apart,
@@ -117,7 +117,7 @@ class Workers(DataLoader[Tensor]):
                 raise error
             yield images
 
-    def with_errors(self) -> Iterator[tuple[Images, dict[int, UserError]]]:
+    def with_errors(self) -> Iterator[tuple[Images, Errors]]:
         """Iterate over pairs of a batch's readable images and the other images' errors, by index in the batch."""
         return super().__iter__()
 
@@ -166,11 +166,12 @@ class Split(Dataset[Tensor]):
         assert self._images is not None
         return self._images
 
-    def blocks(self, num_workers: int, wrong: dict[int, UserError] | None = None) -> Iterator[Images]:
+    def blocks(self, num_workers: int, wrong: Errors | None = None, file: str = "") -> Iterator[Images]:
         """Yield all images in order, in blocks of about 1 MiB.
 
         Args:
             num_workers: Number of processes that decode.
+            file: Path of the file to which images of different sizes are appended; their places are yielded instead.
             wrong: Dictionary that collects the errors of unreadable images, by index; these images are skipped.
 
         Raises:
@@ -187,22 +188,19 @@ class RaggedSplit(Split):
     """Labelled images of different sizes, mapped from one file. Item i is image i, uint8 (C, h, w).
 
     Args:
-        images: The images.
-        labels: int64 (N,).
+        pixels: Pixels of all images as (h, w, C), uint8 (bytes,).
+        values: Heights, widths, ends in `pixels`, and labels, int64 (4, N).
         names: File names, if any.
         left_out: Number of images that could not be read.
     """
 
-    def __init__(self, images: RaggedImages, labels: Tensor, names: Sequence[str] | None, left_out: int) -> None:
-        super().__init__(images.pixels, labels, names, mapped=True, left_out=left_out)
-        areas = images.sizes.prod(1)
-        self._sizes, self._ends = images.sizes, areas.cumsum(0)
-        self._channels = len(images.pixels) // max(int(areas.sum()), 1)
+    def __init__(self, pixels: Tensor, values: Tensor, names: Sequence[str] | None, left_out: int) -> None:
+        super().__init__(pixels, values[3], names, mapped=True, left_out=left_out)
+        self._places = values[:3].T
 
     def __getitem__(self, index: int) -> Tensor:
-        (height, width), end = self._sizes[index].tolist(), int(self._ends[index])
-        pixels = self.tensor()[(end - height * width) * self._channels : end * self._channels]
-        return pixels.view(height, width, self._channels).permute(2, 0, 1)
+        (height, width, end), channels = self._places[index].tolist(), self.image_shape[0]
+        return self.tensor()[end - height * width * channels : end].view(height, width, channels).permute(2, 0, 1)
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:

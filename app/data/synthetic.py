@@ -1,7 +1,6 @@
 """Embedded data set: seeded drawings of ten shapes, without files or download."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -117,18 +116,7 @@ def wave(x: Floats, y: Floats, kind: Floats) -> Floats:
     return np.maximum(abs(y - 0.4 * np.sin(pitch * x)) / steepness - 0.16, abs(x) - 1)
 
 
-SHAPES: tuple[Callable[[Floats, Floats, Floats], Floats], ...] = (
-    circle,
-    square,
-    triangle,
-    star,
-    cross,
-    ring,
-    stripes,
-    checker,
-    letter,
-    wave,
-)
+SHAPES = (circle, square, triangle, star, cross, ring, stripes, checker, letter, wave)
 
 
 class SyntheticSource(Source):

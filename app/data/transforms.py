@@ -126,16 +126,22 @@ class Transform:
         if self.mean.device != images.device:
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
         if draws is None:
-            return images.float().sub_(self.mean).div_(self.std)
+            return self._normalised(images)
         choices = self._choices_for(images)
         chosen = (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)  # five tensors (B,)
         if self.crop_padding or self.flip:
             images = self._crop_and_flip(images, choices, *chosen[:3])
-        normalised = images.float().sub_(self.mean).div_(self.std)
+        normalised = self._normalised(images)
         if self.cutout:
             rows, columns = choices.hole_rows[chosen[3]], choices.hole_columns[chosen[4]]  # (B, H), (B, W)
             normalised.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
         return normalised
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        large = images.device.type == "cpu" and images.numel() >= 2**21
+        # NumPy asks for huge pages, which save page faults
+        floats = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images) if large else images.float()
+        return floats.sub_(self.mean).div_(self.std)
 
     def _choices_for(self, images: Tensor) -> Choices:
         height, width = images.shape[2:]
@@ -162,7 +168,9 @@ class Transform:
 
     def _crop_and_flip(self, images: Tensor, choices: Choices, top: Tensor, left: Tensor, side: Tensor) -> Tensor:
         batch, channels, height, width = images.shape
+        if not self.crop_padding:  # whole images are faster to gather than pixels
+            rows = torch.arange(batch, device=side.device)
+            return torch.cat((images.flip(3), images)).index_select(0, side * batch + rows)
         places = choices.rows[top][:, :, None] + choices.columns[side, left][:, None, :]  # (B, H, W)
-        padded = F.pad(images, (self.crop_padding,) * 4) if self.crop_padding else images
         wanted = places.view(batch, 1, height * width).expand(-1, channels, -1)
-        return padded.flatten(2).gather(2, wanted).view(images.shape)
+        return F.pad(images, (self.crop_padding,) * 4).flatten(2).gather(2, wanted).view(images.shape)
