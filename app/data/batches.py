@@ -17,7 +17,7 @@ from torch.utils.data import SequentialSampler
 
 from app.data.shares import GlobalOrder, Shards, stream
 from app.data.sources import Split, Workers
-from app.data.transforms import DRAW_RANGE, Mix, draw_mix
+from app.data.transforms import DRAW_RANGE, FLIP, Mix, draw_mix
 from app.errors import UserError
 from app.system.patches import expects
 from app.system.random_streams import seed_of
@@ -119,6 +119,7 @@ class GlobalBatches(GlobalOrder):
         one_by_one: Whether each shard is a separate batch, so that an evaluation has the same bits on any number of
             ranks.
         draws: Number of random numbers per sample.
+        alternate: Whether a sample is flipped in every other epoch, beginning with the first or the second at random.
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
             with the first.
         weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
@@ -146,6 +147,7 @@ class GlobalBatches(GlobalOrder):
         virtual_devices: int | None = None,
         one_by_one: bool = False,
         draws: int = 0,
+        alternate: bool = False,
         mixing: tuple[float, float] = (0, 0),
         weights: Tensor | None = None,
         crop: Callable[[Tensor], Tensor] | None = None,
@@ -156,6 +158,7 @@ class GlobalBatches(GlobalOrder):
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
         self.split, self.rows = split, rows
         self.shuffle, self.draws, self.weights = shuffle, draws, weights
+        self.alternate = alternate
         self.mixing = mixing if any(mixing) else None
         self.epoch = 0
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
@@ -255,7 +258,7 @@ class GlobalBatches(GlobalOrder):
     def _shares_of(self, steps: range) -> Iterator[RawBatch]:
         epoch = self.epoch
         order = self._order(epoch)
-        drawn = self._draw(epoch)
+        drawn = self._draw(epoch, order)
 
         read: Iterator[Tensor] | None = None
         if self._workers is not None:
@@ -293,9 +296,13 @@ class GlobalBatches(GlobalOrder):
             return [(row, 0) for row in rows]
         return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
-    def _draw(self, epoch: int) -> Tensor | None:
+    def _draw(self, epoch: int, order: Tensor) -> Tensor | None:
         """Draw the augmentations' random integers for a whole epoch, independently of ranks and batch size."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)
-        return torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin)
+        drawn = torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin)
+        if self.alternate:
+            first = torch.randint(2, (len(self.rows),), generator=stream(self.seed, 5), dtype=torch.int32)
+            drawn[:, FLIP] = (first[order] + epoch) % 2 * (DRAW_RANGE // 2)
+        return drawn
