@@ -128,7 +128,9 @@ class WhitenedCNN(nn.Module):
             first, second = (nn.Conv2d(each, next_width, 3, padding=1, bias=False) for each in (width, next_width))
             for convolution, shrink in ((first, [nn.MaxPool2d(2)]), (second, [])):
                 nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
-                layers += [convolution, *shrink, nn.BatchNorm2d(next_width, momentum=0.4), nn.GELU()]
+                norm = nn.BatchNorm2d(next_width, momentum=0.4)
+                norm.weight.requires_grad_(False)
+                layers += [convolution, *shrink, norm, nn.GELU()]
         self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
 
