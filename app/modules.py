@@ -11,6 +11,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, Metric, MetricCollection
@@ -20,7 +21,7 @@ from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
-from app.networks import MLP, load_weights, make_network, read_weights
+from app.networks import MLP, WhitenedCNN, load_weights, make_network, read_weights
 from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults, set_rates
 from app.system.patches import expects
 
@@ -103,6 +104,8 @@ class ImageClassifier(LightningModule):
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
         cuda_graph: Replay training steps as CUDA graphs, with a few launches for each step; only on a single GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
+        views: Views of an image whose mean logits are its prediction: `mirror`: the image and its mirror image.
+            `shift`: also both of them moved by one pixel, up to the left and down to the right.
         **recipe: Arguments of `Recipe`.
 
     Attributes:
@@ -130,10 +133,11 @@ class ImageClassifier(LightningModule):
         compile: Compile | bool = "off",
         cuda_graph: bool = False,
         matmul_precision: MatmulPrecision = "highest",
+        views: Literal["mirror", "shift"] | None = None,
         **recipe: Any,
     ) -> None:
         super().__init__()
-        self.recipe = Recipe(**recipe)
+        self.recipe, self.views = Recipe(**recipe), views
         self.network_name = network if isinstance(network, str) else type(network).__name__
         self.network = make_network(network, num_classes) if isinstance(network, str) else network
         self.weights = weights
@@ -196,6 +200,10 @@ class ImageClassifier(LightningModule):
         if stage == "fit":
             if self.weights is not None:
                 rank_zero_info(load_weights(self.network, read_weights(self.weights, self.network_name), self.weights))
+            elif isinstance(self.network, WhitenedCNN):
+                self.network.whiten(
+                    self._image_data("--model.network", "give its images to whitened networks").sample()
+                )
             if self.recipe.class_weights is not None:
                 self.class_weights = self._balanced_weights()
             self.sums = Sums(self.trainer.strategy.root_device)
@@ -205,11 +213,14 @@ class ImageClassifier(LightningModule):
             else:
                 self.optimizer_zero_grad = self._zero_unless_in_parts  # type: ignore[method-assign]
 
-    def _balanced_weights(self) -> Tensor:
+    def _image_data(self, flag: str, purpose: str) -> ImageData:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, ImageData):
-            raise UserError(f"--model.class_weights balanced: {type(data).__name__} does not count its classes")
-        counts = data.class_counts.to(self.device)
+            raise UserError(f"{flag}: {type(data).__name__} does not {purpose}")
+        return data
+
+    def _balanced_weights(self) -> Tensor:
+        counts = self._image_data("--model.class_weights balanced", "count its classes").class_counts.to(self.device)
         return counts.sum() / (len(counts) * counts.clamp(min=1))
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
@@ -224,8 +235,15 @@ class ImageClassifier(LightningModule):
             )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits (B, classes) of images (B, C, H, W)."""
-        return self.network(images)
+        """Return the logits (B, classes) of images (B, C, H, W); in evaluation, the mean over their views."""
+        if self.training or self.views is None:
+            return self.network(images)
+        places = [images]
+        if self.views == "shift":
+            padded = functional.pad(images, (1, 1, 1, 1), "replicate")
+            places += [padded[:, :, 2:, 2:], padded[:, :, :-2, :-2]]
+        views = [view for place in places for view in (place, place.flip(3))]
+        return torch.stack([self.network(view) for view in views]).mean(0)
 
     def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> Tensor:
         """Update the metrics with a batch, and return its logits (B, classes)."""
@@ -393,17 +411,21 @@ class ImageClassifier(LightningModule):
 
 
 class CIFARCNN(ImageClassifier):
-    """CNN for CIFAR-10: LeNet by default, or a ResNet-18.
+    """CNN for CIFAR-10: LeNet by default, a ResNet-18, or a network that trains fast.
 
     Args:
         network: `lenet`: the CNN of PyTorch's CIFAR-10 tutorial, 62,006 parameters. `resnet18`: torchvision's,
-            unchanged. `resnet18_cifar`: with the usual stem for small images.
+            unchanged. `resnet18_cifar`: with the usual stem for small images. `whitened` and `whitened_small`: with a
+            first layer that whitens the training images' patches.
         num_classes: Number of classes; on the command line, it comes from the data.
         **kwargs: As for `ImageClassifier`.
     """
 
     def __init__(
-        self, network: Literal["lenet", "resnet18", "resnet18_cifar"] = "lenet", num_classes: int = 10, **kwargs: Any
+        self,
+        network: Literal["lenet", "resnet18", "resnet18_cifar", "whitened", "whitened_small"] = "lenet",
+        num_classes: int = 10,
+        **kwargs: Any,
     ) -> None:
         super().__init__(network, num_classes, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

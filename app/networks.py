@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.nn import functional
 
 from app.errors import UserError, nearest, one_line
 from app.system.files import downloading
@@ -106,7 +107,67 @@ def resnet18_cifar(num_classes: int) -> nn.Module:
     return network
 
 
-NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18": resnet18, "resnet18_cifar": resnet18_cifar}
+class WhitenedCNN(nn.Module):
+    """CNN for small images whose first layer whitens patches of 2×2 pixels, and does not train.
+
+    The other convolutions begin as the identity, as far as their channels allow.
+    Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", https://arxiv.org/abs/2404.00498.
+
+    Args:
+        num_classes: Number of classes.
+        widths: Channels of each of the blocks.
+    """
+
+    image_shape = (3, None, None)
+
+    def __init__(self, num_classes: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.whitening = nn.Conv2d(3, 24, 2, bias=False).requires_grad_(False)
+        layers: list[nn.Module] = [nn.GELU()]
+        for width, next_width in pairwise([24, *widths]):
+            first, second = (nn.Conv2d(each, next_width, 3, padding=1, bias=False) for each in (width, next_width))
+            for convolution, shrink in ((first, [nn.MaxPool2d(2)]), (second, [])):
+                nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
+                norm = nn.BatchNorm2d(next_width, momentum=0.4)
+                norm.weight.requires_grad_(False)
+                layers += [convolution, *shrink, norm, nn.GELU()]
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Linear(widths[-1], num_classes, bias=False)
+
+    @torch.no_grad()
+    def whiten(self, images: Tensor) -> None:
+        """Set the first layer so that it whitens the patches of images, (N, 3, H, W)."""
+        patches = functional.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)  # (patches, 12)
+        variances, axes = torch.linalg.eigh(patches.T @ patches / len(patches))
+        filters = (axes / (variances + 1e-4).sqrt()).T.view(12, 3, 2, 2)
+        self.whitening.weight.copy_(torch.cat((filters, -filters)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Compute the logits of images.
+
+        Args:
+            images: (B, 3, H, W), of at least 17×17 pixels.
+
+        Returns:
+            Logits, (B, num_classes).
+        """
+        features = self.blocks(self.whitening(images)).amax((2, 3))  # (B, widths[-1])
+        return self.head(features) / 9
+
+
+def whitened(num_classes: int) -> nn.Module:
+    """Return a `WhitenedCNN` of 2.0 million parameters."""
+    return WhitenedCNN(num_classes, (64, 256, 256))
+
+
+def whitened_small(num_classes: int) -> nn.Module:
+    """Return a `WhitenedCNN` of 0.5 million parameters."""
+    return WhitenedCNN(num_classes, (32, 128, 128))
+
+
+NETWORKS: dict[str, Any] = {"lenet": LeNet} | {
+    make.__name__: make for make in (resnet18, resnet18_cifar, whitened, whitened_small)
+}
 
 
 @cache

@@ -47,6 +47,7 @@ class Recipe:
         optimizer: Optimizer class with its arguments.
         no_decay: Parameters without weight decay: `norm`, `bias`, or both as `norm,bias`.
         head_lr: Factor of the learning rate for the network's last layer.
+        norm_bias_lr: Factor of the learning rate for the biases of norm layers.
         freeze: Blocks to freeze, with their BatchNorm statistics: a count from the input, or `backbone` for all but the
             last layer.
         schedule: Learning rate over the whole run, step by step: `constant`; `cosine` or `linear`, which fall to 0;
@@ -68,6 +69,7 @@ class Recipe:
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9),
         no_decay: str | None = None,
         head_lr: PositiveFloat = 1.0,
+        norm_bias_lr: PositiveFloat = 1.0,
         freeze: PositiveInt | Literal["backbone"] | None = None,
         schedule: Schedule | None = None,
         warmup: int | str = 0,
@@ -76,7 +78,8 @@ class Recipe:
         ema: OpenUnitInterval | None = None,
     ) -> None:
         self.loss, self.label_smoothing, self.class_weights = loss, label_smoothing, class_weights
-        self.optimizer, self.head_lr, self.freeze = optimizer, head_lr, freeze
+        self.optimizer, self.freeze = optimizer, freeze
+        self.head_lr, self.norm_bias_lr = head_lr, norm_bias_lr
         self.schedule: Schedule | None = "constant" if warmup and schedule is None else schedule
         self.scheduler, self.scheduler_interval, self.ema = scheduler, scheduler_interval, ema
         self.no_decay = set(no_decay.split(",")) if no_decay else set()
@@ -123,23 +126,26 @@ class Recipe:
             network: The network, to find norm layers, biases and the head.
             parameters: The parameters to train.
         """
-        head = {id(p) for p in head_of(network)[1].parameters()} if self.head_lr != 1 else set()
+        factors = {
+            id(getattr(module, "bias", None)): self.norm_bias_lr for module in network.modules() if _is_norm(module)
+        }
+        factors |= {id(p): self.head_lr for p in head_of(network)[1].parameters()} if self.head_lr != 1 else {}
         plain = {id(p) for p in self._without_decay(network)}
-        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
-            groups.setdefault((id(parameter) in head, id(parameter) in plain), []).append(parameter)
-        if groups.keys() <= {(False, False)}:
+            groups.setdefault((factors.get(id(parameter), 1), id(parameter) in plain), []).append(parameter)
+        if groups.keys() <= {(1, False)}:
             return self.optimizer(parameters)
         decay: list[dict[str, Any]] = [{}, {"weight_decay": 0.0}]
         optimizer = self.optimizer([{"params": group, **decay[plain]} for (_, plain), group in groups.items()])
-        for (is_head, _), group in zip(groups, optimizer.param_groups, strict=True):
-            group["lr"] *= self.head_lr if is_head else 1
+        for (factor, _), group in zip(groups, optimizer.param_groups, strict=True):
+            group["lr"] *= factor
         return optimizer
 
     def _without_decay(self, network: nn.Module) -> Iterator[nn.Parameter]:
         for module in network.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if ("norm" if "norm" in type(module).__name__.lower() else name) in self.no_decay:
+                if ("norm" if _is_norm(module) else name) in self.no_decay:
                     yield parameter
 
     def make_scheduler(self, optimizer: Optimizer, steps: float, steps_per_epoch: float) -> LambdaLR:
@@ -163,6 +169,10 @@ class Recipe:
             raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
         # checkpoints omit a partial function's arguments, so that a resumed run may have another length
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
 
 
 def set_rates(scheduler: LambdaLR) -> None:

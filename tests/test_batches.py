@@ -11,7 +11,9 @@ from harness import App, error_of, fork_app, on_cpu, options, output_of, tiny
 from torch import Tensor, nn
 
 from app.data.batches import GlobalBatches, RawBatch, Rows
+from app.data.shares import stream
 from app.data.sources import Split
+from app.data.transforms import DRAW_RANGE, FLIP
 
 TWO_STEPS = options(max_steps=2, max_epochs=1)
 
@@ -49,6 +51,22 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
             assert sum(sizes) == reference.global_count(step)
             assert torch.equal(whole.images[:, 0, 0, 0].long(), whole.labels)
         assert sorted(torch.cat([batch.labels for batch in reference]).tolist()) == rows.tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_flips_alternate_on_any_number_of_ranks(world_size: int) -> None:
+    given: dict[str, Any] = {"batch_size": 6, "shuffle": True, "draws": 5, "alternate": True, "world_size": world_size}
+    loaders = [GlobalBatches(split(40), torch.arange(40), rank=rank, **given) for rank in range(world_size)]
+    flips = []
+    for epoch in range(3):
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        batches = [batch for loader in loaders for batch in loader]
+        order = torch.cat([batch.labels for batch in batches]).argsort()
+        sides = torch.cat([batch.draws for batch in batches if batch.draws is not None])[order, FLIP]
+        flips.append([side < DRAW_RANGE // 2 for side in sides.tolist()])
+    assert flips[0] == flips[2] == [not flipped for flipped in flips[1]]
+    assert flips[0] == [not side for side in torch.randint(2, (40,), generator=stream(0, 5)).tolist()]
 
 
 def test_epochs_have_permutations_of_their_own() -> None:

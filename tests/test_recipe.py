@@ -6,6 +6,7 @@ test_parity.py and test_resume.py train a recipe in every way of running, and re
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 import pytest
@@ -92,6 +93,25 @@ def make_text(num_classes: int) -> str:
 def test_what_cannot_be(flags: str, message: str, app: App) -> None:
     model = [] if flags.startswith("--model ") else ["--model", "ImageClassifier"]
     assert message in error_of(*app("fit", *QUICK, *model, *flags.split()))
+
+
+def test_whitening() -> None:
+    """The patches' whitened values are uncorrelated, of variance 1, and followed by their negatives."""
+    images = torch.einsum("ij,njhw->nihw", torch.rand(3, 3) + torch.eye(3), torch.randn(64, 3, 9, 9))
+    network = make_network("whitened_small", 10)
+    network.whiten(images)
+    plus, minus = network.whitening(images).transpose(0, 1).flatten(1).split(12)  # (12, patches) each
+    torch.testing.assert_close(plus @ plus.T / plus.shape[1], torch.eye(12), rtol=0, atol=0.01)
+    torch.testing.assert_close(minus, -plus)
+
+
+@pytest.mark.parametrize(("views", "moves"), [("mirror", [0]), ("shift", [0, 1, -1])])
+def test_views(views: Literal["mirror", "shift"], moves: list[int]) -> None:
+    model = ImageClassifier("whitened_small", 10, views=views).eval()
+    images = functional.pad(torch.randn(4, 3, 30, 30), (1, 1, 1, 1))
+    seen = [model.network(images.roll((by, by), (2, 3)).flip(side)) for by in moves for side in ([], [3])]
+    torch.testing.assert_close(model(images), torch.stack(seen).mean(0))
+    assert model(images[:0]).shape == (0, 10)
 
 
 # -- pretrained weights ------------------------------------------------------------------------------------------------
@@ -187,6 +207,8 @@ def test_parameter_groups() -> None:
     groups = recipe.make_optimizer(network, [*network.parameters()]).param_groups
     found = {(round(g["lr"], 6), g["weight_decay"]): len(g["params"]) for g in groups}
     assert found == {(0.001, 0.1): 20, (0.001, 0.0): 40, (0.01, 0.1): 1, (0.01, 0.0): 1}
+    groups = Recipe(norm_bias_lr=64).make_optimizer(network, [*network.parameters()]).param_groups
+    assert {(round(g["lr"], 6), len(g["params"])) for g in groups} == {(0.001, 42), (0.064, 20)}
 
 
 def test_a_resumed_run_of_another_length_follows_its_own_schedule(app: App, tmp_path: Path) -> None:

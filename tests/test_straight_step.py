@@ -314,6 +314,7 @@ RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", 
 
 LARGE = {"cifar_resnet18": [pytest.mark.slow]}
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "sweep"]
+CONFIGS += sorted((ROOT / "configs" / "speed").glob("*.yaml"))
 CONFIGS = [pytest.param(path, id=path.stem, marks=LARGE.get(path.stem, [])) for path in CONFIGS]
 
 
@@ -330,6 +331,8 @@ def test_every_config(
         flags += ["--model.weights", "null"]
     if "network: resnet50" in config.read_text():
         flags += ["--model.network", "resnet18", *options(size=32, resize=36)]
+    if "warmup: 2ep" in config.read_text():
+        flags += ["--model.warmup", "1ep"]
     flags += options(max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x")
     flags += ["--run.virtual_devices", "null"]  # because Lightning's step has no virtual devices
     assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)

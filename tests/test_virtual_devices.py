@@ -54,6 +54,16 @@ def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> No
     assert (record.virtual_devices, record.shards) == (5, {1: [5], 2: [2, 3], 3: [1, 2, 2]}[ranks])
 
 
+def test_the_fast_recipe(tmp_path: Path) -> None:
+    """One process, and two that resume a run of one."""
+    flags = ["--config", str(ROOT / "configs/speed/cifar10_cpu.yaml"), *tiny(90, 20, val_size=10, virtual_devices=4)]
+    flags += ["--run.name", "x", *options(max_epochs=3, test=False, threads=1), "--model.warmup", "1ep"]
+    whole = train(tmp_path / "whole", flags, 1) / "checkpoints/last.ckpt"
+    first = train(tmp_path / "parts", flags, 1, "--trainer.max_steps", "5") / "checkpoints/last.ckpt"
+    rest = train(tmp_path / "parts", flags, 2, "--ckpt_path", first)
+    assert digest(rest / "checkpoints/last.ckpt") == digest(whole)
+
+
 def test_elastic(alone: Path, tmp_path: Path) -> None:
     """Stopped in mid-epoch on three processes, resumed on two, and ended on one."""
     for ranks, steps in ((3, 3), (2, 8), (1, -1)):

@@ -17,7 +17,7 @@ from torch.utils.data import SequentialSampler
 
 from app.data.shares import GlobalOrder, Shards, stream
 from app.data.sources import Split, Workers
-from app.data.transforms import DRAW_RANGE, Mix, draw_mix
+from app.data.transforms import DRAW_RANGE, FLIP, Mix, draw_mix
 from app.errors import UserError
 from app.system.patches import expects
 from app.system.random_streams import seed_of
@@ -141,6 +141,7 @@ class GlobalBatches(GlobalOrder):
         one_by_one: Whether each shard is a separate batch, so that an evaluation has the same bits on any number of
             ranks.
         draws: Number of random numbers per sample.
+        alternate: Whether a sample is flipped in every other epoch, beginning with the first or the second at random.
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
             with the first.
         weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
@@ -168,6 +169,7 @@ class GlobalBatches(GlobalOrder):
         virtual_devices: int | None = None,
         one_by_one: bool = False,
         draws: int = 0,
+        alternate: bool = False,
         mixing: tuple[float, float] = (0, 0),
         weights: Tensor | None = None,
         crop: Callable[[Tensor], Tensor] | None = None,
@@ -178,6 +180,7 @@ class GlobalBatches(GlobalOrder):
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
         self.split, self.rows = split, rows
         self.shuffle, self.draws, self.weights = shuffle, draws, weights
+        self.alternate = alternate
         self.mixing = mixing if any(mixing) else None
         self.epoch = 0
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
@@ -277,7 +280,7 @@ class GlobalBatches(GlobalOrder):
     def _shares_of(self, steps: range) -> Iterator[RawBatch | Rows]:
         epoch = self.epoch
         order = self._order(epoch)
-        drawn = self._draw(epoch)
+        drawn = self._draw(epoch, order)
         if self._device is not None:
             table = torch.stack((self._where[order], self._labels[order], *([] if drawn is None else drawn)))
             yield from self._rows(table.to(self._device), epoch, steps)
@@ -326,9 +329,13 @@ class GlobalBatches(GlobalOrder):
             return [(row, 0) for row in rows]
         return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
-    def _draw(self, epoch: int) -> Tensor | None:
+    def _draw(self, epoch: int, order: Tensor) -> Tensor | None:
         """Draw an epoch's random integers for augmentation, int32 (k, n), independently of ranks and batch size."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)
-        return torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin).T
+        drawn = torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin).T
+        if self.alternate:
+            first = torch.randint(2, (len(self.rows),), generator=stream(self.seed, 5), dtype=torch.int32)
+            drawn[FLIP] = (first[order] + epoch) % 2 * (DRAW_RANGE // 2)
+        return drawn

@@ -47,7 +47,7 @@ class ImageData(LightningDataModule):
             rank decodes at every start.
         num_workers: Worker processes of each rank for reading and decoding; `auto`: the rank's number of cores.
         crop_padding: Augmentation: width in pixels of a border that is added before a random crop.
-        flip: Augmentation: mirror half of the images.
+        flip: Augmentation: mirror half of the images; `alternate` mirrors each image in every other epoch.
         cutout: Augmentation: side in pixels of a random square that is set to the mean.
         augment: Augmentation by the worker processes, image by image, on the CPU: one or a list of torchvision's v2
             transforms, such as `RandAugment`, or of your own modules by their import path. The placement is `disk`.
@@ -76,7 +76,7 @@ class ImageData(LightningDataModule):
         cache: str | bool = "auto",
         num_workers: NonNegativeInt | Literal["auto"] = "auto",
         crop_padding: NonNegativeInt = 0,
-        flip: bool = False,
+        flip: bool | Literal["alternate"] = False,
         cutout: NonNegativeInt = 0,
         augment: v2.Transform | nn.Module | list[v2.Transform | nn.Module] | None = None,
         mixup: NonNegativeFloat = 0.0,
@@ -102,7 +102,8 @@ class ImageData(LightningDataModule):
         self.drop_last = drop_last
         self.virtual_devices: int | None = None  # set by `fit`
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        self.transform = Transform(source.mean, source.std, crop_padding, flip, cutout)
+        self.transform = Transform(source.mean, source.std, crop_padding, bool(flip), cutout)
+        self.alternate = flip == "alternate"
         # YAML reads an unquoted `off` as false
         self.cache = None if cache in ("off", False) else ImageCache(None if cache in ("auto", True) else str(cache))
         self._prepared: set[SplitName] = set()
@@ -224,6 +225,12 @@ class ImageData(LightningDataModule):
         split, rows = self._splits["train"]
         return split.labels[rows].bincount(minlength=self.num_classes)
 
+    def sample(self, count: int = 1024) -> Tensor:
+        """Return at least `count` evenly spaced training images as evaluated, float32 (n, C, H, W)."""
+        split, rows = self._splits["train"]
+        images = (split[row] for row in rows[:: max(len(rows) // count, 1)].tolist())
+        return self.transform(torch.stack([split.ragged.evaluated(each) if split.ragged else each for each in images]))
+
     @property
     def left_out(self) -> dict[str, int]:
         """Number of unreadable images of each loaded split."""
@@ -305,6 +312,7 @@ class ImageData(LightningDataModule):
             virtual_devices=self.virtual_devices if train or one_by_one else None,
             one_by_one=one_by_one,
             draws=self.transform.draws if train else 0,
+            alternate=self.alternate,
             mixing=self.mixing if train else (0, 0),
             weights=(1 / self.class_counts)[split.labels[rows]] if train and self.balance else None,
             crop=None if sizes is None else sizes.random_crop() if train else sizes.evaluated,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DRAWS = 5  # random numbers per sample: crop y and x, flip, cutout y and x
+FLIP = 2
 # Draws are integers, because Lightning converts floats to the run's precision, which may round 0.999 to 1.
 DRAW_BITS = 16
 DRAW_RANGE = 2**DRAW_BITS
