@@ -1,4 +1,4 @@
-"""Training step as two CUDA graphs, each launched at once: one prepares the batch, the other trains on it.
+"""Training step as two CUDA graphs: the first prepares the batch, the second trains on it.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-capture.
 """
@@ -17,7 +17,7 @@ from app.errors import UserError
 from app.loop.straight_step import Step, StraightLoop, overrides
 from app.modules import ImageClassifier
 
-WARM_UP = 3  # first steps, without graphs: libraries choose their kernels, the optimizer creates its state
+WARM_UP = 3  # steps before the first graph, in which libraries choose kernels and the optimizer creates its state
 # hooks that act between the phases of a step
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 STEP = (*HOOKS, "training_step", "backward", "optimizer_zero_grad", "optimizer_step")
@@ -27,7 +27,7 @@ class Graph:
     """CUDA graph of a function, recorded once and replayed on the same memory.
 
     Args:
-        work: Function to record; each replay overwrites the tensors that it returns.
+        work: Function to record; each replay overwrites the tensors that the function has returned.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -36,7 +36,7 @@ class Graph:
             # "thread_local", because other threads may use the GPU, such as a loader's thread that pins memory
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._results = work()
-        except RuntimeError as error:  # that of the end of the recording hides its cause, such as too little memory
+        except RuntimeError as error:  # after a failure, the end of the recording raises another error
             raise (error.__context__ or error) from None
 
     def replay(self) -> Any:
@@ -72,7 +72,7 @@ class Graphs:
         self._rates_on_device = [torch.tensor(rate, device=step.strategy.root_device) for rate in self._rates]
 
     def prepare(self, batch: Any) -> Any:
-        """Return the prepared batch; a full one, after the warm-up, in the memory that the training graph reads."""
+        """Prepare a batch. After the warm-up, a full batch lies in the memory that the training graph reads."""
         is_raw = isinstance(batch, Rows) or (isinstance(batch, RawBatch) and batch.mix is None)
         inputs = batch if is_raw else self._prepare(batch)
         size = batch.table.shape[1] if isinstance(batch, Rows) else len(inputs[1])
@@ -132,7 +132,7 @@ class Graphs:
         step.backward(loss)
         step.clip_gradients()
         for group, rate in zip(step.optimizer.param_groups, self._rates_on_device, strict=True):
-            group["lr"] = rate  # so that another learning rate needs no other graph
+            group["lr"] = rate  # a tensor, so that a new learning rate needs no new graph
         step.optimizer.step()
         for group, rate in zip(step.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
@@ -142,9 +142,9 @@ class Graphs:
 class GraphStep(Step):
     """Training step that replays CUDA graphs.
 
-    The first batches, and batches of another size, such as an epoch's last one, run without graphs. Other batches
-    replay two graphs. The first gathers, augments and normalises the batch. The second computes loss and gradients,
-    clips them, adds to the sums, and updates the weights. Hooks see no gradients.
+    The first batches, and batches of another size such as an epoch's last one, run without graphs. Other batches
+    replay two graphs. The first one gathers, augments and normalises the images. The second one computes the loss, adds
+    it to the sums, computes and clips gradients, and updates the weights. Hooks see no gradients.
 
     Args:
         loop: The loop.
