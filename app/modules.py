@@ -201,9 +201,7 @@ class ImageClassifier(LightningModule):
             if self.weights is not None:
                 rank_zero_info(load_weights(self.network, read_weights(self.weights, self.network_name), self.weights))
             elif isinstance(self.network, WhitenedCNN):
-                self.network.whiten(
-                    self._image_data("--model.network", "give its images to whitened networks").sample()
-                )
+                self.network.whiten(self._image_data("--model.network whitened", "show its images").sample())
             if self.recipe.class_weights is not None:
                 self.class_weights = self._balanced_weights()
             self.sums = Sums(self.trainer.strategy.root_device)

@@ -146,7 +146,7 @@ class WhitenedCNN(nn.Module):
         """Compute the logits of images.
 
         Args:
-            images: (B, 3, H, W), of at least 17×17 pixels.
+            images: (B, 3, H, W), of at least 9×9 pixels.
 
         Returns:
             Logits, (B, num_classes).

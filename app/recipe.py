@@ -126,9 +126,8 @@ class Recipe:
             network: The network, to find norm layers, biases and the head.
             parameters: The parameters to train.
         """
-        factors = {
-            id(getattr(module, "bias", None)): self.norm_bias_lr for module in network.modules() if _is_norm(module)
-        }
+        norms = [module for module in network.modules() if _is_norm(module)]
+        factors = {id(getattr(norm, "bias", None)): self.norm_bias_lr for norm in norms}
         factors |= {id(p): self.head_lr for p in head_of(network)[1].parameters()} if self.head_lr != 1 else {}
         plain = {id(p) for p in self._without_decay(network)}
         groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
