@@ -25,11 +25,10 @@ def tensors(values: Any) -> list[Tensor]:
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation changes in place."""
-    declared = func._schema.arguments
-    values = [args[place] if place < len(args) else kwargs.get(each.name) for place, each in enumerate(declared)]
-    return tensors(
-        [v for v, each in zip(values, declared, strict=True) if each.alias_info and each.alias_info.is_write]
-    )
+    arguments = func._schema.arguments
+    values = [args[place] if place < len(args) else kwargs.get(each.name) for place, each in enumerate(arguments)]
+    changes = (each.alias_info is not None and each.alias_info.is_write for each in arguments)
+    return tensors([value for value, change in zip(values, changes, strict=True) if change])
 
 
 class Graph(TorchDispatchMode):
