@@ -107,10 +107,10 @@ def known(tensor: Tensor) -> Tensor | None:
 
 
 def answer(tensor: Tensor) -> Tensor:
-    """Return what a read of the device gives: the numbers that the host has sent, or else zeros and True."""
+    """Return what a read gives: known numbers, or else True and zeros on the device, and ones on the host."""
     with unset_fake_temporarily():
-        value = known(tensor)
-        return torch.full(tensor.shape, tensor.dtype is torch.bool, dtype=tensor.dtype) if value is None else value
+        made = torch.full(tensor.shape, tensor.dtype is torch.bool or not is_there(tensor), dtype=tensor.dtype)
+        return made if (value := known(tensor)) is None else value
 
 
 def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Callable[..., Any]:
@@ -141,7 +141,9 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
             func, pins = aten.clone.default, True
         source = args[1] if func is aten.copy_.default else args[0] if func is aten._to_copy.default else None
         if isinstance(source, Tensor) and source.numel():
-            target = args[0].device.type if func is aten.copy_.default else torch.device(kwargs.get("device") or "cpu").type
+            target = (
+                args[0].device.type if func is aten.copy_.default else torch.device(kwargs.get("device") or "cpu").type
+            )
             waits = not (kwargs.get("non_blocking") or args[2:])
             if is_there(source) and target == "cpu" and (func is aten.copy_.default or kwargs.get("device")):
                 fake.note("copy to the host")
@@ -155,6 +157,9 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         result = plain(self, func, types, args, kwargs)
         if value is not None:
             result.value = value
+        for each in tree_leaves(args) if func._schema.is_mutable else ():
+            if isinstance(each, FakeTensor):
+                vars(each).pop("value", None)
         if pins or (func.is_view and getattr(args[0], "pinned", False)):
             for each in tree_leaves(result):
                 each.pinned = True

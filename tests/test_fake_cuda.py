@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeCUDA, fake_cuda
 from graph_tape import Graph, tapes
-from harness import App, difference, last_of, losses, options, output_of, tiny
+from harness import RECIPE, App, difference, last_of, losses, options, output_of, record_of, tiny
 
 from app.fit import rules
 
-__all__ = ["tapes"]
+__all__ = ["fake_cuda", "tapes"]
 
 # 10 batches per epoch, of which the first three run without a graph
 CAPTURED = tiny(180, 16, val_size=20, max_epochs=2, log_every_n_steps=1, flip=True, model="CIFARCNN")
@@ -52,3 +53,41 @@ def test_a_tape_is_as_strict_as_a_graph(tapes: list[Graph]) -> None:
     for read in ("item", "tolist"):
         with pytest.raises(RuntimeError, match="not permitted"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             getattr(total, read)()
+
+
+# 6 batches per epoch, the last one smaller, and two logging windows
+ON_FAKE = tiny(92, 16, val_size=4, max_epochs=2, log_every_n_steps=3, accelerator="cuda", devices=1, test=False)
+AUGMENTED = options(flip=True, crop_padding=4, cutout=8)
+MIXED = options(mixup=0.4, cutmix=1.0)
+CLIPPED, GRAPH = options(gradient_clip_val=1), ["--model.cuda_graph", "true"]
+UNFUSED = {name: ["--model.optimizer", name, "--model.optimizer.lr", "0.1"] for name in ("SGD", "AdamW")}
+UNFUSED = {name: [*words, "--model.optimizer.fused", "false"] for name, words in UNFUSED.items()}
+VIRTUAL = options(virtual_devices=4)
+ADAMW = UNFUSED["AdamW"][:4]
+
+CASES = {
+    "32-true SGD device": AUGMENTED,
+    "32-true AdamW memory": [*ADAMW, *CLIPPED, *MIXED],
+    "16-mixed SGD memory": AUGMENTED,
+    "16-mixed AdamW device": [*ADAMW, *CLIPPED, *MIXED],
+    "bf16-mixed SGD device": [*GRAPH, *AUGMENTED, *MIXED],
+    "bf16-mixed AdamW memory": [*ADAMW, *GRAPH],
+    "bf16-true SGD memory": [*UNFUSED["SGD"], *CLIPPED, *AUGMENTED],
+    "bf16-true AdamW device": [*UNFUSED["AdamW"], *MIXED],
+    "32-true AdamW device": [*ADAMW, *VIRTUAL, *AUGMENTED],
+    "bf16-mixed AdamW device": [*RECIPE, *AUGMENTED],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
+    """At most five reads, copies and synchronizations per logging window, and none in between."""
+    precision, _, placement = case.split()
+    flags = [*CASES[case], *options(precision=precision, placement=placement), "--run.name", "x"]
+    output_of(*app("fit", *ON_FAKE, *flags))
+    record = record_of(tmp_path / "runs" / "x" / "version_0")
+    assert (record["peak_memory"][0]["device"], record["placement"]) == ("cuda:0", placement)
+    assert fake_cuda.counts["captures"] == ("--model.cuda_graph" in flags)
+    print(case, fake_cuda.counts, fake_cuda.at("window"), fake_cuda.launches.total() / fake_cuda.counts["step"])
+    assert fake_cuda.at("step") == {}
+    assert sum(fake_cuda.at("window").values()) <= 5 * fake_cuda.counts["window"], fake_cuda.at("window")

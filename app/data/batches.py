@@ -263,7 +263,7 @@ class GlobalBatches(GlobalOrder):
             self._items_of_steps[:] = [self._items(order, seeds, self._place(step)) for step in steps]
             read = iter(self._workers)
         else:
-            order = order.to(self._where.device)
+            order, drawn = self._to_images(order), None if drawn is None else self._to_images(drawn)
             where = self._where[order]
         labels = self._take(self._labels, order)
 
@@ -278,6 +278,11 @@ class GlobalBatches(GlobalOrder):
                 yield RawBatch(images, self._share(labels, place), draws, mix)
 
         yield from one_ahead(batches()) if self._pin and read is None else batches()
+
+    def _to_images(self, values: Tensor) -> Tensor:
+        """Copy an epoch's values to the images' device. A GPU copies pinned memory while the host continues."""
+        device = self._where.device
+        return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
         """Return a copy of rows, in pinned memory for an accelerator, so that transfers overlap with computation."""
