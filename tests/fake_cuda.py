@@ -209,10 +209,12 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     patch(Tensor, "__deepcopy__", lambda tensor, memo: tensor.detach().clone())
     patch(Parameter, "__deepcopy__", lambda each, memo: Parameter(each.detach().clone(), each.requires_grad))
 
-    def tolist(tensor: FakeTensor) -> Any:
+    plain_list = outside(Tensor.tolist)
+
+    def tolist(tensor: Tensor) -> Any:
         if is_there(tensor):
             fake.note("read")
-        return outside(Tensor.tolist)(answer(tensor))
+        return plain_list(answer(tensor))
 
     def numpy(tensor: FakeTensor) -> Any:
         if is_there(tensor):
@@ -220,6 +222,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
         return outside(Tensor.numpy)(answer(tensor))
 
     patch(FakeTensor, "tolist", tolist)
+    patch(Tensor, "tolist", tolist)
     patch(FakeTensor, "numpy", numpy, raising=False)
     patch(torch.nn.Module, "_apply", convert)
     patch(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)

@@ -1,15 +1,27 @@
 """CUDA code without a GPU: CUDA graphs as tapes, whole runs on fake tensors, and ranks of large worlds."""
 
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from fake_cuda import FakeCUDA, fake_cuda
 from graph_tape import Graph, tapes
 from harness import RECIPE, App, difference, last_of, losses, options, output_of, record_of, tiny
+from test_cost import Counting
+from torch import distributed
+from torch.distributed import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from app.data.batches import GlobalBatches
+from app.data.sources import Split
 from app.fit import rules
+from app.networks import LeNet
 
 __all__ = ["fake_cuda", "tapes"]
 
@@ -94,8 +106,10 @@ def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App
 
 
 def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
-    """The test's matrix and the predictions reach the host."""
-    output_of(*app("fit", *ON_FAKE, *options(test=True), "--run.name", "x"))
+    """The test's matrix and the predictions reach the host, and Lightning gives no advice."""
+    out = output_of(*app("fit", *ON_FAKE, *options(test=True), "--run.name", "x"))
+    assert "Tensor Cores" not in out
+    assert "LOCAL_RANK" not in out
     run = tmp_path / "runs" / "x" / "version_0"
     assert record_of(run)["test"] is not None
     assert (run / "confusion_matrix.png").exists()
@@ -103,3 +117,64 @@ def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> N
     output_of(*app("predict", *same))
     (predictions,) = (tmp_path / "runs" / "y").glob("*/predictions.csv")
     assert len(predictions.read_text().splitlines()) > 1
+
+
+BATCH, SAMPLES = 2048, 2 * 2048 + 100
+
+
+def loader_of(rank: int, size: int) -> GlobalBatches:
+    split = Split(torch.zeros(SAMPLES, 3, 32, 32, dtype=torch.uint8), torch.arange(SAMPLES) % 10)
+    return GlobalBatches(split, torch.arange(SAMPLES), batch_size=BATCH, rank=rank, world_size=size, shuffle=True)
+
+
+@pytest.mark.parametrize("size", [64, 1024])
+def test_the_shares_of_many_ranks(size: int) -> None:
+    """One after the other, the ranks' shares are the order of a single rank, the smaller last batch included."""
+    one, ranks = loader_of(0, 1), [loader_of(rank, size) for rank in range(0, size, 31)]
+    for step in range(len(one)):
+        whole = one.samples(step)
+        for each in ranks:
+            span = each.span(step)
+            assert torch.equal(each.samples(step), whole[span.start - step * BATCH : span.stop - step * BATCH])
+            assert each.global_count(step) == len(whole)
+            assert len(whole) // size <= each.share_size(step) <= -(-len(whole) // size)
+
+
+def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
+    """Return Python calls, bytes sent and operations of a rank's set-up and first step, with DDP's gradients."""
+    calls, sent, counting, images = 0, [], Counting(), loader_of(0, 1)._images
+
+    def profile(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def hook(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sent.append(bucket.buffer().nbytes)
+        distributed.all_reduce(bucket.buffer())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    distributed.init_process_group("fake", rank=size - 2, world_size=size, store=FakeStore())
+    torch.manual_seed(0)
+    try:
+        with counting:
+            sys.setprofile(profile)
+            loader = GlobalBatches(
+                Split(images, torch.arange(SAMPLES) % 10), torch.arange(SAMPLES), batch_size=BATCH, rank=size - 2,
+                world_size=size, shuffle=True,
+            )  # fmt: skip
+            batch = next(iter(loader))
+            network = DistributedDataParallel(LeNet(), init_sync=False)
+            network.register_comm_hook(None, hook)
+            loss = F.cross_entropy(network(batch.images.float()), batch.labels, reduction="sum")
+            (loss * (size / loader.global_count(0))).backward()
+    finally:
+        sys.setprofile(None)
+        distributed.destroy_process_group()
+    return calls, sum(sent), counting.counts
+
+
+def test_a_rank_of_many_costs_the_same() -> None:
+    cost_of_a_rank(64)  # imports
+    assert cost_of_a_rank(64) == cost_of_a_rank(1024)
