@@ -296,14 +296,14 @@ def test_an_optimizer_that_cannot_be_captured(graphs: list[int], app: App) -> No
 
 @on_gpu
 @pytest.mark.parametrize("optimizer", [[], ["--model.optimizer", "AdamW"]], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])  # in float32, Adam amplifies rounding
 @pytest.mark.parametrize("scheduler", [[], ["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"]])
 def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[str], app: App, tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *STEPS, *optimizer, *scheduler, "--trainer.precision", precision]
     for name, more in (("plain", []), ("graph", GRAPH)):
         output_of(*app(*flags, *more, "--trainer.accelerator", "cuda", "--run.name", name))
     plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
-    np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "32-true" else 1e-2)
+    np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "64-true" else 1e-2)
 
 
 @on_gpu
