@@ -18,13 +18,15 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 # optimizer settings that select an implementation; a resumed run ignores the checkpoint's values
 IMPLEMENTATION = {"fused", "foreach", "capturable"}
 
+TENSOR_CORE_CHANNELS = 32  # convolutions with fewer channels, such as LeNet's, gain nothing from channels_last on a GPU
+
 
 class Execution:
     """Execution settings of a model.
 
     Args:
         channels_last: Store images and convolution weights as (N, H, W, C). `auto`: only for a network with
-            convolutions, on the CPU or on a GPU in 16 bits.
+            convolutions on the CPU, or with wide ones on a GPU in 16 bits.
         compile: Mode of `torch.compile`, or `off`.
         matmul_precision: Precision of float32 matrix products and convolutions on a GPU: `highest` is float32, `high`
             is TF32, `medium` is lower.
@@ -55,8 +57,9 @@ class Execution:
         """
         cuda, channels_last = device.type == "cuda", self.channels_last
         if channels_last == "auto":
-            convolutions = any(parameter.ndim == 4 for parameter in network.parameters())
-            channels_last = convolutions and (device.type == "cpu" or (cuda and "16" in precision))
+            channels = [min(parameter.shape[:2]) for parameter in network.parameters() if parameter.ndim == 4]
+            wide = cuda and "16" in precision and max(channels, default=0) >= TENSOR_CORE_CHANNELS
+            channels_last = wide or (device.type == "cpu" and bool(channels))
         if channels_last and not self._is_prepared:
             network.to(memory_format=torch.channels_last)
             network.register_forward_pre_hook(_to_channels_last)

@@ -100,7 +100,7 @@ class ImageClassifier(LightningModule):
         weights: Weights to begin with: a file (torch or safetensors), a run's folder, or `DEFAULT` for the published
             weights of torchvision or timm. A last layer of another size keeps its random weights.
         channels_last: Store images and convolution weights as (N, H, W, C). `auto`: only for a network with
-            convolutions, on the CPU or on a GPU in 16 bits.
+            convolutions on the CPU, or with wide ones on a GPU in 16 bits.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
         cuda_graph: Replay training steps as CUDA graphs, with a few launches for each step; only on a single GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.

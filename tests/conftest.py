@@ -49,6 +49,7 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         leave_undrawn(monkeypatch.setattr)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, for later deterministic runs, too
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     left = ("APP_DEBUG", "APP_TRUST", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
     for name in (*left, "MASTER_ADDR", "MASTER_PORT"):

@@ -1,6 +1,10 @@
 """Code for CUDA, tested without a GPU: torch is patched to report one, and devices are fakes."""
 
 import os
+import signal
+import threading
+import time
+from ctypes import CDLL
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from harness import QUIET, App, difference, error_of, losses, on_gpu, output_of, record_of, start_app, tiny
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from app.cli import main
 from app.errors import RankLostError, UserError
 from app.launch import failures
 from app.launch.failures import explaining_errors
-from app.launch.signals import StopTogether
+from app.launch.signals import Signals, StopTogether
 from app.modules import CIFARCNN
 from app.parallel import DDP, DataParallelStrategy
 from app.parallel.data_parallel import Replica
@@ -104,6 +109,29 @@ def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(error: BaseE
     assert nccl == ["aborted"], "and not again"
 
 
+def test_a_signal_in_a_device_read_leaves_nccl(nccl: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread waits in C, where it runs no handler."""
+    monkeypatch.setattr("app.launch.signals.GRACE", 0.1)
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(fn=TrainerFn.FITTING), strategy=strategy, world_size=2, is_global_zero=True,
+        _accelerator_connector=SimpleNamespace(cluster_environment=None),
+    )  # fmt: skip
+    signals = Signals(trainer)  # type: ignore[arg-type]
+    signals.register_signal_handlers()
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        CDLL(None).system(b"sleep 1")  # waits on after a signal
+        assert nccl == ["aborted"]
+        assert signals.noted == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        assert nccl == ["aborted"], "the main thread has taken the signal"
+    finally:
+        signals.teardown()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 def test_what_nccl_said_is_understood_after_its_group_was_left(nccl: list[str]) -> None:
     with pytest.raises(RankLostError), explaining_errors():
         fail(torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0."))
@@ -152,6 +180,7 @@ def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     assert scores.shape == (2, 10)
 
 
+SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.01"]  # Adam would amplify float32's rounding
 ON_GPU = ["--trainer.accelerator", "cuda", "--trainer.devices", "1"]
 STEPS = tiny(503, 32, flip=True, test=False, max_epochs=2, log_every_n_steps=1)
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
@@ -172,7 +201,7 @@ def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> Non
     """TF32 is off by default, in convolutions, too, so that all ways of running take the same steps."""
     like = ["--data.like", "FashionMNIST" if model == "FashionMLP" else "CIFAR10"]
     for name, device in (("cpu", CPU), ("gpu", ON_GPU)):
-        output_of(*app("fit", "--model", model, *STEPS, *like, *device, "--run.name", name))
+        output_of(*app("fit", "--model", model, *SGD, *STEPS, *like, *device, "--run.name", name))
     pair = (losses(tmp_path / "runs" / name / "version_0") for name in ("gpu", "cpu"))
     np.testing.assert_allclose(*pair, rtol=0, atol=1e-5)
 

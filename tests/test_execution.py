@@ -16,7 +16,7 @@ from app.data import Synthetic
 from app.errors import UserError
 from app.execution import Execution, fastest
 from app.fit import rules
-from app.networks import MLP, LeNet
+from app.networks import MLP, LeNet, make_network
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = tiny(203, 20)
@@ -100,7 +100,9 @@ def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
         settled = Execution("auto", "off", name).prepare(LeNet(), CUDA, "32-true")  # type: ignore[arg-type]
         assert (settled["matmul_precision"], settled["channels_last"], settled["benchmark"]) == (name, False, False)
         assert (ampere.precision, ampere.allow_tf32) == (name, tf32), "convolutions follow"
-    assert Execution("auto", "off", "highest").prepare(LeNet(), CUDA, "bf16-mixed")["channels_last"] is True
+    for network, channels_last in ((LeNet(), False), (make_network("resnet18_cifar", 10), True)):
+        settled = Execution("auto", "off", "highest").prepare(network, CUDA, "bf16-mixed")
+        assert settled["channels_last"] is channels_last
     ampere.capability = (7, 5)
     Execution("auto", "off", "highest").prepare(LeNet(), CUDA, "32-true")
     with pytest.raises(UserError, match="an old GPU has no TF32: leave it out"):

@@ -148,11 +148,11 @@ def test_the_cause_of_a_failed_capture_is_shown(monkeypatch: pytest.MonkeyPatch)
 
 @on_gpu
 @pytest.mark.parametrize("optimizer", [[], ["--model.optimizer", "AdamW"]], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])  # in float32, Adam amplifies rounding
 @pytest.mark.parametrize("scheduler", [[], HALVED], ids=["constant", "halved"])
 def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[str], app: App, tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *STEPS, *optimizer, *scheduler, "--trainer.precision", precision]
     for name, more in (("plain", []), ("graph", GRAPH)):
         output_of(*app(*flags, *more, "--trainer.accelerator", "cuda", "--run.name", name))
     plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
-    np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "32-true" else 1e-2)
+    np.testing.assert_allclose(losses(graph), losses(plain), rtol=0, atol=1e-5 if precision == "64-true" else 1e-2)

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from cluster.hosts import Network
 from harness import QUIET, App, error_of, fork_app, options, output_of, record_of, tiny
+from jsonargparse import Namespace
 
+from app.errors import UserError
 from app.plan import cost_model
+from app.plan.command import Basis, _machines
 from app.plan.cost_model import AGREEMENT, Bucket, Line, Machines, Step, Timed, fit_step, make_buckets, predict
 from app.plan.measure import measure_steps, profile_gradients
 from app.plan.report import advice, heading
@@ -221,6 +225,17 @@ def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> Non
 )
 def test_a_plan_that_cannot_be(app: App, words: list[str], message: str) -> None:
     assert message in error_of(*app("plan", "--root", "runs", *words))
+
+
+def test_one_gpu_does_not_measure_the_network_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps are of a machine with eight."""
+    for name, value in {"is_available": True, "device_count": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: pytest.fail("measured CPU processes"))
+    names = ("bandwidth", "latency", "node_bandwidth", "node_latency", "per_node", "price_per_hour")
+    basis = Basis(step(), 64, {}, cuda=True, threads=1, source="", devices=8, cautions=[])
+    with pytest.raises(UserError, match="needs two on this machine: give --bandwidth and --latency"):
+        _machines(Namespace(**dict.fromkeys(names)), basis, lambda activity: None)
 
 
 @pytest.mark.slow

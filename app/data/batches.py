@@ -283,7 +283,9 @@ class GlobalBatches(GlobalOrder):
         drawn = self._draw(epoch, order)
         if self._device is not None:
             table = torch.stack((self._where[order], self._labels[order], *([] if drawn is None else drawn)))
-            yield from self._rows(table.to(self._device), epoch, steps)
+            if self._device.type == "cuda":  # a GPU copies pinned memory while the host continues
+                table = table.pin_memory()
+            yield from self._rows(table.to(self._device, non_blocking=True), epoch, steps)
             return
 
         read: Iterator[Tensor] | None = None

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -30,6 +31,7 @@ from app.system.lightning_patches import leave_out_sigterm_broadcast, signal_con
 from app.system.patches import expects
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+GRACE = 5.0  # seconds until a rank whose main thread does not take a signal aborts NCCL
 IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # SLURM's warning before the job ends: `--signal=SIGUSR1@90`
 
 
@@ -39,6 +41,9 @@ class Signals(_SignalConnector):
 
     Replaces Lightning's connector, whose handler makes a collective call that other ranks do not join.
 
+    A main thread runs no handler while it reads from a device that waits for another rank. A second thread then aborts
+    NCCL.
+
     Attributes:
         noted: Number of the signal that this process received, or 0.
         stopped_by: Number of the signal that stopped all ranks, or 0.
@@ -46,7 +51,7 @@ class Signals(_SignalConnector):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.noted = self.stopped_by = self._process = 0
+        self.noted = self.stopped_by = self._process = self._writer = 0
 
     def register_signal_handlers(self) -> None:
         """Install the handlers for training. Lightning calls this in every process; `teardown` undoes it."""
@@ -57,6 +62,29 @@ class Signals(_SignalConnector):
         super().register_signal_handlers()  # saves the current handlers for `teardown`
         for number in numbers:
             signal.signal(number, self._note)
+        if self.trainer.strategy.root_device.type == "cuda" and self.trainer.world_size > 1:
+            reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # not for a loader's workers
+            threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+
+    def teardown(self) -> None:
+        """Restore the earlier handlers, and end the thread."""
+        super().teardown()
+        if self._writer:
+            signal.set_wakeup_fd(-1)
+            os.close(self._writer)
+            self._writer = 0
+
+    def _watch(self, reader: int) -> None:
+        with open(reader, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                if number[0] not in IN_SLURM:
+                    continue
+                time.sleep(GRACE)
+                if not self.noted and self._writer:
+                    leave_nccl()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler

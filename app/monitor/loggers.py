@@ -11,8 +11,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
@@ -27,6 +29,7 @@ from app.errors import UserError, one_line
 from app.record import Record
 from app.system.files import open_file, whole, write_csv
 from app.system.lightning_patches import open_experiment, tracker_settings
+from app.system.patches import expects
 from app.system.wandb_patches import forget_run, skip_launch_inputs
 
 Prediction = tuple[Tensor, str, str, float]  # image (C, H, W), label, predicted class, its probability
@@ -263,6 +266,7 @@ class MetricsFile(CSVLogger):
         return open_experiment(self)
 
 
+@expects(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_stats")
 class RateMonitor(LearningRateMonitor):
     """Monitor that logs the learning rate once per epoch, or once per logging window if it changes on each step."""
 
@@ -276,6 +280,13 @@ class RateMonitor(LearningRateMonitor):
         """Log the learning rate once per logging window, if a scheduler changes it on each step."""
         if self._logs_windows:
             super().on_train_batch_start(*args, **kwargs)
+
+    def _extract_stats(self, trainer: Any, interval: str) -> dict[str, float]:
+        """Keep the rates on the host: a copy of each to a GPU would wait for it."""
+        names = ("lr_scheduler_configs", "optimizers", "callback_metrics")
+        on_host = {name: getattr(trainer, name) for name in names}
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        return super()._extract_stats(SimpleNamespace(strategy=strategy, **on_host), interval)  # type: ignore[arg-type]
 
 
 class SaveConfig(SaveConfigCallback):

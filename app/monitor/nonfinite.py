@@ -99,8 +99,10 @@ class NonFinite(Callback):
             finite = torch.stack([loss for _, loss in losses]).isfinite().flatten().tolist()
             if not all(finite):
                 first = losses[finite.index(False)][0] * trainer.world_size + trainer.global_rank
-        checks = torch.tensor([first, int(_finite(weights or []))], device=trainer.strategy.root_device)
-        first, whole = trainer.strategy.reduce(checks, reduce_op="min").tolist()
+        whole = int(_finite(weights or []))
+        if trainer.world_size > 1:
+            checks = torch.tensor([first, whole], device=trainer.strategy.root_device)
+            first, whole = trainer.strategy.reduce(checks, reduce_op="min").tolist()
         if first == NONE and whole:
             return
         batch, rank = divmod(first, trainer.world_size)

@@ -95,7 +95,7 @@ class TestFigures(Callback):
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
-        matrix = torch.atleast_2d(pl_module.confusion.compute())  # torchmetrics returns a scalar for one class
+        matrix = torch.atleast_2d(pl_module.confusion.compute()).cpu()  # torchmetrics returns a scalar for one class
         pl_module.confusion.reset()
         worst = sorted((row for part in gather_objects(self._worst) for row in part), reverse=True)[: self.wrong]
         self._worst = []

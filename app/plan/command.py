@@ -238,9 +238,10 @@ def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> t
     )
     missing = [name for name in ("bandwidth", "latency") if name not in within]
     per_node = options.per_node or basis.devices
-    if missing and basis.cuda and not torch.cuda.is_available():
+    if missing and per_node > 1 and basis.cuda and torch.cuda.device_count() < 2:
         flags = " and ".join(f"--{name}" for name in missing)
-        raise UserError(f"the steps are from a GPU, but this machine has no GPU to measure the network: give {flags}")
+        reason = "the steps are from a GPU, but measuring the network between GPUs needs two on this machine"
+        raise UserError(f"{reason}: give {flags}")
     link, spread, source = Link(math.inf, 0.0), (1.0, 1.0), "given"
     if missing and per_node > 1:
         say("measuring an all-reduce of two processes")

@@ -38,11 +38,12 @@ _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
 SPEAKERS = (
     *(f"lightning.{package}.utilities.rank_zero" for package in ("pytorch", "fabric")),
     *(f"lightning.fabric.utilities.{module}" for module in ("distributed", "seed")),
+    "lightning.pytorch.accelerators.cuda",
 )
 HIDDEN = (  # first words of hidden lines
     *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
     *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
-    *("Loading `train_dataloader`", "Found current_model_state"),
+    *("Loading `train_dataloader`", "Found current_model_state", "You are using a CUDA device", "LOCAL_RANK: "),
     "Your model can run with static graph",  # because a static graph gains nothing here
 )
 

@@ -1,0 +1,153 @@
+"""CUDA code without a GPU: CUDA graphs as tapes, whole runs on fake tensors, and ranks of large worlds."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_cuda import FakeCUDA, fake_cuda
+from graph_tape import Graph, tapes
+from harness import RECIPE, App, last_of, options, output_of, record_of, tiny
+from test_cost import Counting
+from torch import distributed
+from torch.distributed import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from app.data.batches import GlobalBatches
+from app.data.sources import Split
+from app.networks import LeNet
+
+__all__ = ["fake_cuda", "tapes"]
+
+
+def test_a_tape_is_as_strict_as_a_graph(tapes: list[Graph]) -> None:
+    """It computes nothing while it captures, repeats Python's numbers, and forbids reads."""
+    total, step = torch.zeros(1), 1.0
+    with torch.cuda.graph(tape := torch.cuda.CUDAGraph()):
+        total.add_(step)
+        doubled = total * 2
+    assert total.item() == 0
+    step = 5.0
+    for _ in range(2):
+        tape.replay()
+    assert (total.item(), doubled.item(), tapes[0].operations) == (2, 4, ["add_", "mul"])
+    for read in ("item", "tolist"):
+        with pytest.raises(RuntimeError, match="not permitted"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            getattr(total, read)()
+
+
+# 6 batches per epoch, the last one smaller, and two logging windows
+ON_FAKE = tiny(92, 16, val_size=4, max_epochs=2, log_every_n_steps=3, accelerator="cuda", devices=1, test=False)
+AUGMENTED = options(flip=True, crop_padding=4, cutout=8)
+MIXED = options(mixup=0.4, cutmix=1.0)
+CLIPPED, GRAPH = options(gradient_clip_val=1), ["--model.cuda_graph", "true"]
+UNFUSED = {name: ["--model.optimizer", name, "--model.optimizer.lr", "0.1"] for name in ("SGD", "AdamW")}
+UNFUSED = {name: [*words, "--model.optimizer.fused", "false"] for name, words in UNFUSED.items()}
+VIRTUAL = options(virtual_devices=4)
+ADAMW = UNFUSED["AdamW"][:4]
+
+CASES = {
+    "32-true SGD device": AUGMENTED,
+    "32-true AdamW memory": [*ADAMW, *CLIPPED, *MIXED],
+    "16-mixed SGD memory": AUGMENTED,
+    "16-mixed AdamW device": [*ADAMW, *CLIPPED, *MIXED],
+    "bf16-mixed SGD device": [*GRAPH, *AUGMENTED, *MIXED],
+    "bf16-mixed AdamW memory": [*ADAMW, *GRAPH],
+    "bf16-true SGD memory": [*UNFUSED["SGD"], *CLIPPED, *AUGMENTED],
+    "bf16-true AdamW device": [*UNFUSED["AdamW"], *MIXED],
+    "32-true AdamW device": [*ADAMW, *VIRTUAL, *AUGMENTED],
+    "bf16-mixed AdamW device": [*RECIPE, *AUGMENTED],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
+    """At most five reads, copies and synchronizations per logging window, and none in between."""
+    precision, _, placement = case.split()
+    flags = [*CASES[case], *options(precision=precision, placement=placement), "--run.name", "x"]
+    output_of(*app("fit", *ON_FAKE, *flags))
+    record = record_of(tmp_path / "runs" / "x" / "version_0")
+    assert (record["peak_memory"][0]["device"], record["placement"]) == ("cuda:0", placement)
+    assert fake_cuda.counts["captures"] == ("--model.cuda_graph" in flags)
+    reads_of_scaler = fake_cuda.counts["step"] * (precision == "16-mixed" and CLIPPED[0] in flags)
+    assert sum(fake_cuda.at("step").values()) == reads_of_scaler, fake_cuda.at("step")
+    assert sum(fake_cuda.at("window").values()) <= 5 * fake_cuda.counts["window"], fake_cuda.at("window")
+
+
+def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
+    """The test's matrix and the predictions reach the host, and Lightning gives no advice."""
+    out = output_of(*app("fit", *ON_FAKE, *options(test=True), "--run.name", "x"))
+    assert "Tensor Cores" not in out
+    assert "LOCAL_RANK" not in out
+    run = tmp_path / "runs" / "x" / "version_0"
+    assert record_of(run)["test"] is not None
+    assert (run / "confusion_matrix.png").exists()
+    same = ["--config", run / "config.yaml", "--ckpt_path", last_of(run), "--run.name", "y"]
+    output_of(*app("predict", *same))
+    (predictions,) = (tmp_path / "runs" / "y").glob("*/predictions.csv")
+    assert len(predictions.read_text().splitlines()) > 1
+
+
+BATCH, SAMPLES = 2048, 2 * 2048 + 100
+
+
+def loader_of(rank: int, size: int) -> GlobalBatches:
+    split = Split(torch.zeros(SAMPLES, 3, 32, 32, dtype=torch.uint8), torch.arange(SAMPLES) % 10)
+    return GlobalBatches(split, torch.arange(SAMPLES), batch_size=BATCH, rank=rank, world_size=size, shuffle=True)
+
+
+@pytest.mark.parametrize("size", [64, 1024])
+def test_the_shares_of_many_ranks(size: int) -> None:
+    """One after the other, the ranks' shares are the order of a single rank, the smaller last batch included."""
+    one, ranks = loader_of(0, 1), [loader_of(rank, size) for rank in range(0, size, 31)]
+    for step in range(len(one)):
+        whole = one.samples(step)
+        for each in ranks:
+            span = each.span(step)
+            assert torch.equal(each.samples(step), whole[span.start - step * BATCH : span.stop - step * BATCH])
+            assert each.global_count(step) == len(whole)
+            assert len(whole) // size <= each.share_size(step) <= -(-len(whole) // size)
+
+
+def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
+    """Return Python calls, bytes sent and operations of a rank's set-up and first step, with DDP's gradients."""
+    calls, sent, counting, images = 0, [], Counting(), loader_of(0, 1).images
+
+    def profile(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def hook(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sent.append(bucket.buffer().nbytes)
+        distributed.all_reduce(bucket.buffer())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    distributed.init_process_group("fake", rank=size - 2, world_size=size, store=FakeStore())
+    torch.manual_seed(0)
+    try:
+        with counting:
+            sys.setprofile(profile)
+            loader = GlobalBatches(
+                Split(images, torch.arange(SAMPLES) % 10), torch.arange(SAMPLES), batch_size=BATCH, rank=size - 2,
+                world_size=size, shuffle=True,
+            )  # fmt: skip
+            batch = next(iter(loader))
+            network = DistributedDataParallel(LeNet(), init_sync=False)
+            network.register_comm_hook(None, hook)
+            loss = F.cross_entropy(network(batch.images.float()), batch.labels, reduction="sum")
+            (loss * (size / loader.global_count(0))).backward()
+    finally:
+        sys.setprofile(None)
+        distributed.destroy_process_group()
+    return calls, sum(sent), counting.counts
+
+
+def test_a_rank_of_many_costs_the_same() -> None:
+    cost_of_a_rank(64)  # imports
+    assert cost_of_a_rank(64) == cost_of_a_rank(1024)
