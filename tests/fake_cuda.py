@@ -39,13 +39,11 @@ class FakeCUDA:
         notes: Number of reads, blocking copies and synchronizations, by place in the training, file and line, and kind.
         counts: Number of steps in each place.
         place: Current place: `step`, `window` (the last step of a logging window), or another one.
-        launches: Number of operations in ordinary steps, by name.
     """
 
     def __init__(self) -> None:
         self.notes: Counter[tuple[str, str, str]] = Counter()
         self.counts: Counter[str] = Counter()
-        self.launches: Counter[str] = Counter()
         self.place = "set-up"
 
     def note(self, kind: str) -> None:
@@ -149,8 +147,6 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
                 fake.note("copy to the host")
             elif not is_there(source) and target == "cuda" and (waits or not getattr(source, "pinned", False)):
                 fake.note("blocking copy to the device" if waits else "copy of pageable memory")
-        if there and fake.place == "step" and not func.is_view:
-            fake.launches[func._schema.name.removeprefix("aten::")] += 1
         value = known(args[0]) if func in (aten._to_copy.default, aten.lift_fresh.default) else None
         if isinstance(source, FakeTensor):
             source.constant = None  # torch would copy it to a real device
@@ -199,7 +195,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     fake, patch = FakeCUDA(), monkeypatch.setattr
     torch._C._ensureCUDADeviceGuardSet()  # without a GPU, a guard that does nothing
     library = torch.library.Library("aten", "IMPL", "Meta")
-    for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
+    for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_.tensor_lr"):
         library.impl(name, lambda *_, **__: None)
     monkeypatch.setitem(fake_tensor._DISPATCH_META_HANDLERS, torch.ops.prim.device.default, fake_device)
     patch(FakeTensorMode, "avoid_device_init", True)
