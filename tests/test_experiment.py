@@ -53,12 +53,16 @@ def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Wri
     assert all("--seed_everything 3" in line for line in commands(out))
 
 
-def test_another_class_leaves_the_experiments_settings_of_its_section(app: App, image_root: Path) -> None:
+def test_another_class_leaves_the_experiments_settings_of_its_section(
+    app: App, experiment: Write, image_root: Path
+) -> None:
+    flags = {"data": "Synthetic", "data.size": 240, "model.optimizer": "SGD", "model.optimizer.lr": 0.01}
+    path = experiment(variants={"one": {}}, flags=flags)
     own = ["--data", "ImageFolder", "--data.root", image_root]
     config = image_root / "own.yaml"
     config.write_text(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": {"root": str(image_root)}}}))
     for words in (own, ["--config", config]):
-        _, out = app("compare", "--dry_run", *words)
+        _, out = app("compare", "--experiment", path, "--dry_run", *words)
         assert commands(out)
         assert all("--data.size" not in line and "--model.optimizer.lr 0.01" in line for line in commands(out))
 

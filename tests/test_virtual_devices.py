@@ -45,7 +45,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("alone"), SHARDED, 1)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), ("ddp_spawn", 2)])
+WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), pytest.param("ddp_spawn", 2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), WAYS)
 def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> None:
     run = train(tmp_path, SHARDED, ranks, "--trainer.strategy", strategy)
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
