@@ -87,25 +87,6 @@ def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
     assert digest(kept.directory / "checkpoints/last.ckpt") == digest(whole / "checkpoints/last.ckpt")
 
 
-@pytest.mark.slow
-def test_killed_on_four_ranks(tmp_path: Path) -> None:
-    """Killed at a random step on four ranks, stopped on two, stopped on three, and ended on one."""
-    flags = [*SHARDED, "--run.virtual_devices", "8", "--last_checkpoint.every_n_train_steps", "1", "--run.name", "run"]
-    whole = train(tmp_path / "whole", flags, 1, "--trainer.max_epochs", "30")
-    ddp, last = ["--trainer.strategy", "ddp", "--trainer.devices"], tmp_path / "run/version_0/checkpoints/last.ckpt"
-    with started(tmp_path, *flags, *ddp, "4", "--trainer.max_epochs", "30") as killed:
-        killed.trained(random.randint(1, 5))
-        killed.get("SIGKILL", "all")
-        killed.end(60)
-    for ranks, more in ((2, 7), (3, 11), (1, None)):
-        done = torch.load(last, weights_only=True)["global_step"]
-        steps = -1 if more is None else done + more
-        train(
-            tmp_path, flags, ranks, "--trainer.max_epochs", "30", "--trainer.max_steps", str(steps), "--ckpt_path", last
-        )
-    assert digest(last) == digest(whole / "checkpoints/last.ckpt")
-
-
 def test_balance(alone: Path, tmp_path: Path) -> None:
     """A slow rank has fewer shards after the first epoch, and the bits stay the same."""
     run = train(tmp_path, SHARDED, 3, "--model", "user_code.SlowRank", "--run.balance", "true")
