@@ -17,23 +17,27 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from cluster.hosts import awaited
+from fork_server import ADDRESS, ROOT
+from jsonargparse._optionals import parse_docstring
+from jsonargparse._parameter_resolvers import get_signature_parameters
+from jsonargparse._util import get_import_path, resolved_import_paths
 from lightning.pytorch import Trainer
 from PIL import Image
 
 from app.fit.run_options import Run
 from app.launch.process import STARTER
 
-ROOT = Path(__file__).parent.parent
 App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
 Signal = tuple[int, float] | None  # number of a signal, and the seconds after which it is sent
 Environment = Mapping[str, str | None]  # None removes the variable
@@ -159,6 +163,24 @@ def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
 
     patch("matplotlib.figure.Figure.savefig", savefig)
     patch("app.monitor.report.make_report", lambda folder: "")
+
+
+def remember_signatures() -> None:
+    """Read the signature and documentation of a class once per process, not once per command."""
+    path, signature, documentation = map(cache, (get_import_path, get_signature_parameters, parse_docstring))
+
+    def path_of(value: Any) -> str | None:
+        return resolved_import_paths.get(value) or (path if isinstance(value, type) else get_import_path)(value)
+
+    kept: dict[Any, Callable[..., Any]] = {
+        get_import_path: path_of,
+        get_signature_parameters: lambda function, name=None, logger=None: [*map(copy, signature(function, name))],
+        parse_docstring: lambda component, params=False, logger=None: copy(documentation(component, params)),
+    }
+    for module in [module for name, module in sys.modules.items() if name.startswith("jsonargparse.")]:
+        for function, remembered in kept.items():
+            if getattr(module, function.__name__, None) is function:
+                setattr(module, function.__name__, remembered)
 
 
 SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
@@ -308,55 +330,13 @@ def start_app(*args: str | Path, timeout: int = 240, env: Environment | None = N
         return run.process.returncode, out
 
 
-SERVER = """
-import gc, json, os, pytest, resource, sys, traceback
-gc.disable()
-import app.fit.command, app.compare.command, app.plan.command, app.doctor, app.monitor.report
-import matplotlib.backends.backend_agg, matplotlib.backends.backend_svg
-from app.cli import main
-from harness import leave_undrawn
-gc.freeze()
-gc.enable()
-os.environ["OMP_NUM_THREADS"] = "1"
-for line in sys.stdin:
-    job = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        os.setsid()
-        out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for descriptor in (1, 2):
-            os.dup2(out, descriptor)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.chdir(job["cwd"])
-        os.environ.clear()
-        os.environ.update(job["env"])
-        if "APP_TEST_UNDRAWN" in os.environ:
-            leave_undrawn(pytest.MonkeyPatch().setattr)
-        if job["limit"]:
-            resource.setrlimit(resource.RLIMIT_DATA, (job["limit"], job["limit"]))
-        code = 1
-        try:
-            code = main(job["argv"])
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(code)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
 class Forked:
     """A command in a fork of a server, with the part of `Popen`'s interface that `run_fit` uses."""
 
-    def __init__(self, server: subprocess.Popen[str], job: Mapping[str, Any]) -> None:
-        assert server.stdin
-        assert server.stdout
-        print(json.dumps(job), file=server.stdin, flush=True)
-        self.pid = int(server.stdout.readline())
-        self.code = ThreadPoolExecutor(1).submit(server.stdout.readline)
+    def __init__(self, stream: IO[str], job: Mapping[str, Any]) -> None:
+        print(json.dumps(job), file=stream, flush=True)
+        self.pid = int(stream.readline())
+        self.code = ThreadPoolExecutor(1).submit(stream.readline)
 
     def poll(self) -> int | None:
         return int(self.code.result()) if self.code.done() else None
@@ -375,7 +355,7 @@ class Forked:
 
 
 class ForkServer:
-    """Server that runs commands one at a time in forks that have imported everything: hundreds in minutes.
+    """Connection to the server of forks, which runs this one's commands one at a time: hundreds in minutes.
 
     Args:
         folder: Folder of the output file, which each command overwrites.
@@ -385,21 +365,19 @@ class ForkServer:
 
     def __init__(self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30) -> None:
         self.cwd, self.out, self.limit = cwd or folder, folder / "output.txt", limit
-        self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
-        )  # fmt: skip
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(os.environ[ADDRESS])
+        self.stream = self.connection.makefile("rw")
 
     def __enter__(self) -> "ForkServer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.server.kill()
-        self.server.communicate()
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], out: Path, cwd: Path) -> Forked:
         """Start a command, and write its output into a file."""
-        return Forked(self.server, {"argv": argv, "env": env, "out": str(out), "cwd": str(cwd), "limit": self.limit})
+        return Forked(self.stream, {"argv": argv, "env": env, "out": str(out), "cwd": str(cwd), "limit": self.limit})
 
     def run(
         self, *args: str | Path, seconds: float = 60, signal_after: Signal = None, env: Environment | None = None

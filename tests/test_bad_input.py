@@ -26,69 +26,69 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("APP_TRUST", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--model.optimizer", RUNS], f"--model.optimizer os.system: {REFUSED}: give --trust os"),
-        (["--model.optimizer", "os.system"], f"--model.optimizer os.system: {REFUSED}"),
-        (["--model", "os.system"], f"--model os.system: {REFUSED}"),
-        (["--data", "os.system"], f"--data os.system: {REFUSED}"),
-        (["--trainer.callbacks+=subprocess.Popen"], f"--trainer.callbacks subprocess.Popen: {REFUSED}"),
-        (["--model", "collections.OrderedDict"], f"--model collections.OrderedDict: {REFUSED}"),
-        (["--trust", "yaml", "--model", "yaml.Loader"], "--model yaml.Loader: Import path does not correspond to a"),
-        (["--trust", "x y"], "--trust x y: give the name of a module"),
-        (["--model.optimizer", "torch.hub.load"], "--model.optimizer torch.hub.load: expected a subclass of Optimizer"),
-        (["--model.optimizer", "torch.nn.Linear"], "--model.optimizer torch.nn.Linear: expected a subclass of Optim"),
-        (["--model.scheduler", "torch.optim.Adam"], "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"),
-        (["--model", "broken_module.Model"], "--model broken_module.Model: invalid syntax (broken_module.py, line 1)"),
-        (["--model", "ending_module.Model"], "that the arguments name ends the process when it is imported (3)"),
-        (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give more than 0"),
-        (["--trainer.check_val_every_n_epoch", "0"], "--trainer.check_val_every_n_epoch 0: give 1 or more"),
-        (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
-        (["--cluster.node_rank", "-1"], "--cluster.node_rank -1: give 0 or more"),
-        (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
-        (["--data.size", "1000000000000"], "GiB, but only"),
-        (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
-        (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
-        (["--trainer.precision", "transformer-engine"], "Requirement 'transformer_engine>=0.11.0' not met"),
-        ([*STEP, "--model.scheduler.step_size", "0"], "--model.scheduler StepLR: integer modulo by zero"),
-        (["--model.optimizer", "SparseAdam"], "SparseAdam: SparseAdam does not support dense gradients, please con"),
-        (["--trainer.max_epochs", "-5"], "--trainer.max_epochs -5: give -1 or more"),
-        (["--trainer.limit_train_batches", "-1"], "--trainer.limit_train_batches -1: You have passed invalid value -1"),
-        (["--last_checkpoint.save_top_k", "-2"], "--last_checkpoint.save_top_k -2: Invalid value for save_top_k=-2"),
-        (["--trainer.max_time", "abc"], "is not a valid duration"),
-        (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
-        (["--last_checkpoint.filename", "/x/y"], "--last_checkpoint.filename /x/y: give a relative path without .."),
-        (["--run.tags", "a"], "--run.tags a: expected list"),
-        (["--run", "/proc/self/mem"], "Input/output error"),
-        (["--model.optimizer", "{a: 1, a: 2}"], "{a: 1, a: 2}: a is given twice"),
-        (["--model.optimizer", ".os.system"], "--model.optimizer"),
-        (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
-        (
-            ["--seed_everything", "100000000000000000000"],
-            "--seed_everything 100000000000000000000: give 4294967295 or less",
-        ),
-    ],
-)
+FLAGS = [
+    (["--model.optimizer", RUNS], f"--model.optimizer os.system: {REFUSED}: give --trust os"),
+    (["--model.optimizer", "os.system"], f"--model.optimizer os.system: {REFUSED}"),
+    (["--model", "os.system"], f"--model os.system: {REFUSED}"),
+    (["--data", "os.system"], f"--data os.system: {REFUSED}"),
+    (["--trainer.callbacks+=subprocess.Popen"], f"--trainer.callbacks subprocess.Popen: {REFUSED}"),
+    (["--model", "collections.OrderedDict"], f"--model collections.OrderedDict: {REFUSED}"),
+    (["--trust", "yaml", "--model", "yaml.Loader"], "--model yaml.Loader: Import path does not correspond to a"),
+    (["--trust", "x y"], "--trust x y: give the name of a module"),
+    (["--model.optimizer", "torch.hub.load"], "--model.optimizer torch.hub.load: expected a subclass of Optimizer"),
+    (["--model.optimizer", "torch.nn.Linear"], "--model.optimizer torch.nn.Linear: expected a subclass of Optim"),
+    (["--model.scheduler", "torch.optim.Adam"], "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"),
+    (["--model", "broken_module.Model"], "--model broken_module.Model: invalid syntax (broken_module.py, line 1)"),
+    (["--model", "ending_module.Model"], "that the arguments name ends the process when it is imported (3)"),
+    (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give more than 0"),
+    (["--trainer.check_val_every_n_epoch", "0"], "--trainer.check_val_every_n_epoch 0: give 1 or more"),
+    (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
+    (["--cluster.node_rank", "-1"], "--cluster.node_rank -1: give 0 or more"),
+    (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
+    (["--data.size", "1000000000000"], "GiB, but only"),
+    (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
+    (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
+    (["--trainer.precision", "transformer-engine"], "Requirement 'transformer_engine>=0.11.0' not met"),
+    ([*STEP, "--model.scheduler.step_size", "0"], "--model.scheduler StepLR: integer modulo by zero"),
+    (["--model.optimizer", "SparseAdam"], "SparseAdam: SparseAdam does not support dense gradients, please con"),
+    (["--trainer.max_epochs", "-5"], "--trainer.max_epochs -5: give -1 or more"),
+    (["--trainer.limit_train_batches", "-1"], "--trainer.limit_train_batches -1: You have passed invalid value -1"),
+    (["--last_checkpoint.save_top_k", "-2"], "--last_checkpoint.save_top_k -2: Invalid value for save_top_k=-2"),
+    (["--trainer.max_time", "abc"], "is not a valid duration"),
+    (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
+    (["--last_checkpoint.filename", "/x/y"], "--last_checkpoint.filename /x/y: give a relative path without .."),
+    (["--run.tags", "a"], "--run.tags a: expected list"),
+    (["--run", "/proc/self/mem"], "Input/output error"),
+    (["--model.optimizer", "{a: 1, a: 2}"], "{a: 1, a: 2}: a is given twice"),
+    (["--model.optimizer", ".os.system"], "--model.optimizer"),
+    (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
+    (
+        ["--seed_everything", "100000000000000000000"],
+        "--seed_everything 100000000000000000000: give 4294967295 or less",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), FLAGS)
 def test_flags(flags: list[str], said: str, app: App) -> None:
     assert said in error_of(*app("fit", *TINY, *flags))
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("trainer: &a {x: *a}\n", "Circular reference detected"),
-        ("trainer: " + "[" * 600 + "]" * 600, "maximum recursion depth exceeded"),
-        ("trainer: {max_epochs: " + "1" * 5000 + "}", "Exceeds the limit"),
-        ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
-        (bytes(range(256)), "can't decode byte"),
-        ("trainer: {a: 1, a: 2}", "a is given twice"),
-        ("run: 7", "run: 7 in --config"),
-        ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
-        (f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}", f"optimizer os.system: {REFUSED}"),
-    ],
-)
+CONFIGS = [
+    ("trainer: &a {x: *a}\n", "Circular reference detected"),
+    ("trainer: " + "[" * 600 + "]" * 600, "maximum recursion depth exceeded"),
+    ("trainer: {max_epochs: " + "1" * 5000 + "}", "Exceeds the limit"),
+    ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
+    (bytes(range(256)), "can't decode byte"),
+    ("trainer: {a: 1, a: 2}", "a is given twice"),
+    ("run: 7", "run: 7 in --config"),
+    ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
+    (f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}", f"optimizer os.system: {REFUSED}"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), CONFIGS)
 def test_configs(content: str | bytes, said: str, app: App) -> None:
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
     assert said in error_of(*app("fit", *TINY, "--config", "x.yaml"))
@@ -101,19 +101,19 @@ def test_a_config_that_names_another_file(app: App) -> None:
     assert "class_path is given twice" in error_of(*app("fit", *TINY, "--config", "x.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["fit", "--config", "pipe"], "--config pipe: not a file"),
-        (["test", "--ckpt_path", "pipe"], "--ckpt_path pipe: it cannot be read (not a file)"),
-        (["fit", "--ckpt_path", "last"], "last.ckpt: it cannot be read (not a file)"),
-        (["predict", "--ckpt_path", "best"], "best.ckpt: it cannot be read (not a file)"),
-        (["plan", "--run", "runs/x/version_0"], "run.json cannot be read (not a file): give a run's directory"),
-        (["fit", "--trainer.num_nodes", "2", "--cluster.init_method", "file://{}/pipe"], "give tcp://HOST:PORT, file:"),
-        (["compare", "--experiment", "pipe"], "--experiment pipe: not a file"),
-        (["verify", "--ways", "pipe"], "--ways pipe: not a file"),
-    ],
-)
+PIPES = [
+    (["fit", "--config", "pipe"], "--config pipe: not a file"),
+    (["test", "--ckpt_path", "pipe"], "--ckpt_path pipe: it cannot be read (not a file)"),
+    (["fit", "--ckpt_path", "last"], "last.ckpt: it cannot be read (not a file)"),
+    (["predict", "--ckpt_path", "best"], "best.ckpt: it cannot be read (not a file)"),
+    (["plan", "--run", "runs/x/version_0"], "run.json cannot be read (not a file): give a run's directory"),
+    (["fit", "--trainer.num_nodes", "2", "--cluster.init_method", "file://{}/pipe"], "give tcp://HOST:PORT, file:"),
+    (["compare", "--experiment", "pipe"], "--experiment pipe: not a file"),
+    (["verify", "--ways", "pipe"], "--ways pipe: not a file"),
+]
+
+
+@pytest.mark.parametrize(("argv", "said"), PIPES)
 def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None:
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
@@ -125,21 +125,21 @@ def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None
     assert said in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("SLURM_STEP_ID", "", "expected a whole number"),
-        ("SLURM_PROCID", "x", "expected a whole number"),
-        ("WORLD_SIZE", "abc", "expected a whole number"),
-        ("RANK", "", "expected a whole number"),
-        ("APP_AGENT", "1", "left over from another run"),
-        ("APP_AGENT", "abc", "expected a whole number"),
-        ("APP_STARTER", "", "expected a whole number"),
-        ("APP_TRUST", "../x", "expected names of modules, with commas between them"),
-        ("OMP_NUM_THREADS", "0", "expected a number of threads"),
-        ("WANDB_MODE", "abc", "expected online, offline or disabled"),
-    ],
-)
+VARIABLES = [
+    ("SLURM_STEP_ID", "", "expected a whole number"),
+    ("SLURM_PROCID", "x", "expected a whole number"),
+    ("WORLD_SIZE", "abc", "expected a whole number"),
+    ("RANK", "", "expected a whole number"),
+    ("APP_AGENT", "1", "left over from another run"),
+    ("APP_AGENT", "abc", "expected a whole number"),
+    ("APP_STARTER", "", "expected a whole number"),
+    ("APP_TRUST", "../x", "expected names of modules, with commas between them"),
+    ("OMP_NUM_THREADS", "0", "expected a number of threads"),
+    ("WANDB_MODE", "abc", "expected online, offline or disabled"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), VARIABLES)
 def test_variables(name: str, value: str, said: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     line = error_of(*app("fit", *TINY))

@@ -56,6 +56,7 @@ def rings(rank: int, store: str) -> None:
 
 
 def test_ring_all_reduce(tmp_path: Path) -> None:
+    torch.testing.assert_close(0.0, 0.0)  # imports once what each fork would import
     torch.multiprocessing.start_processes(rings, (str(tmp_path / "store"),), nprocs=8, start_method="fork")
 
 
@@ -198,29 +199,29 @@ def test_compare_varies_strategies_and_their_options() -> None:
     assert {variant.replicas for variant in found.values()} == {2}
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("process_group_backend gloo", "process_group_backend: give --trainer.strategy ddp, or another one, before it"),
-        ("ddpp process_group_backend gloo", "there is no --trainer.strategy ddpp: did you mean ddp?"),
-        ("ddp find_unused_parameter true", "did you mean --trainer.strategy.find_unused_parameters?"),
-        ("ddp period 3", "the chosen class has no such setting"),
-        ("ddp bucket_cap_mb big", "--trainer.strategy.bucket_cap_mb big: expected a number"),
-        ("ddp bucket_cap_mb -1", "--trainer.strategy.bucket_cap_mb -1: give 0 or more"),
-        ("ddp process_group_backend nccl", "process_group_backend nccl: on cpu use gloo"),
-        ("ddp process_group_backend glo", "process_group_backend glo: on cpu use gloo"),
-        ("ddp ddp_comm_hook torch.nowhere", "module 'torch' has no attribute 'nowhere'"),
-        (f"ddp ddp_comm_hook {HOOKS}.fp16_compress_wrapper", "fp16_compress_wrapper: not a hook"),
-        (f"ddp ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper", "has no effect without a hook"),
-        ("ddp_fp16 ddp_comm_hook user_code.speaking_hook", "the chosen class has no such setting"),
-        ("ddp_powersgd start_powersgd_iter 1", "--trainer.strategy.start_powersgd_iter 1: give 2 or more"),
-        ("ddp_dp", "use --trainer.strategy dp, or give more --trainer.num_nodes"),
-        ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
-        ("ddp_ring --trainer.devices 1", "ring_hook has no effect, because this run is one process"),
-        ("ddp static_graph true --trainer.accumulate_grad_batches 2", "torch fails where gradients are accumulated"),
-        (f"ddp_dp {MEET} --trainer.sync_batchnorm true", "sync_batchnorm has no effect under dp"),
-    ],
-)
+REFUSED = [
+    ("process_group_backend gloo", "process_group_backend: give --trainer.strategy ddp, or another one, before it"),
+    ("ddpp process_group_backend gloo", "there is no --trainer.strategy ddpp: did you mean ddp?"),
+    ("ddp find_unused_parameter true", "did you mean --trainer.strategy.find_unused_parameters?"),
+    ("ddp period 3", "the chosen class has no such setting"),
+    ("ddp bucket_cap_mb big", "--trainer.strategy.bucket_cap_mb big: expected a number"),
+    ("ddp bucket_cap_mb -1", "--trainer.strategy.bucket_cap_mb -1: give 0 or more"),
+    ("ddp process_group_backend nccl", "process_group_backend nccl: on cpu use gloo"),
+    ("ddp process_group_backend glo", "process_group_backend glo: on cpu use gloo"),
+    ("ddp ddp_comm_hook torch.nowhere", "module 'torch' has no attribute 'nowhere'"),
+    (f"ddp ddp_comm_hook {HOOKS}.fp16_compress_wrapper", "fp16_compress_wrapper: not a hook"),
+    (f"ddp ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper", "has no effect without a hook"),
+    ("ddp_fp16 ddp_comm_hook user_code.speaking_hook", "the chosen class has no such setting"),
+    ("ddp_powersgd start_powersgd_iter 1", "--trainer.strategy.start_powersgd_iter 1: give 2 or more"),
+    ("ddp_dp", "use --trainer.strategy dp, or give more --trainer.num_nodes"),
+    ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
+    ("ddp_ring --trainer.devices 1", "ring_hook has no effect, because this run is one process"),
+    ("ddp static_graph true --trainer.accumulate_grad_batches 2", "torch fails where gradients are accumulated"),
+    (f"ddp_dp {MEET} --trainer.sync_batchnorm true", "sync_batchnorm has no effect under dp"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
 def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
     words = flags.split()
     given = ["--trainer.strategy", words.pop(0)] if len(words) % 2 else []

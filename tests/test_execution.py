@@ -151,33 +151,33 @@ FUSED = "--model.optimizer SGD --model.optimizer.lr 1 --model.optimizer.fused tr
 GRAPHED = "--model.cuda_graph true"
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--model FashionMLP --model.channels_last true", "FashionMLP has no convolutions"),
-        ("--trainer.benchmark true", "--trainer.benchmark has no effect on the cpu accelerator: leave it out"),
-        ("--model.matmul_precision high", "--model.matmul_precision has no effect on the cpu accelerator"),
-        ("--model.compile reduce-overhead", "--model.compile reduce-overhead has no effect on the cpu accelerator"),
-        ("--model.compile default --trainer.strategy dp", "--model.compile does not work with --trainer.strategy dp"),
-        ("--model.compile reduce-overhead --trainer.accumulate_grad_batches 2", "overwrites accumulated gradients"),
-        (
-            f"{FUSED} --trainer.precision 16-mixed --trainer.gradient_clip_val 1",
-            "--model.optimizer.fused true with --trainer.gradient_clip_val",
-        ),
-        (
-            f"{FUSED} --model.optimizer.foreach true",
-            "--model.optimizer SGD: `fused` and `foreach` cannot be `True` together.",
-        ),
-        ("--model.compile fast", "--model.compile fast"),
-        ("--model.cuda_graph true", "--model.cuda_graph has no effect on the cpu accelerator: leave it out"),
-        (
-            f"{GRAPHED} --trainer.strategy ddp --trainer.devices 2",
-            "--model.cuda_graph true is for one GPU, not for --trainer.strategy ddp: leave it out",
-        ),
-        ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: the"),
-        ("--model.cuda_graph true --trainer.precision 16-mixed", "with --trainer.precision 16-mixed: the scale of the"),
-    ],
-)
+REFUSED = [
+    ("--model FashionMLP --model.channels_last true", "FashionMLP has no convolutions"),
+    ("--trainer.benchmark true", "--trainer.benchmark has no effect on the cpu accelerator: leave it out"),
+    ("--model.matmul_precision high", "--model.matmul_precision has no effect on the cpu accelerator"),
+    ("--model.compile reduce-overhead", "--model.compile reduce-overhead has no effect on the cpu accelerator"),
+    ("--model.compile default --trainer.strategy dp", "--model.compile does not work with --trainer.strategy dp"),
+    ("--model.compile reduce-overhead --trainer.accumulate_grad_batches 2", "overwrites accumulated gradients"),
+    (
+        f"{FUSED} --trainer.precision 16-mixed --trainer.gradient_clip_val 1",
+        "--model.optimizer.fused true with --trainer.gradient_clip_val",
+    ),
+    (
+        f"{FUSED} --model.optimizer.foreach true",
+        "--model.optimizer SGD: `fused` and `foreach` cannot be `True` together.",
+    ),
+    ("--model.compile fast", "--model.compile fast"),
+    ("--model.cuda_graph true", "--model.cuda_graph has no effect on the cpu accelerator: leave it out"),
+    (
+        f"{GRAPHED} --trainer.strategy ddp --trainer.devices 2",
+        "--model.cuda_graph true is for one GPU, not for --trainer.strategy ddp: leave it out",
+    ),
+    ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: the"),
+    ("--model.cuda_graph true --trainer.precision 16-mixed", "with --trainer.precision 16-mixed: the scale of the"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
 def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
     assert said in error_of(*app("fit", *SMALL, "--trainer.accelerator", "cpu", *flags.split()))
 

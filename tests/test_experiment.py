@@ -53,12 +53,16 @@ def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Wri
     assert all("--seed_everything 3" in line for line in commands(out))
 
 
-def test_another_class_leaves_the_experiments_settings_of_its_section(app: App, image_root: Path) -> None:
+def test_another_class_leaves_the_experiments_settings_of_its_section(
+    app: App, experiment: Write, image_root: Path
+) -> None:
+    flags = {"data": "Synthetic", "data.size": 240, "model.optimizer": "SGD", "model.optimizer.lr": 0.01}
+    path = experiment(variants={"one": {}}, flags=flags)
     own = ["--data", "ImageFolder", "--data.root", image_root]
     config = image_root / "own.yaml"
     config.write_text(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": {"root": str(image_root)}}}))
     for words in (own, ["--config", config]):
-        _, out = app("compare", "--dry_run", *words)
+        _, out = app("compare", "--experiment", path, "--dry_run", *words)
         assert commands(out)
         assert all("--data.size" not in line and "--model.optimizer.lr 0.01" in line for line in commands(out))
 
@@ -72,42 +76,42 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
     assert second == first.replace("node_rank 0 &", "node_rank 1")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "neither variants nor a grid"),
-        ({"variants": {"a": {"trainer.strategi": "dp"}}}, "'a': --trainer.strategi: there is no such flag: did you"),
-        ({"variants": {"a": {}}, "repeates": 2}, "repeates: there is no such setting: did you mean repeats?"),
-        ({"variants": {"a": {}}, "repeats": "many"}, "repeats"),
-        ({"variants": {"a": {}}, "baseline": "b"}, "--baseline b: no such variant"),
-        ({"variants": {"a": {"run.name": "b"}}}, "run.name is set by compare itself"),
-        ({"variants": {"a": {}}, "max_epochs": 1}, "leaves nothing to measure after --warmup_epochs 1"),
-        ({"variants": {"a": {"trainer.max_epochs": 1}}, "max_epochs": None}, "'a': --trainer.max_epochs 1 leaves"),
-        ({"variants": {5: {}}}, "5 is not a name of a variant or flag"),
-        ({"variants": {"a": None}}, "--variants None: expected dict"),
-        ({"variants": None}, "variants: null: give its settings"),
-        ({"variants": {"a": {}}, "time_limit": float("nan")}, "--time_limit nan: give 1 or more"),
-        ({"variants": {"a": {}}, "repeats": 10**9}, "1,000,000,000 repeats: give 1,000 of each at most"),
-        ({"grid": {f"data.x{key}": list(range(10)) for key in range(10)}}, "a grid of 10,000,000,000 combinations"),
-        ({"variants": {"a": {"model": "os.system"}}}, "'a': --model os.system: its code is not trusted"),
-        ({"variants": {"a b": {}, "a_b": {}}}, "two variants have the folder a_b"),
-        ({"grid": {"trainer.devices": [1]}, "exclude": [{"trainer.device": 1}]}, "trainer.device is not in the grid"),
-        ({"variants": {"a": {}}, "published": {"hardware": "x"}}, "rows"),
-    ],
-)
+WRONG = [
+    ({}, "neither variants nor a grid"),
+    ({"variants": {"a": {"trainer.strategi": "dp"}}}, "'a': --trainer.strategi: there is no such flag: did you"),
+    ({"variants": {"a": {}}, "repeates": 2}, "repeates: there is no such setting: did you mean repeats?"),
+    ({"variants": {"a": {}}, "repeats": "many"}, "repeats"),
+    ({"variants": {"a": {}}, "baseline": "b"}, "--baseline b: no such variant"),
+    ({"variants": {"a": {"run.name": "b"}}}, "run.name is set by compare itself"),
+    ({"variants": {"a": {}}, "max_epochs": 1}, "leaves nothing to measure after --warmup_epochs 1"),
+    ({"variants": {"a": {"trainer.max_epochs": 1}}, "max_epochs": None}, "'a': --trainer.max_epochs 1 leaves"),
+    ({"variants": {5: {}}}, "5 is not a name of a variant or flag"),
+    ({"variants": {"a": None}}, "--variants None: expected dict"),
+    ({"variants": None}, "variants: null: give its settings"),
+    ({"variants": {"a": {}}, "time_limit": float("nan")}, "--time_limit nan: give 1 or more"),
+    ({"variants": {"a": {}}, "repeats": 10**9}, "1,000,000,000 repeats: give 1,000 of each at most"),
+    ({"grid": {f"data.x{key}": list(range(10)) for key in range(10)}}, "a grid of 10,000,000,000 combinations"),
+    ({"variants": {"a": {"model": "os.system"}}}, "'a': --model os.system: its code is not trusted"),
+    ({"variants": {"a b": {}, "a_b": {}}}, "two variants have the folder a_b"),
+    ({"grid": {"trainer.devices": [1]}, "exclude": [{"trainer.device": 1}]}, "trainer.device is not in the grid"),
+    ({"variants": {"a": {}}, "published": {"hardware": "x"}}, "rows"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG)
 def test_an_experiment_that_cannot_be(app: App, experiment: Write, settings: dict[str, Any], message: str) -> None:
     assert message in error_of(*app("compare", "--experiment", experiment(**settings)))
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("--trainer.max_epochs=7", "the experiment sets max_epochs for all variants: give only --max_epochs"),
-        ("--trainer.precision=64-true", "--trainer.precision is a flag of the variants"),
-        ("--run.test=true", "run.test is set by compare itself"),
-        ("--cluster.node_rank=1", "cluster.node_rank is set by compare itself"),
-    ],
-)
+REFUSED = [
+    ("--trainer.max_epochs=7", "the experiment sets max_epochs for all variants: give only --max_epochs"),
+    ("--trainer.precision=64-true", "--trainer.precision is a flag of the variants"),
+    ("--run.test=true", "run.test is set by compare itself"),
+    ("--cluster.node_rank=1", "cluster.node_rank is set by compare itself"),
+]
+
+
+@pytest.mark.parametrize(("word", "message"), REFUSED)
 def test_nothing_typed_is_dropped(app: App, experiment: Write, word: str, message: str) -> None:
     path = experiment(variants={"a": {}, "b": {"trainer.precision": "bf16-mixed"}})
     assert message in error_of(*app("compare", "--experiment", path, word))

@@ -110,26 +110,27 @@ def test_a_name_that_is_gone_is_said(name: str) -> None:
     assert said.endswith("does not have: see what took its place")
 
 
+LATE = [
+    (
+        "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_los",
+        "--trainer.callbacks EarlyStopping: Early stopping conditioned on metric `val_los`",
+    ),
+    ("--trainer.val_check_interval 100", "--trainer.val_check_interval: `val_check_interval` (100) must be"),
+    (
+        "--trainer.accumulate_grad_batches 2 --trainer.callbacks+=GradientAccumulationScheduler "
+        "--trainer.callbacks.scheduling='{4: 2}'",
+        "--trainer.accumulate_grad_batches: You have set `accumulate_grad_batches` and",
+    ),
+    (
+        "--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1 --model.scheduler.total_steps 2 "
+        "--model.scheduler_interval step",
+        "--model.scheduler OneCycleLR: Tried to step 3 times. The specified number of total steps is 2",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_los",
-            "--trainer.callbacks EarlyStopping: Early stopping conditioned on metric `val_los`",
-        ),
-        ("--trainer.val_check_interval 100", "--trainer.val_check_interval: `val_check_interval` (100) must be"),
-        (
-            "--trainer.accumulate_grad_batches 2 --trainer.callbacks+=GradientAccumulationScheduler "
-            "--trainer.callbacks.scheduling='{4: 2}'",
-            "--trainer.accumulate_grad_batches: You have set `accumulate_grad_batches` and",
-        ),
-        (
-            "--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1 --model.scheduler.total_steps 2 "
-            "--model.scheduler_interval step",
-            "--model.scheduler OneCycleLR: Tried to step 3 times. The specified number of total steps is 2",
-        ),
-    ],
-    ids=["early-stopping", "val-check-interval", "accumulation", "scheduler-steps"],
+    ("flags", "said"), LATE, ids=["early-stopping", "val-check-interval", "accumulation", "scheduler-steps"]
 )
 def test_what_only_training_shows_is_said_in_one_line(flags: str, said: str, app: App) -> None:
     assert said in error_of(*app("fit", *SMALL, *shlex.split(flags)))

@@ -209,20 +209,20 @@ def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> Non
     assert "--model.network lenet: --run already defines" in error_of(*app("plan", *words))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--bandwidth", "25GB"], "--bandwidth 25GB: give bytes or bits per second, such as 25GB/s"),
-        (["--latency", "20"], "--latency 20: give a time, such as 20us"),
-        (["--max_devices", "0"], "--max_devices 0: give more than 0"),
-        (["--per_node", "0"], "--per_node 0: give more than 0"),
-        (["--per_node", "600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
-        ([*CPU, *TINY_DATA, "--run.threads", "600"], "cores for 1 process(es) of this training; see --run.threads"),
-        (["--per_node", "1", "--node_bandwidth", "1GB/s", *CPU, *TINY_DATA], "give --per_node, --bandwidth and --lat"),
-        (["--run", "nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
-        (["--bandwith", "1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
-    ],
-)
+WRONG = [
+    (["--bandwidth", "25GB"], "--bandwidth 25GB: give bytes or bits per second, such as 25GB/s"),
+    (["--latency", "20"], "--latency 20: give a time, such as 20us"),
+    (["--max_devices", "0"], "--max_devices 0: give more than 0"),
+    (["--per_node", "0"], "--per_node 0: give more than 0"),
+    (["--per_node", "600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
+    ([*CPU, *TINY_DATA, "--run.threads", "600"], "cores for 1 process(es) of this training; see --run.threads"),
+    (["--per_node", "1", "--node_bandwidth", "1GB/s", *CPU, *TINY_DATA], "give --per_node, --bandwidth and --lat"),
+    (["--run", "nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
+    (["--bandwith", "1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
 def test_a_plan_that_cannot_be(app: App, words: list[str], message: str) -> None:
     assert message in error_of(*app("plan", "--root", "runs", *words))
 

@@ -127,14 +127,14 @@ HANGING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("ReducesAlone", "ddp_fork"),
-        *(pytest.param("LoopsInData", strategy, marks=pytest.mark.slow) for strategy in ("ddp", "ddp_fork")),
-        *(pytest.param(n, "ddp_fork", marks=pytest.mark.slow) for n in ("WaitsForALock", "LeavesTheEpochEarly")),
-    ],
-)
+HANGS = [
+    ("ReducesAlone", "ddp_fork"),
+    *(pytest.param("LoopsInData", strategy, marks=pytest.mark.slow) for strategy in ("ddp", "ddp_fork")),
+    *(pytest.param(n, "ddp_fork", marks=pytest.mark.slow) for n in ("WaitsForALock", "LeavesTheEpochEarly")),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), HANGS)
 def test_who_hangs(name: str, strategy: str, tmp_path: Path) -> None:
     """The last line and the record name the rank, the stacks are written, and no rank waits beyond the timeout."""
     thing = getattr(stuck_code, name)
@@ -163,15 +163,15 @@ AT = line_of(stuck_code.LoopsInSetup, "while")
 WORKER = ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorker"]
 
 
+HANGS_ELSEWHERE = [
+    (["--data", "stuck_code.LoopsInSetup"], f"in stuck_code.py:({AT}|{AT + 1}) setup; rank 0 waits for its answer"),
+    # the worker's code is named, because the rank only waits for the worker
+    (["--data", "Synthetic", *WORKER], r"in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "where"),
-    [
-        (["--data", "stuck_code.LoopsInSetup"], f"in stuck_code.py:({AT}|{AT + 1}) setup; rank 0 waits for its answer"),
-        # the worker's code is named, because the rank only waits for the worker
-        (["--data", "Synthetic", *WORKER], r"in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "where"), HANGS_ELSEWHERE)
 def test_who_hangs_elsewhere(flags: list[str], where: str, tmp_path: Path) -> None:
     flags = [*flags, *DATA, *CPU, *DDP, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
     code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)

@@ -284,17 +284,8 @@ def test_balanced_classes(app: App, tmp_path: Path) -> None:
     assert 900 < drawn[0] < 1100
     folder = draw_images(tmp_path / "images", ("cat",), train=12)
     draw_images(folder, ("dog",), train=4)
-    flags = [
-        "--data",
-        "ImageFolder",
-        "--data.root",
-        folder,
-        "--data.val_size",
-        "0",
-        "--model.class_weights",
-        "balanced",
-    ]
-    output_of(*app("fit", *flags, *options(max_epochs=1, test=False), "--data.balance", "true"))
+    flags = ["--data", "ImageFolder", "--data.root", folder, *options(val_size=0, max_epochs=1, test=False)]
+    output_of(*app("fit", *flags, "--model.class_weights", "balanced", "--data.balance", "true"))
 
 
 def test_metrics_of_many_classes() -> None:

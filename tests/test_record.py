@@ -130,7 +130,7 @@ def test_a_profiler_of_the_users_own_is_left_alone(app: App, tmp_path: Path) -> 
 
 def test_outside_of_the_command_line(app: App, tmp_path: Path) -> None:
     """In a notebook, a checkpoint loads without a trainer, and drawing does not change pyplot's state."""
-    import matplotlib
+    import matplotlib.pyplot
 
     from app.modules import CIFARCNN
 

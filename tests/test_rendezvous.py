@@ -15,37 +15,37 @@ SMALL = tiny(203, 20)
 STEPS = options(accelerator="cpu", max_epochs=2, log_every_n_steps=1)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT"),
-        (["--cluster.init_method", "tcp://127.0.0.1:29500"], "which of them is this? give --cluster.node_rank"),
-        (["--cluster.init_method", "tcp://127.0.0.1"], "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://"),
-        (["--cluster.init_method", "http://x:1"], "http://x:1: give tcp://HOST:PORT"),
-        (["--cluster.init_method", "file://x/y", "--cluster.node_rank", "0"], "file://x/y: give tcp://"),
-        (["--cluster.init_method", "tcp://a:99999", "--cluster.node_rank", "0"], "tcp://a:99999: give tcp://"),
-        (["--cluster.init_method", "tcp://a:1", "--cluster.node_rank", "2"], "the nodes are 0 to 1"),
-        (["--trainer.num_nodes", "1", "--cluster.node_rank", "0"], "--cluster.node_rank 0: there is one node"),
-        (["--cluster.timeout", "0"], "--cluster.timeout 0: give more than 0"),
-    ],
-)
+WRONG = [
+    ([], "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT"),
+    (["--cluster.init_method", "tcp://127.0.0.1:29500"], "which of them is this? give --cluster.node_rank"),
+    (["--cluster.init_method", "tcp://127.0.0.1"], "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://"),
+    (["--cluster.init_method", "http://x:1"], "http://x:1: give tcp://HOST:PORT"),
+    (["--cluster.init_method", "file://x/y", "--cluster.node_rank", "0"], "file://x/y: give tcp://"),
+    (["--cluster.init_method", "tcp://a:99999", "--cluster.node_rank", "0"], "tcp://a:99999: give tcp://"),
+    (["--cluster.init_method", "tcp://a:1", "--cluster.node_rank", "2"], "the nodes are 0 to 1"),
+    (["--trainer.num_nodes", "1", "--cluster.node_rank", "0"], "--cluster.node_rank 0: there is one node"),
+    (["--cluster.timeout", "0"], "--cluster.timeout 0: give more than 0"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), WRONG)
 def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, app: App) -> None:
     assert said in error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2", *flags))
 
 
-@pytest.mark.parametrize(
-    ("left", "said"),
-    [
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK in the environment, but no launcher started this process"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
-        ({"NODE_RANK": "1"}, "unset NODE_RANK"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
-        ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, "unset RANK TORCHELASTIC_RUN_ID"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun cannot start runs: use torchrun or srun"),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "this SLURM job has 4 tasks, but the command was started once"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "this SLURM job has 2 nodes, but the command was started"),
-    ],
-)
+LEFTOVERS = [
+    ({"LOCAL_RANK": "1"}, "LOCAL_RANK in the environment, but no launcher started this process"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
+    ({"NODE_RANK": "1"}, "unset NODE_RANK"),
+    ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
+    ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, "unset RANK TORCHELASTIC_RUN_ID"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun cannot start runs: use torchrun or srun"),
+    ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "this SLURM job has 4 tasks, but the command was started once"),
+    ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "this SLURM job has 2 nodes, but the command was started"),
+]
+
+
+@pytest.mark.parametrize(("left", "said"), LEFTOVERS)
 def test_leftovers_of_another_launcher_are_explained(
     left: dict[str, str], said: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,16 +65,16 @@ def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
         assert json.loads(config.with_name("run.json").read_text())["not_finite_step"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--step", "3"], "--config: name the config.yaml of a run"),
-        (["--config", "none.yaml"], "--config none.yaml: there is no run.json beside it"),
-        (["--config", "CONFIG", "--step", "0"], "--step"),
-        (["--config", "CONFIG", "--step", "99"], "--step 99: the run took 4 steps"),
-        (["--config", "CONFIG"], "has no per-step losses: give --step N"),
-    ],
-)
+REFUSED = [
+    (["--step", "3"], "--config: name the config.yaml of a run"),
+    (["--config", "none.yaml"], "--config none.yaml: there is no run.json beside it"),
+    (["--config", "CONFIG", "--step", "0"], "--step"),
+    (["--config", "CONFIG", "--step", "99"], "--step 99: the run took 4 steps"),
+    (["--config", "CONFIG"], "has no per-step losses: give --step N"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
 def test_what_cannot_be_replayed(flags: list[str], message: str, app: App, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.touch()

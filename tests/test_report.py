@@ -5,14 +5,13 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, fork_app, on_cpu, options, output_of, record_of, seen_colours, started, tiny
+from harness import QUIET, App, fork_app, on_cpu, options, output_of, record_of, seen_colours, tiny
 
 from app.monitor.course import MOST, Course
 from app.monitor.report import leave_report
@@ -138,17 +137,6 @@ def test_a_module_and_data_of_ones_own(
     assert [words.split()[0] for words in command] == [use] * bool(use)
     for words in command:
         output_of(*app(*shlex.split(words)))
-
-
-def test_a_training_that_was_interrupted(tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL[:-2], "--trainer.max_epochs", "500", "--data.batch_size", "4") as run:
-        run.trained(2)
-        run.process.send_signal(signal.SIGTERM)
-        out = run.end()
-    assert run.process.returncode == 143, out
-    found = read(run.directory)
-    title = r"\d+\.\d\d % on 40 validation images after \d+ epochs?, interrupted by SIGTERM .*"
-    assert re.fullmatch(title, found.title)
 
 
 def test_what_cannot_be_written_or_read_is_a_line(

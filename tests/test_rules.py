@@ -33,42 +33,38 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
     return config
 
 
-@pytest.mark.parametrize(
-    ("settings", "launcher", "said"),
-    [
-        ({"trainer.devices": "0"}, None, "--trainer.devices 0: give a count from 1 on, a list such as 0,1, or auto"),
-        (
-            {"trainer.devices": "-1"},
-            None,
-            "--trainer.devices '-1': the cpu accelerator has no such devices: give a count",
-        ),
-        ({"trainer.devices": [0, 1]}, None, "the cpu accelerator has no such devices"),
-        ({"trainer.num_nodes": 0}, None, "--trainer.num_nodes 0: give 1 or more"),
-        ({"trainer.accelerator": "cudo"}, None, "--trainer.accelerator cudo: unknown: did you mean cuda?"),
-        ({"trainer.accelerator": "tpu"}, None, "--trainer.accelerator tpu: there is none on this machine"),
-        ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
-        ({"trainer.gradient_clip_val": math.inf}, None, "--trainer.gradient_clip_val inf: give a finite number"),
-        ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give 4294967295 or less"),
-        ({"cluster.max_restarts": 1}, None, "--cluster.max_restarts 1 has no effect: no agent starts the processes of"),
-        ({"cluster.log_dir": "x"}, TWO, "--cluster.log_dir x has no effect: torchrun starts the processes of this run"),
-        ({"run.name": "../x"}, None, "--run.name ../x: give a relative path without .."),
-        ({"run.name": "/x"}, None, "--run.name /x: give a relative path without .."),
-        (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use ddp or ddp_"),
-        ({"trainer.strategy": "ddp_fork", "trainer.num_nodes": 2}, None, "ddp_fork works inside one node, not on 2"),
-        (DP | {"trainer.devices": 2}, TWO, "--trainer.strategy dp is one process, but torchrun started several"),
-        ({"trainer.strategy": "ddp_fork"}, TWO, "ddp_fork starts processes, which torchrun has done already"),
-        (DDP | {"trainer.devices": 3}, TWO, "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.nu"),
-        ({"trainer.devices": 1}, TWO, "of 1: leave --trainer.num_nodes and --trainer.devices out to follow torchrun"),
-        ({}, Launched("srun", 2, None, 3), "not the same number on each node: give --ntasks-per-node"),
-        ({"data.init_args.batch_size": 15}, TWO, "a global batch of 15 cannot be shared equally by 2 ranks: use --dat"),
-        (DDP | {"trainer.devices": 3}, None, "use --data.batch_size 15 or 18, or another --trainer.devices"),
-        ({"cluster.init_method": "tcp://a:1"}, TWO, "--cluster.init_method: torchrun decides how the nodes meet"),
-        ({"trainer.strategy": "ddp_localsgd"}, TWO, "averages weights between nodes, but there is only one: use"),
-        (SYNC | DDP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm works on GPUs only"),
-        (SYNC | DP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm has no effect under dp"),
-        ({"trainer.plugins": [SYNC_PLUGIN]}, None, "--trainer.sync_batchnorm has no effect in one process"),
-    ],
-)
+REFUSED = [
+    ({"trainer.devices": "0"}, None, "--trainer.devices 0: give a count from 1 on, a list such as 0,1, or auto"),
+    ({"trainer.devices": "-1"}, None, "--trainer.devices '-1': the cpu accelerator has no such devices: give a count"),
+    ({"trainer.devices": [0, 1]}, None, "the cpu accelerator has no such devices"),
+    ({"trainer.num_nodes": 0}, None, "--trainer.num_nodes 0: give 1 or more"),
+    ({"trainer.accelerator": "cudo"}, None, "--trainer.accelerator cudo: unknown: did you mean cuda?"),
+    ({"trainer.accelerator": "tpu"}, None, "--trainer.accelerator tpu: there is none on this machine"),
+    ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
+    ({"trainer.gradient_clip_val": math.inf}, None, "--trainer.gradient_clip_val inf: give a finite number"),
+    ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give 4294967295 or less"),
+    ({"cluster.max_restarts": 1}, None, "--cluster.max_restarts 1 has no effect: no agent starts the processes of"),
+    ({"cluster.log_dir": "x"}, TWO, "--cluster.log_dir x has no effect: torchrun starts the processes of this run"),
+    ({"run.name": "../x"}, None, "--run.name ../x: give a relative path without .."),
+    ({"run.name": "/x"}, None, "--run.name /x: give a relative path without .."),
+    (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use ddp or ddp_"),
+    ({"trainer.strategy": "ddp_fork", "trainer.num_nodes": 2}, None, "ddp_fork works inside one node, not on 2"),
+    (DP | {"trainer.devices": 2}, TWO, "--trainer.strategy dp is one process, but torchrun started several"),
+    ({"trainer.strategy": "ddp_fork"}, TWO, "ddp_fork starts processes, which torchrun has done already"),
+    (DDP | {"trainer.devices": 3}, TWO, "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.nu"),
+    ({"trainer.devices": 1}, TWO, "of 1: leave --trainer.num_nodes and --trainer.devices out to follow torchrun"),
+    ({}, Launched("srun", 2, None, 3), "not the same number on each node: give --ntasks-per-node"),
+    ({"data.init_args.batch_size": 15}, TWO, "a global batch of 15 cannot be shared equally by 2 ranks: use --dat"),
+    (DDP | {"trainer.devices": 3}, None, "use --data.batch_size 15 or 18, or another --trainer.devices"),
+    ({"cluster.init_method": "tcp://a:1"}, TWO, "--cluster.init_method: torchrun decides how the nodes meet"),
+    ({"trainer.strategy": "ddp_localsgd"}, TWO, "averages weights between nodes, but there is only one: use"),
+    (SYNC | DDP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm works on GPUs only"),
+    (SYNC | DP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm has no effect under dp"),
+    ({"trainer.plugins": [SYNC_PLUGIN]}, None, "--trainer.sync_batchnorm has no effect in one process"),
+]
+
+
+@pytest.mark.parametrize(("settings", "launcher", "said"), REFUSED)
 def test_what_cannot_work(
     settings: dict[str, Any], launcher: Launched | None, said: str, config: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,9 +22,9 @@ SLOW = pytest.mark.slow
 
 SIGNALS = [
     ("disk", "SIGTERM", "group"),  # the signal reaches worker processes, too
-    *(("auto", "SIGTERM", "main"), ("ddp", "SIGINT", "group")),
+    ("auto", "SIGTERM", "main"),
     *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
-    pytest.param("dp", "SIGINT", "group", marks=SLOW),
+    pytest.param("ddp", "SIGINT", "group", marks=SLOW),
     pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
     pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
 ]
@@ -45,8 +45,11 @@ def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> 
     assert found["test"] is None
     assert Path(found["checkpoint"]["last"]).exists()
     assert f"--ckpt_path {found['checkpoint']['last']}" in out
+    title = rf"<title>\d+\.\d\d % on \d+ validation images after \d+ epochs, interrupted {found['error']} .*</title>"
+    assert re.search(title, (run.directory / "report.html").read_text())
 
 
+@SLOW
 def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
     """The signal hits an arbitrary step, and so any place in an epoch."""
     flags = ["--trainer.max_epochs", "20", "--run.test", "false"]
@@ -131,8 +134,7 @@ def test_one_process_of_a_job_asks_for_its_requeue(tmp_path: Path) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize(("strategy", "name"), [("ddp", "SIGINT"), ("ddp_spawn", "SIGTERM")])
 def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *on_cpu(strategy)) as run:
         awaited(lambda: any(map(is_started_rank, family(run.mark))), 60)

@@ -46,7 +46,7 @@ def test_an_object_that_a_flag_made(flags: str, said: str, app: App) -> None:
     assert said in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ddp_fork"])
 def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
     """Each rank raises the error, which is printed once."""
     way = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]

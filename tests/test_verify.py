@@ -128,25 +128,25 @@ def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     ]
 
 
+HIDDEN = [
+    (
+        "ScaledAndNormalised",
+        "Stock",
+        ["the batch size is that of each rank", "the learning rate is 2 times", "BatchNorm normalises each"],
+        "--run.global_order true --run.virtual_devices 4: still different learning rate",
+    ),
+    (
+        "Dropping",
+        "NoisyStock",
+        ["the batch size is that of each rank", "the same samples with other pixels", "dropout (net.1) drawn from"],
+        "--run.global_order true --run.virtual_devices 4: the same training",
+    ),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_runs")
-@pytest.mark.parametrize(
-    ("model", "data", "named", "removed"),
-    [
-        (
-            "ScaledAndNormalised",
-            "Stock",
-            ["the batch size is that of each rank", "the learning rate is 2 times", "BatchNorm normalises each"],
-            "--run.global_order true --run.virtual_devices 4: still different learning rate",
-        ),
-        (
-            "Dropping",
-            "NoisyStock",
-            ["the batch size is that of each rank", "the same samples with other pixels", "dropout (net.1) drawn from"],
-            "--run.global_order true --run.virtual_devices 4: the same training",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("model", "data", "named", "removed"), HIDDEN)
 def test_causes_behind_other_samples(model: str, data: str, named: list[str], removed: str) -> None:
     """An ordinary loader hides other mistakes until `verify` deals its samples in the reference's order."""
     flags = {"trainer.accelerator": "cpu", "data.batch_size": 8}
@@ -242,21 +242,18 @@ def test_rounding_is_proven(app: App, tmp_path: Path) -> None:
     assert "rounding (" in out
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--steps", "3"], "--steps 3: give 4 or more"),
-        (["--trainer.devices", "2"], "--trainer.devices is a flag of the variants: leave it out"),
-        (["--run.root", "x"], "run.root is set by verify itself"),
-        (["--ways", "none.yaml"], "--ways none.yaml: there is no such file"),
-        (
-            ["--trainer.callbacks+=X", "--trainer.callbacks+=Y"],
-            "--trainer.callbacks+= is given twice: put the list into",
-        ),
-        (["--nonsense", "1"], "--nonsense: there is no such flag"),
-        (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
-    ],
-)
+REFUSED = [
+    (["--steps", "3"], "--steps 3: give 4 or more"),
+    (["--trainer.devices", "2"], "--trainer.devices is a flag of the variants: leave it out"),
+    (["--run.root", "x"], "run.root is set by verify itself"),
+    (["--ways", "none.yaml"], "--ways none.yaml: there is no such file"),
+    (["--trainer.callbacks+=X", "--trainer.callbacks+=Y"], "--trainer.callbacks+= is given twice: put the list into"),
+    (["--nonsense", "1"], "--nonsense: there is no such flag"),
+    (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
 def test_what_cannot_be(flags: list[str], said: str, app: App, tmp_path: Path) -> None:
     assert said in error_of(*app("verify", *OURS, *flags))
     assert not list(tmp_path.rglob("version_*"))

@@ -1,0 +1,120 @@
+"""Server of forks: one process that has imported everything runs commands in its forks, for all of pytest's workers."""
+
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+ADDRESS = "APP_TEST_SERVER"  # environment variable with the path of the server's socket
+
+
+def start_server() -> Callable[[], None]:
+    """Start the server, which imports nothing until it is used; return a function that ends it."""
+    folder = tempfile.mkdtemp()
+    os.environ[ADDRESS] = f"{folder}/socket"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.environ[ADDRESS])
+        listener.listen(99)
+        number = listener.fileno()
+        server = subprocess.Popen(
+            [sys.executable, "-c", f"import fork_server; fork_server.serve({number})"], pass_fds=[number], cwd=ROOT,
+            stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        )  # fmt: skip
+
+    def end() -> None:
+        with suppress(subprocess.TimeoutExpired):
+            server.communicate(timeout=5)
+        server.kill()
+        shutil.rmtree(folder)
+
+    return end
+
+
+def serve(number: int) -> None:
+    """Fork for each connection, whose jobs run one at a time, until stdin is closed."""
+    listener = socket.socket(fileno=number)
+    while listener in select.select([listener, 0], [], [])[0]:
+        connection, _ = listener.accept()
+        prepare()
+        if not os.fork():
+            run_jobs(connection)
+        connection.close()
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def prepare() -> None:
+    """Import everything, and read the signatures of the classes that most commands use."""
+    gc.disable()
+    from app.system.program import set_up
+
+    set_up()
+    for name in ("compare.command", "plan.command", "doctor", "monitor.report"):
+        importlib.import_module(f"app.{name}")
+    for name in ("agg", "svg"):
+        importlib.import_module(f"matplotlib.backends.backend_{name}")
+    from harness import remember_signatures
+
+    from app.fit.configuration import resolve
+
+    remember_signatures()
+    resolve(["fit", "--data", "Synthetic"])
+    gc.freeze()
+    gc.enable()
+
+
+def run_jobs(connection: socket.socket) -> None:
+    """Run each command in a fork; answer its process id at once, and its exit code at its end."""
+    with connection.makefile("rw") as stream:
+        for line in stream:
+            pid = os.fork()
+            if not pid:
+                run(json.loads(line))
+            print(pid, file=stream, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=stream, flush=True)
+    os._exit(0)
+
+
+def run(job: Mapping[str, Any]) -> None:
+    """Run a command as if in a new process, and exit."""
+    import pytest
+    from harness import leave_undrawn
+
+    from app.cli import main
+
+    os.setsid()
+    out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(out, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    if "APP_TEST_UNDRAWN" in os.environ:
+        leave_undrawn(pytest.MonkeyPatch().setattr)
+    if job["limit"]:
+        resource.setrlimit(resource.RLIMIT_DATA, (job["limit"], job["limit"]))
+    code: int = 1
+    try:
+        code = main(job["argv"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,165 @@
+"""Fixtures: tiny data sets in their real formats, and the real command."""
+
+import atexit
+import gc
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+import yaml
+from cluster.hosts import Network, network
+from cluster.slurm import Slurm, cluster
+from harness import ROOT, TINY, draw_images, fork_run, leave_undrawn, remember_signatures
+
+from app.cli import main
+
+remember_signatures()
+gc.freeze()  # garbage collection over all imported modules would take a fifth of the time
+atexit.register(gc.unfreeze)  # otherwise nanobind, on which triton is built, reports leaks
+
+
+@pytest.fixture(autouse=True, scope="session")
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Set the user's cache directory to a temporary one, also for started processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user_cache")))
+        yield
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Draw pictures and reports also in this process and its forks; other tests leave them empty."""
+
+
+@pytest.fixture(autouse=True)
+def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use one thread per process and no tracker, and remove what earlier tests left behind."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
+        leave_undrawn(monkeypatch.setattr)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, for later deterministic runs, too
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    left = ("APP_DEBUG", "APP_TRUST", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
+    for name in (*left, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["app"])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the runs that a command starts from a process that has imported everything."""
+    monkeypatch.setattr("app.runs.starter.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork_run}))
+
+
+@pytest.fixture
+def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) -> Callable[..., tuple[int, str]]:
+    """Run `python -m app …` in this process, with runs under tmp_path; return exit code and output."""
+
+    def run(*args: str | Path) -> tuple[int, str]:
+        capfd.readouterr()
+        words = [str(word) for word in args]
+        root = "--root" if words[0] in ("compare", "plan", "verify") else "--run.root"
+        if len(words) > 1 and words[0] not in ("doctor", "replay") and root not in words:
+            words[1:1] = [root, str(tmp_path / "runs")]
+        try:
+            code = main(words)
+        except SystemExit as end:  # argparse ends --help and --print_config this way
+            code = int(end.code or 0)
+        out, err = capfd.readouterr()
+        return code, out + err
+
+    return run
+
+
+@pytest.fixture
+def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files in CIFAR-10's format, with 10 images in each batch; patches torchvision's checksums."""
+    cls = torchvision.datasets.CIFAR10
+    folder = tmp_path / "data" / cls.base_folder
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+
+    def write(name: str, content: dict[str, object]) -> list[str]:
+        (folder / name).write_bytes(pickle.dumps(content))
+        return [name, torchvision.datasets.utils.calculate_md5(str(folder / name))]
+
+    def batch(name: str) -> list[str]:
+        labels = list(range(10))
+        return write(name, {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": labels})
+
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    monkeypatch.setattr(cls, "train_list", [batch(f"data_batch_{i}") for i in range(1, 6)])
+    monkeypatch.setattr(cls, "test_list", [batch("test_batch")])
+    filename, md5 = write("batches.meta", {"label_names": names})
+    monkeypatch.setattr(cls, "meta", {"filename": filename, "key": "label_names", "md5": md5})
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def fashion_root(tmp_path: Path) -> Path:
+    """Files in FashionMNIST's IDX format, with 60 training and 20 test images."""
+    folder = tmp_path / "data" / "FashionMNIST" / "raw"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 60), ("t10k", 20)):
+        images = rng.integers(256, size=(count, 28, 28), dtype=np.uint8)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes()
+        )
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def image_root(tmp_path: Path) -> Path:
+    """Class folders of JPEG and PNG files of different sizes, with a test split."""
+    return draw_images(tmp_path / "images", ("cat", "dog", "eel"), train=12, test=4)
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes an experiment file: TINY with other settings."""
+
+    def write(**settings: Any) -> Path:
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump({**TINY, **settings}, sort_keys=False))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    """A SLURM cluster of four nodes for one test; it starts in a second."""
+    with cluster() as found:
+        yield found
+
+
+@pytest.fixture
+def hosts() -> Iterator[Network]:
+    """Four hosts, connected by a switch."""
+    with network(4) as found:
+        yield found
+
+
+@pytest.fixture
+def tally(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+    """Return a function that counts the faults that a test injected and the run survived, for the final table."""
+    return record_property
