@@ -95,11 +95,9 @@ PIPES = [
     (["fit", "--config", "pipe"], "--config pipe: not a file"),
     (["test", "--ckpt_path", "pipe"], "--ckpt_path pipe: it cannot be read (not a file)"),
     (["fit", "--ckpt_path", "last"], "last.ckpt: it cannot be read (not a file)"),
-    (["predict", "--ckpt_path", "best"], "best.ckpt: it cannot be read (not a file)"),
     (["plan", "--run", "runs/x/version_0"], "run.json cannot be read (not a file): give a run's directory"),
     (["fit", "--trainer.num_nodes", "2", "--cluster.init_method", "file://{}/pipe"], "give tcp://HOST:PORT, file:"),
     (["compare", "--experiment", "pipe"], "--experiment pipe: not a file"),
-    (["verify", "--ways", "pipe"], "--ways pipe: not a file"),
 ]
 
 
@@ -108,10 +106,9 @@ def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
-    for name in ("pipe", run / "run.json", *(run / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))):
+    for name in ("pipe", run / "run.json", run / "checkpoints" / "last.ckpt"):
         os.mkfifo(name)
     where = [] if argv[0] in ("plan", "compare") else [*TINY[:4], "--run.root", "runs", "--run.name", "x"]
-    where = TINY[:2] if argv[0] == "verify" else where
     assert said in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
 
 
