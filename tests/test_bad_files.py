@@ -56,12 +56,10 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
 
     image = image_root / "train" / "dog" / "02.jpg"
     truncated, flags = image.read_bytes()[:200], ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
-    blp, damaged = io.BytesIO(), {"compression": 4, "encoding": 8}
+    blp = io.BytesIO()
     Image.new("P", (9, 9)).save(blp, "BLP")
-    odd = {name: blp.getvalue()[:at] + b"\xc6" + blp.getvalue()[at + 1 :] for name, at in damaged.items()}
     for broken, reason, *where in (
-        (odd["compression"], "Unknown BLP compression 198"),
-        (odd["encoding"], "Unknown BLP encoding -58"),
+        (blp.getvalue()[:4] + b"\xc6" + blp.getvalue()[5:], "Unknown BLP compression 198"),
         (truncated, "Truncated File Read", "--data.num_workers", "2"),
         (truncated, "Truncated File Read", "--data.cache", "off", "--data.num_workers", "0"),
         (truncated, "Truncated File Read", "--data.cache", "off", "--data.placement", "disk"),
@@ -97,11 +95,8 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     good = json.loads(path.read_text())
     odd = {
         "steps": ["four", 4.5, 10**400, []], "train_s": ["x", float("inf"), float("nan"), {}],
-        "global_batch_size": [0, -1], "launchers": ["x", [None], [3]], "command": [3],
-        "epochs": [3, [None], [{}]],
-        "throughput": [3, {"median": 0}, {"median": float("inf")}, {"max": 10**400}],
-        "ranks": [[{"rank": 0, "node": 0}]],
-        "time_per_step": [{"data": "x"}], "hardware": [3, {"cpu": 3}], "course": [{"samples_per_s": [["x", 1]]}],
+        "global_batch_size": [0], "launchers": [[3]], "epochs": [3, [None], [{}]], "ranks": [[{"rank": 0, "node": 0}]],
+        "throughput": [{"median": 0}, {"max": 10**400}], "course": [{"samples_per_s": [["x", 1]]}],
     }  # fmt: skip
     for name, value in ((name, value) for name, values in odd.items() for value in values):
         path.write_text(json.dumps(good | {name: value}))
@@ -131,7 +126,6 @@ def test_what_a_folder_of_images_must_not_hold(
     for target, problem in (
         ("/etc/passwd", f"{odd} cannot be read (not an image)"),
         (tmp_path, f"{odd}/images/train/cat links back to its parent folder {odd.parent}"),
-        (image_root / "train", f"{odd}/cat links back to its parent folder {odd.parent}"),
         (tmp_path / "gone", f"{odd} is a link to {tmp_path / 'gone'}, which is missing"),
         (odd, f"{odd} is a link to {odd}, which is missing"),
     ):
