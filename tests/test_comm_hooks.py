@@ -13,7 +13,6 @@ from harness import App, assert_same, difference, error_of, fork_app, on_two_nod
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
-from app.compare.experiment import Experiment, expand
 from app.fit.configuration import resolve
 from app.parallel.comm_hooks import ring_all_reduce
 
@@ -185,18 +184,6 @@ def test_options_follow_a_name_in_a_config(content: str | dict[str, str], tmp_pa
     assert found.init_args.matrix_approximation_rank == 2
     found = strategy("--config", str(config))
     assert found == content if isinstance(content, str) else found.init_args.matrix_approximation_rank == 1
-
-
-def test_compare_varies_strategies_and_their_options() -> None:
-    common = {"data": "Synthetic", "trainer.accelerator": "cpu", "trainer.devices": 2}
-    options = {"trainer.strategy.matrix_approximation_rank": 2, "trainer.strategy": "ddp_powersgd"}
-    grid = {"trainer.strategy": ["ddp", "ddp_fp16", "ddp_ring"], "trainer.strategy.bucket_cap_mb": [1, 25]}
-    found = {v.name: v for v in expand(Experiment(flags=common, variants={"low rank": options}, grid=grid))}
-    assert found["low rank"].settings.trainer.strategy.init_args.matrix_approximation_rank == 2
-    assert "--trainer.strategy ddp_powersgd" in found["low rank"].commands()
-    assert found["strategy=ddp_ring bucket_cap_mb=25"].settings.trainer.strategy.class_path.endswith(".Ring")
-    assert len(found) == 7
-    assert {variant.replicas for variant in found.values()} == {2}
 
 
 REFUSED = [
