@@ -100,10 +100,6 @@ def test_switches_stand_alone(flag: str) -> None:
         assert (typed, text) == (f"--{flag}", str(value).lower())
 
 
-def test_no_flags_at_all() -> None:
-    assert split_flags([]) == ([], [])
-
-
 @pytest.mark.parametrize("command", ["compare", "verify"])
 def test_quick_stands_alone(command: str, app: App) -> None:
     assert "--nope: there is no such flag" in error_of(*app(command, "--quick", "--data.flip", "--nope"))
