@@ -188,14 +188,6 @@ EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 
 
 @on_gpu
-def test_a_run_on_the_cpu_leaves_the_gpu_alone(tmp_path: Path) -> None:
-    used = machine._nvidia_smi("memory.used")
-    output_of(*start_app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.root", tmp_path))
-    record = record_of(tmp_path / "LeNet-Synthetic" / "version_0")
-    assert len(record["hardware"]["gpus"]) == len(used)
-
-
-@on_gpu
 @pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
 def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> None:
     """TF32 is off by default, in convolutions, too, so that all ways of running take the same steps."""
@@ -227,16 +219,6 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
         output_of(*start_app(*flags, "--trainer.max_epochs", epochs, *resume))
     record = record_of(tmp_path / "LeNet-Synthetic" / "version_0")
     assert record["test"] is not None
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_deterministic_algorithms_serve_our_models(precision: str, app: App) -> None:
-    flags = [*SMALL, *CPU, "--data.flip", "true", "--trainer.max_epochs", "1", "--trainer.precision", precision]
-    try:
-        code, out = app("fit", *flags, "--trainer.deterministic", "true")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert code == 0, out
 
 
 def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
