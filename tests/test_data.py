@@ -9,7 +9,7 @@ import torch
 from harness import QUIET, App, error_of, fork_app, last_of, losses, on_cpu, options, output_of, record_of, tiny
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from app.data import CIFAR10, FashionMNIST, ImageFolder, Synthetic
+from app.data import FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.data.synthetic import SyntheticSource
@@ -78,15 +78,6 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
 # -- sources ----------------------------------------------------------------------------------------------------
 
 
-def test_cifar10(cifar_root: Path) -> None:
-    data = attach(CIFAR10(str(cifar_root), val_size=10, batch_size=8))
-    images, labels, *_ = next(iter(data.train_dataloader()))
-    assert images.shape == (8, 3, 32, 32)
-    assert images.dtype == torch.uint8
-    assert len(data.train_dataloader().rows) == 40
-    assert labels.max() < 10
-
-
 @pytest.mark.usefixtures("drawn")
 def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
     """A batch size may be a fraction: a quarter of 54 training images is 14."""
@@ -139,6 +130,8 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     flat = ["--data", "ImageFolder", "--data.root", (image_root / "train").rename(image_root / "flat"), *QUIET]
     out = output_of(*app("fit", *flat, "--trainer.max_epochs", "1"))
     assert out.count("no test images") == 1
+    assert "python -m app validate --config " in out
+    assert "python -m app test " not in out
     record = record_of(tmp_path / "runs" / "LeNet-ImageFolder" / "version_0")
     assert record["data"]["images"] == {"train": 33, "val": 3}
     photo = image_root / "one photo"
@@ -150,14 +143,6 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     for place, problem in (("gone", "cannot be read (No such file or directory)"), ("empty", "holds no images")):
         said = error_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", image_root / place))
         assert f"{image_root / place} {problem}" in said
-
-
-def test_without_test_images_the_next_step_is_no_test(image_root: Path, app: App) -> None:
-    (image_root / "test").rename(image_root / "val")
-    code, out = app("fit", "--data", "ImageFolder", "--data.root", image_root, "--trainer.max_epochs", "1", *QUIET)
-    assert code == 0, out
-    assert "python -m app validate --config " in out
-    assert "python -m app test " not in out
 
 
 def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Path) -> None:
