@@ -1,6 +1,5 @@
 """A disk that fills up, or a folder that disappears, during training."""
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -100,4 +99,4 @@ def test_a_folder_that_goes_away(tmp_path: Path) -> None:
     assert record(tmp_path)["status"] == "completed"
     assert directory.exists()
     assert read(run.directory / "checkpoints" / "last.ckpt")["epoch"] == 29
-    assert os.path.exists(run.directory / "metrics.csv")
+    assert (run.directory / "metrics.csv").exists()
