@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import App, error_of, running
+from harness import App, running
 
 import app.doctor
 from app.doctor import Check, environment, examine
@@ -71,10 +71,6 @@ def test_intact_cifar(cifar_root: Path) -> None:
     assert found_before_the_self_test(cifar_root)["CIFAR10"].level == "green"
 
 
-def test_flags(app: App) -> None:
-    assert "--jsn: there is no such flag: did you mean --json?" in error_of(*app("doctor", "--jsn"))
-
-
 @pytest.mark.slow
 def test_the_whole_of_it_with_misleading_variables(tmp_path: Path) -> None:
     left: dict[str, str | None] = {"LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "9"}
@@ -94,6 +90,7 @@ def test_the_whole_of_it_with_misleading_variables(tmp_path: Path) -> None:
 # -- busy and slow machines ---------------------------------------------------------------------------------
 
 QUIET, BUSY = 0.1, 1e4
+Records = dict[str, Record]  # by strategy
 
 
 def under_load(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +130,9 @@ def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
     """Outcomes of the self-test's runs, by strategy: the first run is real, the others are copies of it."""
-    outcomes: dict[str, Record] = {}
+    outcomes: Records = {}
 
     def run(flags: list[str], limit: float, folder: Path) -> Record:
         if folder.name == "auto" and "auto" not in outcomes:
@@ -162,12 +159,7 @@ OUTCOMES = [
 @pytest.mark.parametrize(("outcomes", "load", "levels"), OUTCOMES)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="which strategies are tested depends on the GPUs")
 def test_what_is_slow_is_not_broken(
-    outcomes: dict[str, Record],
-    load: float,
-    levels: dict[str, str],
-    quick: dict[str, Record],
-    app: App,
-    monkeypatch: pytest.MonkeyPatch,
+    outcomes: Records, load: float, levels: dict[str, str], quick: Records, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick.update(outcomes)
     under_load(load, monkeypatch)
