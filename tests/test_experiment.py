@@ -118,7 +118,6 @@ def test_nothing_typed_is_dropped(app: App, experiment: Write, word: str, messag
 
 def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
     assert "there is no such file" in error_of(*app("compare", "--experiment", tmp_path / "none.yaml"))
-    assert "--experimen: there is no such flag" in error_of(*app("compare", "--experimen", "x"))
     assert "--experiment needs a value" in error_of(*app("compare", "--experiment"))
 
 
