@@ -115,7 +115,7 @@ def test_the_shares_of_many_ranks(size: int) -> None:
 
 def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
     """Return Python calls, bytes sent and operations of a rank's set-up and first step, with DDP's gradients."""
-    calls, sent, counting, images = 0, [], Counting(), loader_of(0, 1).images
+    calls, sent, counting = 0, [], Counting()
 
     def profile(*_: Any) -> None:
         nonlocal calls
@@ -133,10 +133,7 @@ def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
     try:
         with counting:
             sys.setprofile(profile)
-            loader = GlobalBatches(
-                Split(images, torch.arange(SAMPLES) % 10), torch.arange(SAMPLES), batch_size=BATCH, rank=size - 2,
-                world_size=size, shuffle=True,
-            )  # fmt: skip
+            loader = loader_of(size - 2, size)
             batch = next(iter(loader))
             network = DistributedDataParallel(LeNet(), init_sync=False)
             network.register_comm_hook(None, hook)
