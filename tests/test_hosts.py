@@ -1,6 +1,5 @@
 """Several simulated hosts with separate networks, names and processes: rendezvous, parity, failures."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -181,17 +180,6 @@ def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Ne
     assert ", stopped (SIGSTOP); the other ranks timed out, and it was killed" in out[node]
     assert all(process.returncode for process in processes)
     assert "Traceback" not in "".join(out) or way == "torchrun"  # torchrun prints its own traceback
-
-
-def test_a_rank_alone_on_its_host_that_loops(hosts: Network, tmp_path: Path) -> None:
-    """The looping rank is killed once the other one has left."""
-    processes = two_nodes(hosts, tmp_path, "--data", "stuck_code.LoopsInData", "--cluster.timeout", "10", *FOR_EVER)
-    out = ended(processes, 120)
-    where = r"rank 1 is in step 13, stuck_code.py:\d+ on_after_batch_transfer"
-    assert re.search(f"{SILENCE}{where}; rank 0 waits for its gradients", out[0])
-    assert re.search(f"error: {where}; the other ranks timed out, and it was killed", out[1])
-    assert [process.returncode for process in processes] == [1, 1], out
-    assert "Traceback" not in "".join(out)
 
 
 def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None:
