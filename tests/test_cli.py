@@ -85,9 +85,7 @@ def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     assert config["trainer"]["strategy"]["init_args"]["bucket_cap_mb"] == 5
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("comapre", "compare"), ("train", "fit"), ("fti", "fit"), ("tset", "test"), ("nope", None)]
-)
+@pytest.mark.parametrize(("typed", "meant"), [("train", "fit"), ("fti", "fit"), ("tset", "test"), ("nope", None)])
 def test_a_command_that_there_is_not(typed: str, meant: str | None, app: App) -> None:
     hint = f": did you mean {meant}?" if meant else ""
     commands = "(fit, validate, test, predict, export, compare, verify, replay, plan, doctor)"
@@ -105,9 +103,7 @@ WRONG = [
     ("--trainer.max_epochs foo", "--trainer.max_epochs foo: expected int"),
     ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
     ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp?"),
-    ("--trainer.devices abc", "devices"),
     ("--model FashionMPL", "--model FashionMPL: there is no such class: did you mean FashionMLP?"),
-    ("--data CIFAR11", "--data CIFAR11: there is no such class: did you mean CIFAR10?"),
     ("--data cifar10", "--data cifar10: there is no such class: did you mean CIFAR10?"),
     ("--trainer.callbacks+=EarlyStoping", "there is no such class: did you mean EarlyStopping?"),
     ("--model nowhere.Model", "No module named 'nowhere'"),
@@ -117,7 +113,6 @@ WRONG = [
     ("--model.scheduler OneCycleLR", "--model.scheduler: its max_lr is required"),
     ("--model FashionMLP --model.repeats 0", "--model.repeats 0"),
     ("--data.val_size 64", "--data.val_size 64 leaves nothing of 64 training images"),
-    ("--data.batch_size 0", "--data.batch_size 0"),
     ("--data.size -5", "--data.size -5"),
     ("--data.num_workers -1", "--data.num_workers -1"),
     ("--data.crop_padding -1", "--data.crop_padding -1"),
@@ -139,7 +134,6 @@ WRONG = [
     ("--data.cache --data.flip", "--data.cache needs a value"),
     ("--model.optimizer.lr 1e-3x", "--model.optimizer.lr 1e-3x: expected a number"),
     (f"--model '{NESTED}'", "--model.optimizer.lr 1e-3x: expected a number"),
-    ("--model.optimizer '{class_path: SGD, init_args: {lr: x}}'", "--model.optimizer.lr x: expected a number"),
     ("--model Small", "--model Small: there is no such class: did you mean mine.Small?"),
     ("--model Zzzzz", "--model Zzzzz: there is no such class: give its import path, package.module.Class"),
     ("--gpus 2", "--gpus: there is no such flag: did you mean --trainer.devices?"),
@@ -173,10 +167,6 @@ def test_an_accelerator_that_is_not_there(app: App) -> None:
     for name in ("gpu", "cuda", "mps"):
         said = error_of(*app("fit", *SMALL, "--trainer.accelerator", name))
         assert said == f"error: --trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
-
-
-def test_a_network_that_tells_no_image_shape(app: App) -> None:
-    output_of(*app("fit", *SMALL, "--model", "user_code.OfTorchvision", "--trainer.max_steps", "1"))
 
 
 BAD_CONFIGS = [
@@ -214,31 +204,15 @@ def test_evaluation_needs_weights(command: str, app: App, tmp_path: Path) -> Non
     assert not (tmp_path / "runs" / "nope").exists()
 
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-}  # fmt: skip
 SRUN = {
     "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
     "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("launched", "name", "strategy"),
-    [(TORCHRUN, "torchrun", "dp"), (TORCHRUN, "torchrun", "ddp_spawn"), (SRUN, "srun", "dp")],
-)
-def test_under_a_launcher_is_refused(launched: dict[str, str], name: str, strategy: str, tmp_path: Path) -> None:
-    said = error_of(*fork_app("fit", *SMALL, *on_cpu(strategy), "--run.root", tmp_path, env=launched))
-    assert name in said
-    assert "--trainer.strategy ddp" in said or name == "srun"
-
-
-def test_16_mixed_on_cpu_becomes_bf16_with_a_warning(app: App) -> None:
-    flags = ["--trainer.accelerator", "cpu", "--trainer.precision", "16-mixed", "--trainer.max_steps", "2"]
-    with pytest.warns(UserWarning, match="bf16-mixed"):
-        code, out = app("fit", *SMALL, *flags)
-    assert code == 0, out
+def test_under_srun_dp_is_refused(tmp_path: Path) -> None:
+    said = error_of(*fork_app("fit", *SMALL, *on_cpu("dp"), "--run.root", tmp_path, env=SRUN))
+    assert "--trainer.strategy dp is one process, but srun started several" in said
 
 
 @pytest.mark.parametrize("root", ["file", "dangling"])
