@@ -127,7 +127,7 @@ class SplitForward(Traits, Strategy):
         self._forwards += 1
         devices = self.parallel_devices
         self.replica.capture(devices[0].type)
-        if len(devices) == 1:  # no scatter, as in `nn.DataParallel`
+        if len(devices) == 1:  # one device needs no scatter
             return self.replica(*args, **kwargs)
         if devices[0].type != "cuda":
             return _forward_in_threads(self.replica, self._threads, args, kwargs)

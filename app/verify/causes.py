@@ -211,7 +211,7 @@ def _rates(case: Case) -> Cause | None:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """Yield causes that splitting a batch or resuming a run introduces: BatchNorm's statistics, and random numbers."""
+    """Yield causes of a difference after a batch was split or a run resumed: BatchNorm's statistics, random numbers."""
     facts, resumed = case.way.facts, case.way.resumed_at is not None
     is_same_order = "samples" not in case.differences or _other_pixels(case)
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):

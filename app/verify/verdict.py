@@ -50,7 +50,7 @@ class Result:
 
     @property
     def same(self) -> bool:
-        """Whether the variant is the same training, or was skipped."""
+        """Whether the variant trains as the reference does. True for a skipped variant."""
         return self.failed is None and not self.differences
 
     @property
