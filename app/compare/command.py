@@ -107,7 +107,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
-    """Return three things: the options of `compare`, the experiment, and the flags that the command line gives to `fit`."""
+    """Return three things: the options of `compare`, the experiment, and the command line's flags for `fit`."""
     own, flags = split_flags(arguments, ["--experiment"])
     configs, typed = by_name(flags)
     file = shipped(typed.pop("experiment", DEFAULT))

@@ -50,7 +50,7 @@ class ImageData(LightningDataModule):
         flip: Augmentation: mirror half of the images; `alternate` mirrors each image in every other epoch.
         cutout: Augmentation: side in pixels of a random square that is set to the mean.
         augment: Augmentation by the worker processes, image by image, on the CPU: one or a list of torchvision's v2
-            transforms, such as `RandAugment`, or of your own modules by their import path. Requires the placement `disk`.
+            transforms, such as `RandAugment`, or of your own modules by their import path. Needs the placement `disk`.
         mixup: Augmentation: blend each image with another. The weight is drawn from a beta distribution with this
             parameter, such as 0.2.
         cutmix: Augmentation: paste a box of another image into each image. The box's area is drawn from a beta

@@ -336,7 +336,7 @@ class FashionMNISTSource(Source):
         return np.fromfile(file, np.uint8, offset=8)
 
     def _count(self, file: Path) -> int:
-        """Return the number of items of an IDX file, which holds a magic number, big-endian sizes, and a byte per value."""
+        """Return the number of items of an IDX file: a magic number and big-endian sizes precede its bytes."""
         shape = self.image_shape[1:] if "idx3" in file.name else ()
         if not file.is_file():
             raise UserError(f"{file} is not a file: move it away to have it downloaded again")

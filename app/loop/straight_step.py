@@ -284,7 +284,7 @@ class Step:
     def _can_bypass(self, *names: str) -> bool:
         """Return whether the step may skip these methods of strategy and precision plugin, because they do nothing."""
         strategy, precision = self.strategy, self.strategy.precision_plugin
-        # in automatic optimization, DDPStrategy's overrides have no effect; without a scaler, MixedPrecision's have none
+        # in automatic optimization, DDPStrategy's overrides do nothing; without a scaler, MixedPrecision's do nothing
         ddp = isinstance(strategy, DDPStrategy)
         unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
         return not overrides(strategy, DDPStrategy if ddp else Strategy, *names) and not overrides(
