@@ -104,8 +104,8 @@ class ImageClassifier(LightningModule):
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
         cuda_graph: Replay training steps as CUDA graphs, with a few launches for each step; only on a single GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
-        views: Views of an image whose mean logits are its prediction: `mirror`: the image and its mirror image.
-            `shift`: also both of them moved by one pixel, up to the left and down to the right.
+        views: Test-time augmentation: evaluate an image by the mean logits of several views. `mirror` adds the mirror
+            image. `shift` adds the mirror image, and both of them moved by one pixel up left and down right: 6 views.
         **recipe: Arguments of `Recipe`.
 
     Attributes:

@@ -318,7 +318,7 @@ class GlobalBatches(GlobalOrder):
         return draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and size else None
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Return a copy of some rows; for a GPU in pinned memory, so that transfers overlap with computation."""
+        """Return a copy of some rows. A GPU's copy is in pinned memory, so that transfers overlap with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
@@ -332,7 +332,7 @@ class GlobalBatches(GlobalOrder):
         return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
     def _draw(self, epoch: int, order: Tensor) -> Tensor | None:
-        """Draw an epoch's random integers for augmentation, int32 (k, n), independently of ranks and batch size."""
+        """Draw an epoch's random integers for augmentation, equal for all ranks and batch sizes: int32 (k, n)."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)

@@ -61,7 +61,7 @@ class StraightLoop(LoggingLoop):
         trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Look up the hooks at the start of an epoch."""
+        """Look up the hooks, once per epoch."""
         super().on_run_start(data_fetcher)
         self.reason = self.why_not(data_fetcher)
         self._step = self.make_step()

@@ -27,7 +27,7 @@ Module = TypeVar("Module", bound=nn.Module)
     "torch.nn:Module._buffers",
 )
 def shallow_copies(module: Module, count: int) -> Sequence[Module]:
-    """Return copies of a module that share its parameters; only the first copy shares its buffers.
+    """Return copies of a module that share its parameters; only the first copy shares the module's buffers.
 
     Separate buffers keep threads from writing to the same running statistics. `torch.nn.parallel.replicate` works only
     on CUDA. At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.

@@ -151,7 +151,7 @@ def _same_order(recorded: Recorded) -> bool:
 
 
 def _lost_order(case: Case, number: int) -> Cause:
-    """Return the cause of different samples in a resumed run's step, counted from 0: the loader lost its order."""
+    """Return the cause that the loader lost its order, for a resumed run whose samples differ in a step, from 0."""
     samples = Counter(map(str, case.way.steps[number].samples))
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
     change = "draws new samples"

@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
-    """Return the options of `verify`, and a prover with the command line's flags of `fit`."""
+    """Return the options of `verify`, and a prover with the command line's flags for `fit`."""
     own, flags = split_flags(arguments)
     parser = PlainParser(prog="python -m app verify", usage=USAGE)
     parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")

@@ -227,7 +227,7 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, series=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant with flags that remove its known causes, to find the causes that the known ones hide.
+        """Repeat a variant without the known causes of its difference, to find other causes behind them.
 
         Adds the hidden causes to the result, and sets each cause's effect on the loss.
 
