@@ -18,9 +18,9 @@ commands:
   python -m app COMMAND --help                           all flags of a command
   python -m app fit --print_config                       all settings and their defaults
 
---verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another
-module, and runs its code. This application, torch, torchvision, lightning, torchmetrics and the current folder are
-trusted already.
+--verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE allows a config to use the classes of MODULE,
+whose code then runs. This application, torch, torchvision, lightning, torchmetrics and the current folder are trusted
+already.
 """
 
 import argparse

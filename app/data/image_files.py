@@ -38,7 +38,8 @@ def pixels(picture: Image.Image, channels: int) -> Tensor:
     """
     match picture:
         case JpegImageFile(format="JPEG", mode="RGB", decoderconfig=() | (1, 0), fp=file) if file and channels == 3:
-            with suppress(RuntimeError):  # at full size, libjpeg decodes to PIL's pixels, but faster; if it fails, PIL reports the damaged file
+            # at full size, libjpeg decodes to PIL's pixels, but faster; if it fails, PIL reports the damaged file
+            with suppress(RuntimeError):
                 file.seek(0)
                 return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8), ImageReadMode.RGB)
     if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
