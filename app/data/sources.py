@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
+import psutil
 import torch
 import torchvision
 from torch import Tensor
@@ -199,6 +200,14 @@ class RaggedSplit(Split):
     def __getitem__(self, index: int) -> Tensor:
         (height, width, end), channels = self._places[index].tolist(), self.image_shape[0]
         return self.tensor()[end - height * width * channels : end].view(height, width, channels).permute(2, 0, 1)
+
+
+def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
+    """Raise a UserError if images, uint8 (count, C, H, W), do not fit into the free memory."""
+    needed, free = count * math.prod(image_shape), psutil.virtual_memory().available
+    if needed > free:
+        figures = f"{needed / 2**30:.1f} GiB, of {free / 2**30:.1f} GiB of free memory"
+        raise UserError(f"{count:,} images of {'×'.join(map(str, image_shape))} take {figures}: {remedy}")
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
