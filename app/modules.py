@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -201,9 +202,7 @@ class ImageClassifier(LightningModule):
             if self.weights is not None:
                 rank_zero_info(load_weights(self.network, read_weights(self.weights, self.network_name), self.weights))
             elif isinstance(self.network, WhitenedCNN):
-                self.network.whiten(
-                    self._image_data("--model.network", "give its images to whitened networks").sample()
-                )
+                self.network.whiten(self._image_data("--model.network", "give its images").sample())
             if self.recipe.class_weights is not None:
                 self.class_weights = self._balanced_weights()
             self.sums = Sums(self.trainer.strategy.root_device)
@@ -373,10 +372,8 @@ class ImageClassifier(LightningModule):
             return optimizer
         interval = recipe.scheduler_interval if recipe.schedule is None else "step"
         monitor = getattr(scheduler, "monitor", "val_loss")
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": monitor},
-        }
+        config = {"scheduler": scheduler, "interval": interval, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
     def on_train_start(self) -> None:
         """Set the learning rate by this run's schedule: the checkpoint's run may have had another length.
@@ -443,31 +440,26 @@ class FashionMLP(ImageClassifier):
         **kwargs: As for `ImageClassifier`.
 
     Raises:
-        UserError: When `repeats` or a width is below 1, or the weights do not fit into memory.
+        UserError: When the weights do not fit into memory.
     """
 
     convolutional = False
 
     def __init__(
         self,
-        repeats: int = 24,
-        hidden: Sequence[int] = (256, 256, 256),
+        repeats: PositiveInt = 24,
+        hidden: Sequence[PositiveInt] = (256, 256, 256),
         num_classes: int = 10,
         loss: Loss = "smooth_l1",
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=1e-3),
         **kwargs: Any,
     ) -> None:
-        if repeats < 1:
-            raise UserError(f"--model.repeats {repeats}: give 1 or more")
-        if any(width < 1 for width in hidden):
-            raise UserError(f"--model.hidden {list(hidden)}: give widths of at least 1")
         try:
             network = MLP(repeats, hidden, num_classes)
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
-            raise UserError(
-                f"--model.repeats {repeats}, --model.hidden {list(hidden)}: the weights need too much memory: give less"
-            ) from error
+            flags = f"--model.repeats {repeats}, --model.hidden {list(hidden)}"
+            raise UserError(f"{flags}: the weights need too much memory: give less") from error
         super().__init__(network, num_classes, loss=loss, optimizer=optimizer, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

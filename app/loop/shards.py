@@ -123,9 +123,7 @@ class ShardSums:
                 for each, start in zip(parameters, starts, strict=False)
             ]
 
-        nodes: dict[Node, Gradients] = {
-            node: [gradients[place] for place in places] for node, gradients in self.nodes.items()
-        }
+        nodes = {node: [gradients[place] for place in places] for node, gradients in self.nodes.items()}
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
@@ -363,10 +361,8 @@ class ShardedLoop(StraightLoop):
             raise UserError(f"--run.virtual_devices does not work with {self.reason}: leave one of them out")
         loader = self.trainer.train_dataloader
         if order_of(loader) is None:
-            raise UserError(
-                f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself: add "
-                "--run.global_order true"
-            )
+            problem = f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself"
+            raise UserError(f"{problem}: add --run.global_order true")
         # hide the advice to use sync_dist: logged values are equal on all ranks, so it would only add rounding
         warnings.filterwarnings("ignore", r"It is recommended to use `self\.log")
         return ShardedStep(self)
