@@ -283,10 +283,9 @@ class ImageClassifier(LightningModule):
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise UserError(
-                f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm: "
-                "use --data.drop_last true, or another --data.batch_size or --data.micro_batch"
-            ) from error
+            remedy = "use --data.drop_last true, or another --data.batch_size or --data.micro_batch"
+            problem = f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm"
+            raise UserError(f"{problem}: {remedy}") from error
         self.sums.add(losses.detach(), logits, labels)
         return losses
 

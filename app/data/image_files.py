@@ -175,10 +175,8 @@ class FolderSource(EncodedSource):
         self._classes = _folders(train) if train.exists() else []
         if not self._classes:
             hint = f", so give {place.parent}" if place.name == "train" else ""
-            raise UserError(
-                f"{train} has no class folders: --data.root must hold train/<class>/*.jpg or *.png, or "
-                f"<class>/*.jpg{hint}, {EMBEDDED}"
-            )
+            expected = "--data.root must hold train/<class>/*.jpg or *.png, or <class>/*.jpg"
+            raise UserError(f"{train} has no class folders: {expected}{hint}, {EMBEDDED}")
         # replace bytes that are not UTF-8, because they cannot be printed
         self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
 

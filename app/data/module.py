@@ -148,9 +148,9 @@ class ImageData(LightningDataModule):
             if self.source.skips:
                 message = f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
                 raise UserError(message) from error
-            rank_zero_info(  # not a warning, because a warning prints two lines
-                f"Decoded images {refused}, so that each rank decodes them: give another --data.cache, or off"
-            )
+            remedy = "give another --data.cache, or off"
+            # not a warning, because a warning prints two lines
+            rank_zero_info(f"Decoded images {refused}, so that each rank decodes them: {remedy}")
 
     def setup(self, stage: str) -> None:
         """Read the splits that the stage needs."""
@@ -170,11 +170,9 @@ class ImageData(LightningDataModule):
             if size % world and self.virtual_devices is None:
                 raise UserError(unequal_shares(size, world))
             images = len(self._splits["train"][1])
-            if self.drop_last and images < self.global_batch_size:
-                raise UserError(
-                    f"--data.drop_last leaves nothing of {images} training images in batches of "
-                    f"{self.global_batch_size}: use a smaller --data.batch_size"
-                )
+            if self.drop_last and images < size:
+                problem = f"--data.drop_last leaves nothing of {images} training images in batches of {size}"
+                raise UserError(f"{problem}: use a smaller --data.batch_size")
 
     def _load(self, name: SplitName) -> None:
         if name in self._splits:

@@ -172,7 +172,6 @@ class GlobalOrder:
         """
         for key, value in self.state_dict().items():
             if state[key] != value and self.position() > 0:
-                raise UserError(
-                    f"the checkpoint was made in the middle of an epoch with {key} {state[key]}, but this run "
-                    f"has {value}: resume with the same, or from a checkpoint made at the end of an epoch"
-                )
+                problem = f"the checkpoint was made in the middle of an epoch with {key} {state[key]}"
+                remedy = "resume with the same, or from a checkpoint made at the end of an epoch"
+                raise UserError(f"{problem}, but this run has {value}: {remedy}")

@@ -99,7 +99,7 @@ class Slurm(environments.SLURMEnvironment):
 
 
 def environment_of(num_nodes: int) -> environments.ClusterEnvironment:
-    """Return this process's environments.ClusterEnvironment. Replaces Lightning's detection, which also accepts mpirun and LSF."""
+    """Return this process's ClusterEnvironment. Replaces Lightning's detection, which also accepts mpirun and LSF."""
     launcher = launched()
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else environments.TorchElasticEnvironment()

@@ -158,10 +158,8 @@ class Logged:
             self.options[name] = {**dict(zip(names, args, strict=False)), **options, "sync_dist": False}
             self.values[name] = value
         else:
-            raise UserError(
-                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means: "
-                "log a torchmetrics metric instead, or leave --run.virtual_devices out"
-            )
+            problem = f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means"
+            raise UserError(f"{problem}: log a torchmetrics metric instead, or leave --run.virtual_devices out")
 
     def log_step(self, means: Sequence[Tensor], samples: int) -> None:
         """Log the means over all shards."""
@@ -231,10 +229,8 @@ class ShardedStep(Step):
             reason, words, _ = str(error).partition("deterministic implementation")
             if not words:
                 raise
-            raise UserError(
-                f"--run.virtual_devices: {reason}{words}, so results would differ between runs: replace this "
-                "operation, or leave the flag out"
-            ) from error
+            problem = f"--run.virtual_devices: {reason}{words}, so results would differ between runs"
+            raise UserError(f"{problem}: replace this operation, or leave the flag out") from error
         finally:
             del self.module.log
         self._sums.set_gradients()
@@ -329,9 +325,10 @@ class ShardedStep(Step):
         if not self._checked:
             for place, buffer, mean in zip(changed, buffers, means, strict=True):
                 if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
+                    name = f"{self._buffers.name(place)}, of {buffer.dtype}"
+                    remedy = "make it a float, which is averaged, or leave --run.virtual_devices out"
                     raise UserError(
-                        f"training_step sets the buffer {self._buffers.name(place)}, of {buffer.dtype}, to different "
-                        "values on the shards: make it a float, which is averaged, or leave --run.virtual_devices out"
+                        f"training_step sets the buffer {name}, to different values on the shards: {remedy}"
                     )
         self._buffers.write(changed, means)
         self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
