@@ -226,12 +226,10 @@ class ImageClassifier(LightningModule):
         """Raise a UserError if the network does not accept images of a shape (C, H, W)."""
         wanted: Any = getattr(self.network, "image_shape", shape)
         if len(shape) != len(wanted) or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
-            text = "×".join("any" if w is None else str(w) for w in wanted)
-            raise UserError(
-                f"{type(self).__name__} with {type(self.network).__name__} takes images of {text} (channels × "
-                f"height × width), but the data set has {'×'.join(map(str, shape))}: choose another --data or "
-                "--model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
-            )
+            text = "×".join("any" if w is None else str(w) for w in wanted) + " (channels × height × width)"
+            problem = f"{type(self).__name__} with {type(self.network).__name__} takes images of {text}"
+            remedy = "--data or --model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
+            raise UserError(f"{problem}, but the data set has {'×'.join(map(str, shape))}: choose another {remedy}")
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, classes) of images (B, C, H, W); in evaluation, the mean over their views."""
@@ -371,8 +369,8 @@ class ImageClassifier(LightningModule):
             return optimizer
         interval = recipe.scheduler_interval if recipe.schedule is None else "step"
         monitor = getattr(scheduler, "monitor", "val_loss")
-        config = {"scheduler": scheduler, "interval": interval, "monitor": monitor}
-        return {"optimizer": optimizer, "lr_scheduler": config}
+        lr_scheduler: Any = {"scheduler": scheduler, "interval": interval, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def on_train_start(self) -> None:
         """Set the learning rate by this run's schedule: the checkpoint's run may have had another length.

@@ -326,9 +326,9 @@ class ShardedStep(Step):
             for place, buffer, mean in zip(changed, buffers, means, strict=True):
                 if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
                     name = f"{self._buffers.name(place)}, of {buffer.dtype}"
-                    remedy = "make it a float, which is averaged, or leave --run.virtual_devices out"
+                    problem = f"training_step sets the buffer {name}, to different values on the shards"
                     raise UserError(
-                        f"training_step sets the buffer {name}, to different values on the shards: {remedy}"
+                        f"{problem}: make it a float, which is averaged, or leave --run.virtual_devices out"
                     )
         self._buffers.write(changed, means)
         self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
