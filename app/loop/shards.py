@@ -327,9 +327,8 @@ class ShardedStep(Step):
                 if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
                     name = f"{self._buffers.name(place)}, of {buffer.dtype}"
                     problem = f"training_step sets the buffer {name}, to different values on the shards"
-                    raise UserError(
-                        f"{problem}: make it a float, which is averaged, or leave --run.virtual_devices out"
-                    )
+                    remedy = "make it a float, which is averaged, or leave --run.virtual_devices out"
+                    raise UserError(f"{problem}: {remedy}")
         self._buffers.write(changed, means)
         self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
         return loss[0].float()
