@@ -182,7 +182,7 @@ class ImageData(LightningDataModule):
             raise UserError(f"{type(self).__name__} has no {name} images here: {remedy} a test split")
         split = self.cache and self.cache.open(self.source, name)
         if split is None and self.source.skips and self.source.encoded(name):
-            raise UserError("--data.on_bad_image skip: the decoded images have left --data.cache: start again")
+            raise UserError("--data.on_bad_image skip: decoded images are missing from --data.cache: start again")
         split = split or self.source.load(name)
         self._splits[name] = split, torch.arange(len(split))
 
