@@ -380,13 +380,9 @@ class Step:
 
     def clip_gradients(self) -> None:
         """Clip the gradients, if the Trainer or the module does."""
-        trainer = self.trainer
-        if self.clips or trainer.gradient_clip_val is not None:
-            self.clip(
-                self.optimizer,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            )
+        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+        if self.clips or value is not None:
+            self.clip(self.optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
 
     def _unpack(self, output: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
         """Return the loss and the outputs for a `training_step` result that is not a tensor.

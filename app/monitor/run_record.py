@@ -204,12 +204,9 @@ class RunRecord(Callback):
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
             (_, first), *others = gather_objects((trainer.node_rank, data.content))
-            for node, content in others:
-                if content != first:
-                    raise UserError(
-                        f"--data.on_bad_image skip: node {node} reads other images than node 0 ({content}, {first}): "
-                        "give all nodes the same files"
-                    )
+            if wrong := next(((node, content) for node, content in others if content != first), None):
+                problem = f"node {wrong[0]} reads other images than node 0 ({wrong[1]}, {first})"
+                raise UserError(f"--data.on_bad_image skip: {problem}: give all nodes the same files")
         self._clock = next((c for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
         model = records.Model(type(pl_module).__name__, sum(parameter.numel() for parameter in pl_module.parameters()))
         if isinstance(pl_module, ImageClassifier):

@@ -116,10 +116,11 @@ class SplitForward(Traits, Strategy):
         finally:
             del module.__dict__["forward"]
         if self._forwards == before:
-            raise UserError(
-                f"dp splits {type(module).__name__}.forward over the devices, but its step never calls self(batch), "
-                "so only one device would work: call self(...) in the step, or use --trainer.strategy ddp"
+            problem = (
+                f"dp splits {type(module).__name__}.forward over the devices, but its step never calls self(batch)"
             )
+            remedy = "call self(...) in the step, or use --trainer.strategy ddp"
+            raise UserError(f"{problem}, so only one device would work: {remedy}")
         return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
