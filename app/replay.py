@@ -18,6 +18,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
 
 from app.data.batches import GlobalBatches
@@ -151,15 +152,10 @@ def gradient_norm(module: LightningModule, batch: Any, index: int) -> float:
 def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
     """Return loss, label, predicted class and image of a sample, given as a batch of one."""
     outputs: list[Tensor] = []
-    handles = [
-        each.register_forward_hook(lambda _module, _args, output: outputs.extend(tensors(output)))
-        for each in module.modules()
-    ]
     module.eval()
-    loss = float(mean_loss(module, sample, index))
+    with register_module_forward_hook(lambda _module, _args, output: outputs.extend(tensors(output))):
+        loss = float(mean_loss(module, sample, index))
     module.train()
-    for handle in handles:
-        handle.remove()
     leaves = tensors(sample)
     logits = next((each for each in reversed(outputs) if each.ndim == 2), None)
     label = next((int(each) for each in leaves if each.numel() == 1 and not each.is_floating_point()), None)

@@ -268,10 +268,8 @@ def predict(
         images = batch * count if scale_batch else batch
         both = 1 < count <= machines.per_node and step.launch_known
         for strategy in ("ddp", "dp") if both else ("ddp",):
-            time, *ends = (
-                _seconds(strategy, step, images, count, machines, compute, sending)
-                for compute, sending in ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
-            )
+            factors = ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
+            time, *ends = (_seconds(strategy, step, images, count, machines, *pair) for pair in factors)
             rates = {"": images / time, "_low": images / ends[1], "_high": images / ends[0]}
             speed_ups = {end: rate / alone if count > 1 else 1.0 for end, rate in rates.items()}
             hidden = step.ddp(images, count, Link(float("inf"), 0.0))

@@ -54,7 +54,7 @@ class Recorded:
             for here, before in zip(self.ranks, earlier.ranks, strict=True):
                 here["steps"] = before["steps"] + here["steps"]
         together = zip(*(rank["steps"] for rank in self.ranks), strict=False)
-        self.steps = [Step(number, list(ranks)) for number, ranks in enumerate(together)]
+        self.steps: list["Step"] = [Step(number, list(ranks)) for number, ranks in enumerate(together)]
         batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
         self.evaluated = Counter(sample for batch in batches for sample in batch)
 
@@ -94,13 +94,9 @@ class Step:
     @property
     def weighted_loss(self) -> float:
         """Mean of the ranks' and micro-batches' losses, weighted by their samples."""
-        parts = [
-            (loss, len(batch))
-            for rank in self.ranks
-            for loss, batch in zip(rank["losses"], rank["samples"], strict=True)
-        ]
-        count = sum(n for _, n in parts)
-        return sum(loss * n for loss, n in parts) / count if count else math.nan
+        losses = [loss for rank in self.ranks for loss in rank["losses"]]
+        total = sum(loss * count for loss, count in zip(losses, self.counts, strict=True))
+        return total / sum(self.counts) if any(self.counts) else math.nan
 
     @property
     def operations(self) -> list[list[tuple[str, str, list[str]]]]:
@@ -214,14 +210,12 @@ def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
 
 def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     scale = max((norm for norm in there.gradients.values() if math.isfinite(norm)), default=1.0) or 1.0
-    sizes = {
-        name: apart(here.gradients.get(name, math.nan), there.gradients.get(name, math.nan), TINY * scale)
-        for name in {*here.gradients, *there.gradients}
-    }
+    names = {*here.gradients, *there.gradients}
+    ours, theirs = ({name: step.gradients.get(name, math.nan) for name in names} for step in (here, there))
+    sizes = {name: apart(ours[name], theirs[name], TINY * scale) for name in names}
     name = max(sizes, key=lambda each: sizes[each], default="")
     if name and sizes[name] > tolerance:
-        ours, theirs = (step.gradients.get(name, math.nan) for step in (here, there))
-        figures = f"norm of {name} {ours:.9g}, {theirs:.9g} in the reference"
+        figures = f"norm of {name} {ours[name]:.9g}, {theirs[name]:.9g} in the reference"
         yield Difference(f"step {there.number + 1}", figures, sizes[name], there.number)
 
 
