@@ -77,16 +77,14 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"data-parallel-lab {app.__version__}")
             return 0
         return _route(argv)
-    except Exception as error:
-        if isinstance(error, UserError | RankError) or out_of_memory(error):
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, UserError | RankError | KeyboardInterrupt) or out_of_memory(error):
             return _say(error)
         text = traceback.format_exc()
         if not (part := users_part(text)):
             raise
         print(text if "APP_DEBUG" in os.environ else part, end="", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as error:
-        return _say(error)
 
 
 def _say(error: BaseException) -> int:

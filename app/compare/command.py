@@ -1,4 +1,8 @@
-"""Command `python -m app compare`: parses flags, runs the experiment, and writes the report."""
+"""Command `python -m app compare`: runs every variant of an experiment, and reports the fastest on this machine.
+
+Each run is a `python -m app fit …`. Every setting of the experiment file is a flag, too. Flags of fit, such as
+--data.root or --trainer.precision, are added to every variant.
+"""
 
 import datetime
 import os
@@ -30,12 +34,7 @@ from app.system.terminal import make_console
 from app.variant import INHERITED, Variant
 
 DEFAULT = "configs/compare/this_machine.yaml"
-USAGE = """\
-python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]
-
-Runs every variant of an experiment as `python -m app fit …` and reports the fastest on this machine. Every
-setting of the experiment file is a flag, too; flags of fit, such as --data.root or --trainer.precision, are added to
-every variant."""
+USAGE = "python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]"
 
 
 def run(arguments: list[str]) -> int:
@@ -111,7 +110,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     own, flags = split_flags(arguments, ["--experiment"])
     configs, typed = by_name(flags)
     file = shipped(typed.pop("experiment", DEFAULT))
-    parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
+    parser = PlainParser(usage=USAGE, description=__doc__, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
     parser.add_argument("--dry_run", type=bool, default=False, help="only print the commands and the estimated time")
     parser.add_argument("--fresh", type=bool, default=False, help="start a new report; do not continue the last one")

@@ -281,12 +281,10 @@ class RunRecord(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row. `_close_epoch` adds the metrics later, because Lightning logs them after this hook."""
         self._last_step = _time_when_done(trainer)
+        seconds = round(self._last_step - self._epoch_start, 3)
+        rate = round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None
         self._open_epoch = records.Epoch(
-            trainer.current_epoch,
-            trainer.is_last_batch,
-            round(self._last_step - self._epoch_start, 3),
-            round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None,
-            self._learning_rate,
+            trainer.current_epoch, trainer.is_last_batch, seconds, rate, self._learning_rate
         )
         self._epoch_validated, self._validated = self._validated, False
 
@@ -306,8 +304,9 @@ class RunRecord(Callback):
         if trainer.progress_bar_callback is not None:  # print a permanent line, even without a terminal
             is_best, left = (row.val_acc or 0.0) > best, self.time_left(trainer)
             memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
-            metrics = trainer.callback_metrics
-            print(epoch_line(row, trainer.max_epochs, metrics, validated, is_best, memory, left), flush=True)
+            logged = trainer.callback_metrics.items()
+            metrics = {name: value for name, value in logged if validated or not name.startswith("val")}
+            print(epoch_line(row, trainer.max_epochs, metrics, is_best, memory, left), flush=True)
         self._measure(trainer)
         self._write()
 

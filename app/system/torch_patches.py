@@ -20,12 +20,7 @@ EXPECTED[f"{__name__}.tree_map"] = tuple(
 Module = TypeVar("Module", bound=nn.Module)
 
 
-@expects(
-    "torch.nn:Module._replicate_for_data_parallel",
-    "torch.nn:Module._parameters",
-    "torch.nn:Module._modules",
-    "torch.nn:Module._buffers",
-)
+@expects(*(f"torch.nn:Module._{name}" for name in ("replicate_for_data_parallel", "parameters", "modules", "buffers")))
 def shallow_copies(module: Module, count: int) -> Sequence[Module]:
     """Return copies of a module that share its parameters; only the first copy shares the module's buffers.
 
