@@ -106,7 +106,6 @@ def test_an_experiment_that_cannot_be(app: App, experiment: Write, settings: dic
 REFUSED = [
     ("--trainer.max_epochs=7", "the experiment sets max_epochs for all variants: give only --max_epochs"),
     ("--trainer.precision=64-true", "--trainer.precision is a flag of the variants"),
-    ("--run.test=true", "run.test is set by compare itself"),
     ("--cluster.node_rank=1", "cluster.node_rank is set by compare itself"),
 ]
 
@@ -121,12 +120,6 @@ def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
     assert "there is no such file" in error_of(*app("compare", "--experiment", tmp_path / "none.yaml"))
     assert "--experimen: there is no such flag" in error_of(*app("compare", "--experimen", "x"))
     assert "--experiment needs a value" in error_of(*app("compare", "--experiment"))
-
-
-def test_a_setting_that_is_given_twice(app: App, experiment: Write) -> None:
-    path = experiment(variants={"a": {}})
-    path.write_text(path.read_text() + "repeats: 2\n")
-    assert "repeats is given twice" in error_of(*app("compare", "--experiment", path))
 
 
 def test_the_small_form_and_what_is_typed(app: App, experiment: Write) -> None:

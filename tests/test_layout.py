@@ -9,26 +9,11 @@ import pytest
 from harness import ROOT
 
 # lowest first; a module imports from lower levels and from its own package only
-LEVELS = (
-    {"errors"},
-    {"system"},
-    {"networks", "record"},
-    {"data", "execution", "recipe"},
-    {"modules"},
-    {"parallel"},
-    {"loop"},
-    {"launch"},
-    {"monitor", "runs"},
-    {"callbacks"},
-    {"fit"},
-    {"variant", "inference"},
-    {"plan", "doctor", "export"},
-    {"compare", "verify"},
-    {"replay"},
-    {"cli"},
-    {"__main__"},
-)
-LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+LEVELS = """
+    errors < system < networks record < data execution recipe < modules < parallel < loop < launch < monitor runs
+    < callbacks < fit < variant inference < plan doctor export < compare verify < replay < cli < __main__
+"""
+LEVEL = {name: level for level, names in enumerate(LEVELS.split("<")) for name in names.split()}
 MODULES = sorted(
     path for path in (ROOT / "app").rglob("*.py") if path.name != "__init__.py" or path.parent.name != "app"
 )
