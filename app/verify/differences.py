@@ -54,7 +54,7 @@ class Recorded:
             for here, before in zip(self.ranks, earlier.ranks, strict=True):
                 here["steps"] = before["steps"] + here["steps"]
         together = zip(*(rank["steps"] for rank in self.ranks), strict=False)
-        self.steps: list["Step"] = [Step(number, list(ranks)) for number, ranks in enumerate(together)]
+        self.steps: list[Step] = [Step(number, list(ranks)) for number, ranks in enumerate(together)]
         batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
         self.evaluated = Counter(sample for batch in batches for sample in batch)
 
