@@ -4,7 +4,6 @@ Each run is a `python -m app fit …`. Every setting of the experiment file is a
 --data.root or --trainer.precision, are added to every variant.
 """
 
-import datetime
 import os
 import shlex
 import time
@@ -27,6 +26,7 @@ from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
 from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
+from app.record.words import duration
 from app.runs import CommandLine
 from app.system.files import read_json, write_json
 from app.system.machine import busy, driver, hardware, usable_cores, versions
@@ -168,7 +168,7 @@ def _announce(runner: Runner, console: Console) -> None:
         if outcome.status != "measured":
             console.print(runner.commands(outcome.variant, 1) + "\n")
     left = len(list(runner.todo()))
-    console.print(f"{left} runs to do: at most {_clock(left * runner.experiment.time_limit)}")
+    console.print(f"{left} runs to do: at most {duration(left * runner.experiment.time_limit)}")
 
 
 def _follow(runner: Runner, console: Console) -> None:
@@ -179,7 +179,8 @@ def _follow(runner: Runner, console: Console) -> None:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {len(outcome.records)} of {repeats}"
         state += f", {rate(outcome.medians)} samples/s" if outcome.medians else ""
         left = runner.remaining_s()
-        times = f"{_clock(time.monotonic() - began)} elapsed" + ("" if left is None else f", about {_clock(left)} left")
+        times = f"{duration(time.monotonic() - began)} elapsed"
+        times += "" if left is None else f", about {duration(left)} left"
         console.print(f"{outcome.variant.name}: {state}  ({times})")
 
     for outcome in runner.outcomes:
@@ -192,7 +193,3 @@ def _follow(runner: Runner, console: Console) -> None:
             status.update(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
             runner.run(repeat, outcome)
             report(outcome)
-
-
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=int(seconds)))
