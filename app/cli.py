@@ -18,9 +18,9 @@ commands:
   python -m app COMMAND --help                           all flags of a command
   python -m app fit --print_config                       all settings and their defaults
 
---verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE lets a config name classes of another
-module, and runs its code. This application, torch, torchvision, lightning, torchmetrics and the current folder are
-trusted already.
+--verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE allows a config to use the classes of MODULE,
+whose code then runs. This application, torch, torchvision, lightning, torchmetrics and the current folder are trusted
+already.
 """
 
 import argparse
@@ -77,16 +77,14 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"data-parallel-lab {app.__version__}")
             return 0
         return _route(argv)
-    except Exception as error:
-        if isinstance(error, UserError | RankError) or out_of_memory(error):
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, UserError | RankError | KeyboardInterrupt) or out_of_memory(error):
             return _say(error)
         text = traceback.format_exc()
         if not (part := users_part(text)):
             raise
         print(text if "APP_DEBUG" in os.environ else part, end="", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as error:
-        return _say(error)
 
 
 def _say(error: BaseException) -> int:

@@ -1,7 +1,8 @@
 """Command `python -m app doctor`: checks of this machine, and a test of each strategy.
 
 Each check is green, yellow (works, with a caution) or red (does not work), with a remedy. The last checks run one
-training step under each strategy. A timeout is red only on a quiet machine; on a busy one, it proves nothing.
+training step under each strategy. A timeout is red only on a quiet machine; on a busy one, it proves nothing. Exit code
+1 if a check is red.
 """
 
 import importlib.metadata
@@ -32,12 +33,6 @@ from app.monitor.loggers import tracking_mode
 from app.runs import run_fit
 from app.system.machine import GIB, busy, driver, hardware, nccl, usable_cores
 from app.system.terminal import make_console
-
-USAGE = """\
-python -m app doctor [--json] [--data_root DIR]
-
-Prints this machine's hardware and software, and tests which features work.
-Exit code 1 if a check is red."""
 
 Level = Literal["green", "yellow", "red"]
 LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
@@ -74,7 +69,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 1 if a check is red, else 0.
     """
-    parser = PlainParser(prog="python -m app doctor", usage=USAGE)
+    parser = PlainParser(usage="python -m app doctor [--json] [--data_root DIR]", description=__doc__)
     parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
     parser.add_argument("--data_root", default="data", help="folder of the data sets, present or still to download")
     options = parser.parse_args(arguments)

@@ -62,18 +62,15 @@ def run(arguments: list[str]) -> int:
     """
     options = read(arguments)
     classifier = load(find_checkpoint(options.ckpt_path, [], options.run.root, options.run.name), "cpu")
-    shape, file = (
-        classifier.image_shape,
-        classifier.folder / {"onnx": "model.onnx", "torch": "model.pt2"}[options.format],
-    )
+    shape = classifier.image_shape
+    file = classifier.folder / {"onnx": "model.onnx", "torch": "model.pt2"}[options.format]
     images = torch.randint(256, (64, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     try:
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
             difference = float((write(classifier, images, file) - classifier(images)).abs().max())
     except ImportError as error:
-        raise UserError(
-            f"--format {options.format} needs {error.name}: pip install onnx onnxscript onnxruntime"
-        ) from error
+        remedy = "pip install onnx onnxscript onnxruntime"
+        raise UserError(f"--format {options.format} needs {error.name}: {remedy}") from error
     except Exception as error:  # torch.export raises many types
         reason = f"{type(error).__name__}: {error}"[:300]
         raise UserError(f"{file} cannot be written ({reason}): --verbose shows where") from error

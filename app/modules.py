@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -104,8 +105,8 @@ class ImageClassifier(LightningModule):
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
         cuda_graph: Replay training steps as CUDA graphs, with a few launches for each step; only on a single GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
-        views: Views of an image whose mean logits are its prediction: `mirror`: the image and its mirror image.
-            `shift`: also both of them moved by one pixel, up to the left and down to the right.
+        views: Test-time augmentation: evaluate an image by the mean logits of several views. `mirror` adds the mirror
+            image. `shift` adds the mirror image, and both of them moved by one pixel up left and down right: 6 views.
         **recipe: Arguments of `Recipe`.
 
     Attributes:
@@ -225,12 +226,10 @@ class ImageClassifier(LightningModule):
         """Raise a UserError if the network does not accept images of a shape (C, H, W)."""
         wanted: Any = getattr(self.network, "image_shape", shape)
         if len(shape) != len(wanted) or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
-            text = "×".join("any" if w is None else str(w) for w in wanted)
-            raise UserError(
-                f"{type(self).__name__} with {type(self.network).__name__} takes images of {text} (channels × "
-                f"height × width), but the data set has {'×'.join(map(str, shape))}: choose another --data or "
-                "--model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
-            )
+            text = "×".join("any" if w is None else str(w) for w in wanted) + " (channels × height × width)"
+            problem = f"{type(self).__name__} with {type(self.network).__name__} takes images of {text}"
+            remedy = "--data or --model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
+            raise UserError(f"{problem}, but the data set has {'×'.join(map(str, shape))}: choose another {remedy}")
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, classes) of images (B, C, H, W); in evaluation, the mean over their views."""
@@ -282,10 +281,9 @@ class ImageClassifier(LightningModule):
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise UserError(
-                f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm: "
-                "use --data.drop_last true, or another --data.batch_size or --data.micro_batch"
-            ) from error
+            remedy = "use --data.drop_last true, or another --data.batch_size or --data.micro_batch"
+            problem = f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm"
+            raise UserError(f"{problem}: {remedy}") from error
         self.sums.add(losses.detach(), logits, labels)
         return losses
 
@@ -371,10 +369,8 @@ class ImageClassifier(LightningModule):
             return optimizer
         interval = recipe.scheduler_interval if recipe.schedule is None else "step"
         monitor = getattr(scheduler, "monitor", "val_loss")
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "monitor": monitor},
-        }
+        lr_scheduler: Any = {"scheduler": scheduler, "interval": interval, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def on_train_start(self) -> None:
         """Set the learning rate by this run's schedule: the checkpoint's run may have had another length.
@@ -441,31 +437,26 @@ class FashionMLP(ImageClassifier):
         **kwargs: As for `ImageClassifier`.
 
     Raises:
-        UserError: When `repeats` or a width is below 1, or the weights do not fit into memory.
+        UserError: When the weights do not fit into memory.
     """
 
     convolutional = False
 
     def __init__(
         self,
-        repeats: int = 24,
-        hidden: Sequence[int] = (256, 256, 256),
+        repeats: PositiveInt = 24,
+        hidden: Sequence[PositiveInt] = (256, 256, 256),
         num_classes: int = 10,
         loss: Loss = "smooth_l1",
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=1e-3),
         **kwargs: Any,
     ) -> None:
-        if repeats < 1:
-            raise UserError(f"--model.repeats {repeats}: give 1 or more")
-        if any(width < 1 for width in hidden):
-            raise UserError(f"--model.hidden {list(hidden)}: give widths of at least 1")
         try:
             network = MLP(repeats, hidden, num_classes)
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
-            raise UserError(
-                f"--model.repeats {repeats}, --model.hidden {list(hidden)}: the weights need too much memory: give less"
-            ) from error
+            flags = f"--model.repeats {repeats}, --model.hidden {list(hidden)}"
+            raise UserError(f"{flags}: the weights need too much memory: give less") from error
         super().__init__(network, num_classes, loss=loss, optimizer=optimizer, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

@@ -337,10 +337,9 @@ def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -
     if wrong or not given:
         first = wrong[0] if wrong else next(iter(own))
         theirs = f"{first} of {tuple(given[first].shape)}" if first in given else f"no {first}"
-        raise UserError(
-            f"--model.weights {source} is of another network than {type(network).__name__}: it has {theirs}, here "
-            f"{first} is {tuple(own[first].shape)}, and {len(wrong)} of {len(own)} tensors differ"
-        )
+        shapes = f"it has {theirs}, here {first} is {tuple(own[first].shape)}"
+        problem = f"--model.weights {source} is of another network than {type(network).__name__}: {shapes}"
+        raise UserError(f"{problem}, and {len(wrong)} of {len(own)} tensors differ")
     network.load_state_dict({**own, **{key: given[key] for key in own if key not in replaced}})
     left = [key for key in given if key not in own]
     line = f"Weights of {source}: {len(own) - len(replaced)} tensors loaded"

@@ -108,15 +108,14 @@ class Recipe:
             targets: Labels (B,), or probabilities (B, classes).
             class_weights: Factor of each class, (classes,), or None.
         """
+        smoothing = self.label_smoothing
         if self.loss == "cross_entropy":
-            return F.cross_entropy(
-                logits, targets, class_weights, reduction="none", label_smoothing=self.label_smoothing
-            )
+            return F.cross_entropy(logits, targets, class_weights, reduction="none", label_smoothing=smoothing)
         classes = logits.shape[1]
         wanted = F.one_hot(targets, classes).to(logits.dtype) if targets.ndim == 1 else targets
         factor = 1.0 if class_weights is None else wanted @ class_weights.to(wanted.dtype)
-        if self.label_smoothing:
-            wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / classes
+        if smoothing:
+            wanted = wanted * (1 - smoothing) + smoothing / classes
         return F.smooth_l1_loss(logits.softmax(1), wanted, reduction="none").mean(1) * factor
 
     def make_optimizer(self, network: nn.Module, parameters: list[nn.Parameter]) -> Optimizer:
@@ -126,7 +125,7 @@ class Recipe:
             network: The network, to find norm layers, biases and the head.
             parameters: The parameters to train.
         """
-        norms = [module for module in network.modules() if _is_norm(module)]
+        norms = filter(_is_norm, network.modules())
         factors = {id(getattr(norm, "bias", None)): self.norm_bias_lr for norm in norms}
         factors |= {id(p): self.head_lr for p in head_of(network)[1].parameters()} if self.head_lr != 1 else {}
         plain = {id(p) for p in self._without_decay(network)}
@@ -176,9 +175,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 def set_rates(scheduler: LambdaLR) -> None:
     """Set the optimizer's learning rates to those of the schedule's current step."""
-    for group, base, factor in zip(
-        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-    ):
+    groups = scheduler.optimizer.param_groups
+    for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = base * factor(scheduler.last_epoch)
 
 

@@ -3,6 +3,7 @@
 The run's seed, a checkpoint and the step's number determine a step. `replay` resumes the run from the nearest earlier
 checkpoint on one device, and scores the step's samples with the weights before the step. Each sample is scored as a
 batch of one, without dropout and with BatchNorm's running statistics, so that a bad sample does not affect the others.
+--step worst selects the first step with a non-finite loss, or else the sharpest rise of the loss.
 """
 
 import itertools
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
 
 from app.data.batches import GlobalBatches
@@ -38,12 +39,7 @@ from app.system.page import Section, code, page, table
 from app.system.random_streams import own_streams
 from app.verify.recording import tensors
 
-USAGE = """\
-python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]
-
-Repeats a step of a finished, stopped or failed run on one device, and shows its samples, ranked by loss. --step worst
-selects the first step with a non-finite loss, or else the sharpest rise of the loss."""
-
+USAGE = "python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]"
 FILE = "replay.pt"
 SHOWN = 25  # number of samples with images in the report
 LIMIT = 7 * 86400.0  # timeout of the run in seconds
@@ -156,15 +152,10 @@ def gradient_norm(module: LightningModule, batch: Any, index: int) -> float:
 def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
     """Return loss, label, predicted class and image of a sample, given as a batch of one."""
     outputs: list[Tensor] = []
-    handles = [
-        each.register_forward_hook(lambda _module, _args, output: outputs.extend(tensors(output)))
-        for each in module.modules()
-    ]
     module.eval()
-    loss = float(mean_loss(module, sample, index))
+    with register_module_forward_hook(lambda _module, _args, output: outputs.extend(tensors(output))):
+        loss = float(mean_loss(module, sample, index))
     module.train()
-    for handle in handles:
-        handle.remove()
     leaves = tensors(sample)
     logits = next((each for each in reversed(outputs) if each.ndim == 2), None)
     label = next((int(each) for each in leaves if each.numel() == 1 and not each.is_floating_point()), None)
@@ -181,7 +172,10 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: For invalid flags, or when the run cannot be repeated.
     """
-    options, flags = _parse(arguments)
+    own, flags = split_flags(arguments)
+    parser = PlainParser(usage=USAGE, description=__doc__)
+    parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
+    options = parser.parse_args(own)
     config = next((Path(value) for flag, value in flags if flag == "--config"), None)
     if config is None or not config.with_name("run.json").exists():
         given = "" if config is None else f" {config}: there is no run.json beside it"
@@ -211,14 +205,6 @@ def run(arguments: list[str]) -> int:
     print(f"{title}\nlargest loss {loss}: sample {sample} (shard {shard}), label {label}, predicted {predicted}")
     print(f"report  {write_report(title, samples, rows, step['norms'], command, folder / 'report.html')}")
     return 0
-
-
-def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
-    """Return the options of `replay`, and the flags of `fit`."""
-    own, flags = split_flags(arguments)
-    parser = PlainParser(prog="python -m app replay", usage=USAGE)
-    parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
-    return parser.parse_args(own), flags
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:

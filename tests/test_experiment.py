@@ -27,7 +27,7 @@ def test_a_grid_is_every_combination_but_the_excluded(app: App, experiment: Writ
     found = [re.findall(r"--trainer.strategy (\w+) .*--trainer.devices (\d)", line)[0] for line in commands(out)]
     assert found == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
     assert "strategy=ddp devices=2 num_workers=0" in out
-    assert "3 runs to do: at most 0:03:00" in out
+    assert "3 runs to do: at most 3:00" in out
     assert not (tmp_path / "runs" / "compare").exists(), "nothing is kept"
 
 

@@ -15,9 +15,10 @@ def record(root: Path) -> dict[str, Any]:
     return record_of(next(root.glob("*/version_0")))
 
 
-@pytest.mark.parametrize(
-    "every", [[], ["--last_checkpoint.every_n_train_steps", "1"], ["--trainer.log_every_n_steps", "4"]]
-)
+SAVED = ["--last_checkpoint.every_n_train_steps", "1"]
+
+
+@pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps", "4"]])
 def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
     """The run stops at the end of the window or epoch, or before a checkpoint would be saved."""
     said = error_of(*app("fit", *POISONED, *every))
@@ -27,7 +28,7 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
     written = record(tmp_path / "runs")
     assert (written["status"], written["error"]) == ("failed", said.removeprefix("error: "))
     last = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
-    assert last.exists() == (every[:1] == ["--last_checkpoint.every_n_train_steps"])
+    assert last.exists() == (every == SAVED)
     if last.exists():
         assert f"and resume from {last}" in said
         assert torch.load(last, weights_only=True)["global_step"] == 6
@@ -61,9 +62,8 @@ def test_it_goes_on(app: App, tmp_path: Path) -> None:
 
 def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
     """The weights equal those of a run without the skipped step."""
-    flags = ["--run.on_nonfinite", "skip", "--last_checkpoint.every_n_train_steps", "1"]
+    flags = ["--run.on_nonfinite", "skip", *SAVED, "--model.optimizer.momentum", "0.9"]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
-    flags += ["--model.optimizer.momentum", "0.9"]
     assert "the gradients of step 7 are not finite: skipping such steps" in output_of(*app("fit", *POISONED, *flags))
     written = record(tmp_path / "runs")
     assert (written["skipped_steps"], written["not_finite_since"]) == (1, None)

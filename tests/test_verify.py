@@ -185,9 +185,10 @@ def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[st
 
 def test_a_wrong_gradient_beside_much_larger_ones() -> None:
     norms = {"large.weight": 1000.0, "small.weight": 1.0, "none.bias": 1e-9}
-    there = Step(0, [{"epoch": 0, "loss": 1.0, "gradients": norms}])
+    recorded = {"epoch": 0, "samples": [], "labels": [], "loss": 1.0}
+    there = Step(0, [{**recorded, "gradients": norms}])
     for name, value, found in (("small.weight", 1.01, True), ("none.bias", 3e-9, False)):
-        here = Step(0, [{"epoch": 0, "loss": 1.0, "gradients": {**norms, name: value}}])
+        here = Step(0, [{**recorded, "gradients": {**norms, name: value}}])
         assert [place.figures.split()[2] for place in _gradients(here, there, 1e-5)] == [name] * found
 
 

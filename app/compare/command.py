@@ -1,6 +1,9 @@
-"""Command `python -m app compare`: parses flags, runs the experiment, and writes the report."""
+"""Command `python -m app compare`: runs every variant of an experiment, and reports the fastest on this machine.
 
-import datetime
+Each run is a `python -m app fit …`. Every setting of the experiment file is a flag, too. Flags of fit, such as
+--data.root or --trainer.precision, are added to every variant.
+"""
+
 import os
 import shlex
 import time
@@ -23,6 +26,7 @@ from app.fit.arguments import read_yaml, shipped
 from app.fit.configuration import by_name, split_flags
 from app.fit.parser import PlainParser
 from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
+from app.record.words import duration
 from app.runs import CommandLine
 from app.system.files import read_json, write_json
 from app.system.machine import busy, driver, hardware, usable_cores, versions
@@ -30,12 +34,7 @@ from app.system.terminal import make_console
 from app.variant import INHERITED, Variant
 
 DEFAULT = "configs/compare/this_machine.yaml"
-USAGE = """\
-python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]
-
-Runs every variant of an experiment as `python -m app fit …` and reports the fastest on this machine. Every
-setting of the experiment file is a flag, too; flags of fit, such as --data.root or --trainer.precision, are added to
-every variant."""
+USAGE = "python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]"
 
 
 def run(arguments: list[str]) -> int:
@@ -107,11 +106,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
-    """Return the options of `compare`, the experiment, and the command line's flags of `fit`."""
+    """Return three things: the options of `compare`, the experiment, and the command line's flags for `fit`."""
     own, flags = split_flags(arguments, ["--experiment"])
     configs, typed = by_name(flags)
     file = shipped(typed.pop("experiment", DEFAULT))
-    parser = PlainParser(prog="python -m app compare", usage=USAGE, print_config=None)
+    parser = PlainParser(usage=USAGE, description=__doc__, print_config=None)
     parser.add_argument("--experiment", action="config", help=f"the experiment file (default: {DEFAULT})")
     parser.add_argument("--dry_run", type=bool, default=False, help="only print the commands and the estimated time")
     parser.add_argument("--fresh", type=bool, default=False, help="start a new report; do not continue the last one")
@@ -169,7 +168,7 @@ def _announce(runner: Runner, console: Console) -> None:
         if outcome.status != "measured":
             console.print(runner.commands(outcome.variant, 1) + "\n")
     left = len(list(runner.todo()))
-    console.print(f"{left} runs to do: at most {_clock(left * runner.experiment.time_limit)}")
+    console.print(f"{left} runs to do: at most {duration(left * runner.experiment.time_limit)}")
 
 
 def _follow(runner: Runner, console: Console) -> None:
@@ -180,7 +179,8 @@ def _follow(runner: Runner, console: Console) -> None:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {len(outcome.records)} of {repeats}"
         state += f", {rate(outcome.medians)} samples/s" if outcome.medians else ""
         left = runner.remaining_s()
-        times = f"{_clock(time.monotonic() - began)} elapsed" + ("" if left is None else f", about {_clock(left)} left")
+        times = f"{duration(time.monotonic() - began)} elapsed"
+        times += "" if left is None else f", about {duration(left)} left"
         console.print(f"{outcome.variant.name}: {state}  ({times})")
 
     for outcome in runner.outcomes:
@@ -193,7 +193,3 @@ def _follow(runner: Runner, console: Console) -> None:
             status.update(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
             runner.run(repeat, outcome)
             report(outcome)
-
-
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=int(seconds)))

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
@@ -91,7 +90,7 @@ class Experiment:
     published: Published | None = None
 
 
-def expand(experiment: Experiment, flags: Mapping[str, Any] = MappingProxyType({})) -> list[Variant]:
+def expand(experiment: Experiment, flags: Mapping[str, Any]) -> list[Variant]:
     """Return the variants of an experiment, and check every flag.
 
     Args:

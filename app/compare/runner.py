@@ -52,8 +52,8 @@ class Runner:
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
-        self.more = ["--run.warmup_epochs", str(experiment.warmup_epochs), *more]
-        self.more += ["--run.on_nonfinite", "warn"]  # a run continues after a NaN loss, and the report warns of it
+        # after a NaN loss, a run continues, and the report warns of it
+        self.more = ["--run.warmup_epochs", str(experiment.warmup_epochs), *more, "--run.on_nonfinite", "warn"]
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
             if outcome.variant.lacking:
@@ -61,12 +61,10 @@ class Runner:
             for repeat in range(1, experiment.repeats + 1):
                 path = self.folder(outcome.variant, repeat) / "version_0" / "run.json"
                 record = Record.load(path) if path.exists() else Record()
-                if record.status == "completed" and record.wall_s is not None:
-                    outcome.records[repeat] = record
-                elif record.status == "interrupted" and (record.time_limit or 0.0) >= experiment.time_limit:
-                    self._keep_slow(outcome, repeat, record)
-            if len(outcome.records) == experiment.repeats:
-                outcome.status = "measured"
+                completed = record.status == "completed" and record.wall_s is not None
+                slow = record.status == "interrupted" and (record.time_limit or 0.0) >= experiment.time_limit
+                if completed or slow:
+                    self._keep(outcome, repeat, record)
 
     def folder(self, variant: Variant, repeat: int) -> Path:
         """Return the folder of one run."""
@@ -105,17 +103,8 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
         flags = [*variant.arguments[1:], *self.more]
         record = run_fit(flags, self.experiment.time_limit, folder, variant.nodes())
-        if record.status == "completed":
-            outcome.records[repeat] = record
-            if len(outcome.records) == self.experiment.repeats:
-                outcome.status = "measured"
-            if record.throughput.median is None:
-                outcome.reason = (
-                    f"no throughput: its {record.steps} steps end before the first logging window (see "
-                    f"--trainer.log_every_n_steps) after a warm-up of {self.experiment.warmup_epochs} epoch(s)"
-                )
-        elif record.status == "interrupted":
-            self._keep_slow(outcome, repeat, record)
+        if record.status in ("completed", "interrupted"):
+            self._keep(outcome, repeat, record)
         else:
             outcome.tail, outcome.reason = last_lines(folder), str(record.error)
             outcome.status = "failed"
@@ -123,13 +112,22 @@ class Runner:
                 outcome.status = "hanging" if record.setup_s is not None else "starting"
                 outcome.reason += ": see --time_limit"
 
-    def _keep_slow(self, outcome: Outcome, repeat: int, record: Record) -> None:
-        """Keep the record of a run that stopped at the time limit.
+    def _keep(self, outcome: Outcome, repeat: int, record: Record) -> None:
+        """Keep the record of a run that completed, or that stopped at the time limit.
 
-        If the run ended in the warm-up, its throughput is that of the warm-up.
+        If a stopped run ended in the warm-up, its throughput is that of the warm-up.
         """
-        outcome.records[repeat], outcome.status = record, "slow"
-        after = f"after {record.time_limit:g} s"
+        outcome.records[repeat] = record
+        if record.status == "completed":
+            if len(outcome.records) == self.experiment.repeats:
+                outcome.status = "measured"
+            if record.throughput.median is None:
+                outcome.reason = (
+                    f"no throughput: its {record.steps} steps end before the first logging window (see "
+                    f"--trainer.log_every_n_steps) after a warm-up of {self.experiment.warmup_epochs} epoch(s)"
+                )
+            return
+        outcome.status, after = "slow", f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]
         if rates and record.throughput.median is None:
             record.throughput = Throughput(statistics.median(rates), min(rates), max(rates), len(rates))

@@ -191,18 +191,16 @@ class GlobalBatches(GlobalOrder):
         self._device = device if placement == "device" else None
         if placement == "disk":
             self._items_of_steps: list[list[tuple[int, int]]] = []
-            self._workers = Workers(
-                Reader(split, crop, augment), self._items_of_steps, split.image_shape, num_workers, self._pin
-            )
+            reader = Reader(split, crop, augment)
+            self._workers = Workers(reader, self._items_of_steps, split.image_shape, num_workers, self._pin)
             return
         self.images, self._where = split.tensor(), rows
         if placement == "device":
             order = torch.arange(len(rows))
             kept = order if shuffle else torch.cat([order[self.span(step)] for step in range(super().__len__())])
             there = torch.empty((len(kept), *self.images.shape[1:]), dtype=torch.uint8, device=device)
-            for to, part in zip(
-                there.split(4096), rows[kept].split(4096), strict=True
-            ):  # in blocks, because a copy of all images would double the use of host memory
+            # in blocks, because a copy of all images would double the use of host memory
+            for to, part in zip(there.split(4096), rows[kept].split(4096), strict=True):
                 to.copy_(self.images[part])
             self.images = there
             self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept)))
@@ -254,9 +252,8 @@ class GlobalBatches(GlobalOrder):
         more = batch.mix is not None  # a mixed shard includes the first sample of the next shard
         places = [slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)]
         images, labels, draws, mix = batch
-        return self.shards(
-            (RawBatch(images[at], labels[at], None if draws is None else draws[at], mix) for at in places), step
-        )
+        parts = (RawBatch(images[at], labels[at], None if draws is None else draws[at], mix) for at in places)
+        return self.shards(parts, step)
 
     def _place(self, step: int) -> tuple[slice, slice | None]:
         """Return the slice of the epoch's order that holds this rank's samples of a step.
@@ -318,7 +315,7 @@ class GlobalBatches(GlobalOrder):
         return draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and size else None
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Return a copy of some rows; for a GPU in pinned memory, so that transfers overlap with computation."""
+        """Return a copy of some rows. A GPU's copy is in pinned memory, so that transfers overlap with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
@@ -332,7 +329,7 @@ class GlobalBatches(GlobalOrder):
         return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
     def _draw(self, epoch: int, order: Tensor) -> Tensor | None:
-        """Draw an epoch's random integers for augmentation, int32 (k, n), independently of ranks and batch size."""
+        """Draw an epoch's random integers for augmentation, equal for all ranks and batch sizes: int32 (k, n)."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)

@@ -18,7 +18,7 @@ class CIFAR10(ImageData):
     """CIFAR-10 data module: 50,000 training and 10,000 test images of 32×32 in ten classes.
 
     Args:
-        root: Directory of `cifar-10-batches-py`; a missing data set is downloaded there.
+        root: Directory that contains `cifar-10-batches-py`; a missing data set is downloaded there.
         **kwargs: As for `ImageData`.
     """
 

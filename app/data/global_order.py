@@ -12,16 +12,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from app.data.shares import GlobalOrder, Shards, shards_beyond, stream
 from app.errors import UserError
@@ -59,22 +51,17 @@ class SeededItems(Dataset[Any]):
         return parts
 
 
-class Collate:
-    """Collate function that makes a batch of each shard, or one batch of the rank's share.
+def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, parts: Any) -> Any:
+    """Make a batch of each shard, or one batch of the rank's share.
 
     Args:
         collate: The loader's collate function.
         sharded: Whether to return `Shards`.
+        parts: Items of each part, as `Shards`, changed in place.
     """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], sharded: bool) -> None:
-        self.collate, self.sharded = collate, sharded
-
-    def __call__(self, parts: Any) -> Any:
-        """Collate the items of each part."""
-        for place, part in enumerate(parts):
-            parts[place] = self.collate(part)
-        return parts if self.sharded else parts[0]
+    for place, part in enumerate(parts):
+        parts[place] = collate(part)
+    return parts if sharded else parts[0]
 
 
 class GlobalSampler(GlobalOrder):
@@ -195,7 +182,7 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
     return GlobalLoader(
         SeededItems(loader.dataset),
         batch_sampler=sampler,
-        collate_fn=Collate(loader.collate_fn, virtual_devices is not None),
+        collate_fn=partial(collate_parts, loader.collate_fn, virtual_devices is not None),
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator(),  # without it, the loader would draw from the global random state
         **{name: getattr(loader, name) for name in kept},

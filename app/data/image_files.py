@@ -1,6 +1,5 @@
 """Sources of a user's image files: class folders, or a table."""
 
-import math
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
@@ -21,7 +19,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor
 
 from app.data.geometry import Geometry
-from app.data.sources import EMBEDDED, Errors, Images, Source, Split, SplitName, Workers
+from app.data.sources import EMBEDDED, Errors, Images, Source, Split, SplitName, Workers, check_memory
 from app.errors import UserError, one_line
 from app.system.files import open_file
 
@@ -38,7 +36,8 @@ def pixels(picture: Image.Image, channels: int) -> Tensor:
     """
     match picture:
         case JpegImageFile(format="JPEG", mode="RGB", decoderconfig=() | (1, 0), fp=file) if file and channels == 3:
-            with suppress(RuntimeError):  # at full size, libjpeg gives PIL's pixels sooner; PIL reports damaged files
+            # at full size, libjpeg decodes to PIL's pixels, but faster; if it fails, PIL reports the damaged file
+            with suppress(RuntimeError):
                 file.seek(0)
                 return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8), ImageReadMode.RGB)
     if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
@@ -88,19 +87,13 @@ class FileSplit(Split):
         except Exception as error:  # PIL's decoders raise exceptions of any type for a damaged file
             reason = one_line(str(error)) or type(error).__name__
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else reason
-            raise UserError(
-                f"{self._name(index)} cannot be read ({reason}): replace it, or --data.on_bad_image skip"
-            ) from error
+            name = self._name(index)
+            raise UserError(f"{name} cannot be read ({reason}): replace it, or --data.on_bad_image skip") from error
         return self.ragged.keep(image) if self.ragged else self.geometry.evaluated(image)
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
         if self._images is None:
-            needed, free = len(self) * math.prod(self.image_shape), psutil.virtual_memory().available
-            if needed > free:
-                raise UserError(
-                    f"{len(self):,} images of {'×'.join(map(str, self.image_shape))} take {needed / 2**30:.1f} GiB, "
-                    f"of {free / 2**30:.1f} GiB of free memory: give --data.placement disk, or a smaller --data.size"
-                )
+            check_memory(len(self), self.image_shape, "give --data.placement disk, or a smaller --data.size")
             images = torch.empty((len(self), *self.image_shape), dtype=torch.uint8)
             for part, block in zip(images.split(self._block), self.blocks(num_workers), strict=True):
                 part.copy_(block)
@@ -183,10 +176,8 @@ class FolderSource(EncodedSource):
         self._classes = _folders(train) if train.exists() else []
         if not self._classes:
             hint = f", so give {place.parent}" if place.name == "train" else ""
-            raise UserError(
-                f"{train} has no class folders: --data.root must hold train/<class>/*.jpg or *.png, or "
-                f"<class>/*.jpg{hint}, {EMBEDDED}"
-            )
+            expected = "--data.root must hold train/<class>/*.jpg or *.png, or <class>/*.jpg"
+            raise UserError(f"{train} has no class folders: {expected}{hint}, {EMBEDDED}")
         # replace bytes that are not UTF-8, because they cannot be printed
         self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
 

@@ -9,7 +9,7 @@ from zlib import crc32
 import psutil
 import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from app.data.batches import GlobalBatches, Placement, RawBatch, Rows
 from app.data.cache import ImageCache
-from app.data.shares import shards_beyond, stream
+from app.data.shares import shards_beyond, stream, unequal_shares
 from app.data.sources import Source, Split, SplitName
 from app.data.transforms import Transform
 from app.errors import UserError
@@ -50,7 +50,7 @@ class ImageData(LightningDataModule):
         flip: Augmentation: mirror half of the images; `alternate` mirrors each image in every other epoch.
         cutout: Augmentation: side in pixels of a random square that is set to the mean.
         augment: Augmentation by the worker processes, image by image, on the CPU: one or a list of torchvision's v2
-            transforms, such as `RandAugment`, or of your own modules by their import path. The placement is `disk`.
+            transforms, such as `RandAugment`, or of your own modules by their import path. Needs the placement `disk`.
         mixup: Augmentation: blend each image with another. The weight is drawn from a beta distribution with this
             parameter, such as 0.2.
         cutmix: Augmentation: paste a box of another image into each image. The box's area is drawn from a beta
@@ -63,6 +63,7 @@ class ImageData(LightningDataModule):
         UserError: When a size does not fit the data set, or the world size does not divide the global batch.
     """
 
+    trainer: Trainer  # set by Lightning
     placement: Placement  # set in setup
 
     def __init__(
@@ -147,9 +148,9 @@ class ImageData(LightningDataModule):
             if self.source.skips:
                 message = f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
                 raise UserError(message) from error
-            rank_zero_info(  # not a warning, because a warning prints two lines
-                f"Decoded images {refused}, so that each rank decodes them: give another --data.cache, or off"
-            )
+            remedy = "give another --data.cache, or off"
+            # not a warning, because a warning prints two lines
+            rank_zero_info(f"Decoded images {refused}, so that each rank decodes them: {remedy}")
 
     def setup(self, stage: str) -> None:
         """Read the splits that the stage needs."""
@@ -162,22 +163,16 @@ class ImageData(LightningDataModule):
         if not hasattr(self, "placement"):  # choose once, because loaded images reduce the free memory
             self.placement = self._place()
         if stage == "fit":
-            assert self.trainer is not None
             size, world = self.global_batch_size, self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
             # not in __init__, because a batch size given as a fraction is known only after the images are read
             if size % world and self.virtual_devices is None:
-                raise UserError(
-                    f"a global batch of {size} cannot be shared equally by {world} ranks: use --data.batch_size "
-                    f"{self.nearest_shares(size, world)}, or another --trainer.devices"
-                )
+                raise UserError(unequal_shares(size, world))
             images = len(self._splits["train"][1])
-            if self.drop_last and images < self.global_batch_size:
-                raise UserError(
-                    f"--data.drop_last leaves nothing of {images} training images in batches of "
-                    f"{self.global_batch_size}: use a smaller --data.batch_size"
-                )
+            if self.drop_last and images < size:
+                problem = f"--data.drop_last leaves nothing of {images} training images in batches of {size}"
+                raise UserError(f"{problem}: use a smaller --data.batch_size")
 
     def _load(self, name: SplitName) -> None:
         if name in self._splits:
@@ -187,9 +182,7 @@ class ImageData(LightningDataModule):
             raise UserError(f"{type(self).__name__} has no {name} images here: {remedy} a test split")
         split = self.cache and self.cache.open(self.source, name)
         if split is None and self.source.skips and self.source.encoded(name):
-            raise UserError(
-                "--data.on_bad_image skip: the decoded images are not in --data.cache any more: start again"
-            )
+            raise UserError("--data.on_bad_image skip: decoded images are missing from --data.cache: start again")
         split = split or self.source.load(name)
         self._splits[name] = split, torch.arange(len(split))
 
@@ -245,12 +238,6 @@ class ImageData(LightningDataModule):
         self._load_training()
         return math.ceil(self.batch_size * len(self._splits["train"][1]))
 
-    @staticmethod
-    def nearest_shares(size: int, world: int) -> str:
-        """Return the nearest batch sizes that the world size divides, as text."""
-        below = size - size % world
-        return f"{below} or {below + world}" if below else f"{world}"
-
     def _place(self) -> Placement:
         """Return the placement of the images, which is the same on all ranks, although their free memory differs."""
         if self.requested_placement != "auto":
@@ -258,7 +245,6 @@ class ImageData(LightningDataModule):
         if self._worked:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
-        assert self.trainer is not None
         strategy, size = self.trainer.strategy, len(split) * math.prod(self.image_shape)
         needed = size * (1 if split.mapped else self._local_ranks)
         fits = needed < psutil.virtual_memory().available / 2
@@ -272,7 +258,6 @@ class ImageData(LightningDataModule):
 
     @property
     def _local_ranks(self) -> int:
-        assert self.trainer is not None
         return max(self.trainer.world_size // self.trainer.num_nodes, 1)
 
     @property
@@ -280,14 +265,12 @@ class ImageData(LightningDataModule):
         """Number of this rank's worker processes: SLURM's cores per task, else an equal share of the cores."""
         if self.requested_workers != "auto":
             return self.requested_workers
-        assert self.trainer is not None
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         if isinstance(environment, SLURMEnvironment) and "SLURM_CPUS_PER_TASK" in os.environ:
             return int(os.environ["SLURM_CPUS_PER_TASK"])
         return max(usable_cores() // self._local_ranks, 1)
 
     def _loader(self, name: SplitName, train: bool = False) -> GlobalBatches:
-        assert self.trainer is not None
         trainer = self.trainer
         split, rows = self._splits[name]
         if self.placement != "disk":
@@ -340,7 +323,6 @@ class ImageData(LightningDataModule):
         """Augment and normalise on the device; return images (n, C, H, W) in the run's precision, and labels (n,)."""
         batch = batch.gather() if isinstance(batch, Rows) else batch
         assert isinstance(batch, RawBatch)
-        assert self.trainer is not None
         images, labels = self.transform(batch.images, batch.draws), batch.labels
         if batch.mix is not None:
             images, labels = batch.mix(images, labels, self.num_classes)

@@ -54,6 +54,16 @@ def shards_beyond(virtual_devices: int, batch_size: int) -> str:
     )
 
 
+def unequal_shares(batch_size: int, world_size: int) -> str:
+    """Return the error message for a global batch that the world size does not divide."""
+    below = batch_size - batch_size % world_size
+    nearest = f"{below} or {below + world_size}" if below else f"{world_size}"
+    return (
+        f"a global batch of {batch_size} cannot be shared equally by {world_size} ranks: use --data.batch_size "
+        f"{nearest}, or another --trainer.devices"
+    )
+
+
 class GlobalOrder:
     """Global order of an epoch's samples, and this rank's share of each global batch.
 
@@ -162,7 +172,6 @@ class GlobalOrder:
         """
         for key, value in self.state_dict().items():
             if state[key] != value and self.position() > 0:
-                raise UserError(
-                    f"the checkpoint was made in the middle of an epoch with {key} {state[key]}, but this run "
-                    f"has {value}: resume with the same, or from a checkpoint made at the end of an epoch"
-                )
+                problem = f"the checkpoint was made in the middle of an epoch with {key} {state[key]}"
+                remedy = "resume with the same, or from a checkpoint made at the end of an epoch"
+                raise UserError(f"{problem}, but this run has {value}: {remedy}")

@@ -5,18 +5,17 @@ import errno
 import math
 import os
 import signal
-import struct
 import sys
 import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
+import psutil
 import torch
 import torchvision
 from torch import Tensor
@@ -203,6 +202,14 @@ class RaggedSplit(Split):
         return self.tensor()[end - height * width * channels : end].view(height, width, channels).permute(2, 0, 1)
 
 
+def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
+    """Raise a UserError if images, uint8 (count, C, H, W), do not fit into the free memory."""
+    needed, free = count * math.prod(image_shape), psutil.virtual_memory().available
+    if needed > free:
+        figures = f"{needed / 2**30:.1f} GiB, of {free / 2**30:.1f} GiB of free memory"
+        raise UserError(f"{count:,} images of {'×'.join(map(str, image_shape))} take {figures}: {remedy}")
+
+
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
     """Map a file's images read-only, uint8 (N, C, H, W); writable pages would count as the rank's memory."""
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
@@ -257,101 +264,80 @@ class Source(ABC):
         return ()
 
 
-def _download(what: str, root: str, where: Path, files: str) -> AbstractContextManager[None]:
-    return downloading(
-        f"no {what} in {where}, and it could not be downloaded",
-        f"put {files} there, name another directory than {root!r} with --data.root, "
-        f"{EMBEDDED} --data.like {what.replace('-', '')}",
-    )
+class TorchvisionSource(Source):
+    """Source of a data set that torchvision downloads and reads.
+
+    Args:
+        root: Directory of the data set.
+
+    Attributes:
+        dataset: Torchvision's class of the data set.
+        archives: Files that hold the data set, for error messages.
+    """
+
+    dataset: Any
+    archives: str
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def prepare(self) -> None:
+        """Download missing files."""
+        if all(file.exists() for file in self.files):
+            return
+        name, remedy = self.dataset.__name__, f"name another directory than {self.root!r} with --data.root"
+        with downloading(
+            f"no {name} in {self.files[0].parent}, and it could not be downloaded",
+            f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}",
+        ):
+            self.dataset(self.root, download=True)
+
+    def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
+        return [str(file) for file in self.files]
+
+    def load(self, split: SplitName) -> Split:  # noqa: D102
+        folder, (channels, height, width) = self.files[0].parent, self.image_shape
+        try:  # torchvision verifies CIFAR-10's checksums before it unpickles
+            data = self.dataset(self.root, train=split == "train")
+            images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
+            pixels = images.view(len(labels), height, width, channels)
+            highest = int(labels.max())
+        except Exception as error:  # torchvision raises many types
+            reason = getattr(error, "strerror", None) or "truncated or corrupted files"
+            raise UserError(f"{folder} cannot be read ({reason}): move it away to have it downloaded again") from error
+        if highest >= len(self.class_names):
+            raise UserError(f"{folder} has a label {highest}, of {len(self.class_names)} classes: replace its files")
+        return Split(pixels.permute(0, 3, 1, 2), labels)
 
 
-class CIFAR10Source(Source):
-    """Source of CIFAR-10 in its Python format, through torchvision: https://www.cs.toronto.edu/~kriz/cifar.html."""
+class CIFAR10Source(TorchvisionSource):
+    """Source of CIFAR-10 in its Python format: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
+    dataset = torchvision.datasets.CIFAR10
     class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     image_shape = (3, 32, 32)
     mean = (0.5, 0.5, 0.5)
     std = (0.5, 0.5, 0.5)
 
     def __init__(self, root: str) -> None:
-        self.root = root
-        dataset = torchvision.datasets.CIFAR10
-        names = [name for name, _ in dataset.train_list + dataset.test_list]
-        self.files = [Path(root, dataset.base_folder, name) for name in (*names, dataset.meta["filename"])]
-
-    def prepare(self) -> None:  # noqa: D102
-        dataset = torchvision.datasets.CIFAR10
-        if not all(file.exists() for file in self.files):
-            archive = f"{dataset.filename} from {dataset.url}"
-            with _download("CIFAR-10", self.root, self.files[0].parent, f"the content of {archive}"):
-                dataset(self.root, download=True)
-
-    def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
-        dataset = torchvision.datasets.CIFAR10
-        batches = dataset.train_list if split == "train" else dataset.test_list
-        return [str(Path(self.root, dataset.base_folder, name)) for name, _ in batches]
-
-    def load(self, split: SplitName) -> Split:  # noqa: D102
-        try:  # torchvision verifies the checksums before it unpickles
-            data = torchvision.datasets.CIFAR10(self.root, train=split == "train")
-        except (OSError, RuntimeError) as error:
-            folder, reason = self.files[0].parent, getattr(error, "strerror", None) or "truncated or corrupted files"
-            raise UserError(f"{folder} cannot be read ({reason}): move it away to have it downloaded again") from error
-        return Split(torch.from_numpy(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets))
+        super().__init__(root)
+        names = [name for name, _ in self.dataset.train_list + self.dataset.test_list]
+        names.append(self.dataset.meta["filename"])
+        self.files = [Path(root, self.dataset.base_folder, name) for name in names]
+        self.archives = f"the content of {self.dataset.filename} from {self.dataset.url}"
 
 
-class FashionMNISTSource(Source):
-    """Source of FashionMNIST in IDX format, through torchvision: https://github.com/zalandoresearch/fashion-mnist."""
+class FashionMNISTSource(TorchvisionSource):
+    """Source of FashionMNIST in IDX format: https://github.com/zalandoresearch/fashion-mnist."""
 
-    class_names = tuple(torchvision.datasets.FashionMNIST.classes)
+    dataset = torchvision.datasets.FashionMNIST
+    class_names = tuple(dataset.classes)
     image_shape = (1, 28, 28)
     mean = (0.0,)
     std = (256 / 255,)  # pixels / 255 / std = pixels / 256
 
     def __init__(self, root: str) -> None:
-        self.root = root
-        names = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
-        self.files = [Path(root, "FashionMNIST", "raw", name) for name in names]
-
-    def prepare(self) -> None:
-        """Download missing files, and check each file's length against its header.
-
-        Torchvision checks only whether the extracted files exist.
-        """
-        folder = Path(self.root, "FashionMNIST", "raw")
-        if not all(file.exists() for file in self.files):
-            with _download("FashionMNIST", self.root, folder, ", ".join(f"{file.name}.gz" for file in self.files)):
-                torchvision.datasets.FashionMNIST(self.root, download=True)
-        counts = {file.name: self._count(file) for file in self.files}
-        for part in ("train", "t10k"):
-            images, labels = (n for name, n in counts.items() if name.startswith(part))
-            if images != labels:
-                raise UserError(f"{folder}: {part} has {images} images but {labels} labels: replace these files")
-        for file in self.files:
-            highest = int(self._labels(file).max(initial=0)) if "idx1" in file.name else 0
-            if highest >= len(self.class_names):
-                raise UserError(f"{file} has a label {highest}, of {len(self.class_names)} classes: replace it")
-
-    def _labels(self, file: Path) -> np.ndarray:
-        return np.fromfile(file, np.uint8, offset=8)
-
-    def _count(self, file: Path) -> int:
-        """Return the number of items of an IDX file: magic number, sizes (big-endian), then a byte per value."""
-        shape = self.image_shape[1:] if "idx3" in file.name else ()
-        if not file.is_file():
-            raise UserError(f"{file} is not a file: move it away to have it downloaded again")
-        with file.open("rb") as stream:
-            header = stream.read(8 + 4 * len(shape)).ljust(8 + 4 * len(shape), b"\0")
-        magic, count, *sizes = struct.unpack(f">{len(header) // 4}I", header)
-        whole = len(header) + count * math.prod(shape)
-        if magic != 0x801 + len(shape) or tuple(sizes) != shape or file.stat().st_size != whole:
-            raise UserError(f"{file} is truncated or corrupted: move it away to have it downloaded again")
-        return count
-
-    def load(self, split: SplitName) -> Split:
-        """Read the labels, and map the images."""
-        part = "train" if split == "train" else "t10k"
-        images, labels = (file for file in self.files if file.name.startswith(part))
-        values = self._labels(labels).astype(np.int64)
-        shape = (self._count(images), *self.image_shape)
-        return Split(mapped(images, 16, shape), torch.from_numpy(values), mapped=True)
+        super().__init__(root)
+        archives = [url for url, _ in self.dataset.resources]
+        self.files = [Path(root, "FashionMNIST", "raw", name.removesuffix(".gz")) for name in archives]
+        self.archives = ", ".join(archives)

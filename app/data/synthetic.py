@@ -4,12 +4,10 @@ import math
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 
-from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName
-from app.errors import UserError
+from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName, check_memory
 
 Floats = NDArray[Any]  # float32
 BLOCK = 256  # images per block: fits into a core's cache; each block has its own random stream
@@ -139,12 +137,7 @@ class SyntheticSource(Source):
 
     def prepare(self) -> None:
         """Check that the images fit into memory."""
-        needed, free = self.size * (math.prod(self.image_shape) + 8), psutil.virtual_memory().available
-        if needed > free:
-            raise UserError(
-                f"--data.size {self.size}: the images take {needed / 2**30:.1f} GiB, but only "
-                f"{free / 2**30:.1f} GiB of memory are free: give less"
-            )
+        check_memory(self.size, self.image_shape, f"give less than --data.size {self.size}")
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
         count = self.size if split == "train" else max(self.size // 5, 1)

@@ -162,7 +162,7 @@ class Transform:
         return self._choices[key]
 
     def _hole(self, size: int) -> Tensor:
-        """Return the mask of the rows or columns that cutout covers, for each centre, bool (size, size)."""
+        """Return, for each centre of the square, the mask of rows or columns that it covers, bool (centres, size)."""
         start = torch.arange(size) - self.cutout // 2
         distance = torch.arange(size) - start[:, None]
         return (distance >= 0) & (distance < self.cutout)

@@ -24,7 +24,7 @@ class _Fit(ModuleType):
                 their whole name, such as `**{"model.optimizer.lr": 0.1}`.
 
         Raises:
-            UserError: When the flags are invalid, a name without its section fits several flags, or the run fails.
+            UserError: When a flag is invalid or ambiguous, or when the run fails.
         """
         # imported in the function, because these modules import this package
         from app.fit.configuration import FIT_FLAGS, MADE, classes_of, find_class, parameters, read_arguments, resolve

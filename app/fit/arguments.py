@@ -158,11 +158,8 @@ class Arguments:
         """
         name = self.chosen("trainer.strategy") or "auto"
         classes = {cls.__name__ for cls in subclasses(Strategy)}
-        settings = [
-            t
-            for t in self.tokens
-            if t.flag.startswith(f"{STRATEGY}.") and t.flag not in (f"{STRATEGY}.help", f"{STRATEGY}.class_path")
-        ]
+        no_settings = (f"{STRATEGY}.help", f"{STRATEGY}.class_path")
+        settings = [t for t in self.tokens if t.flag.startswith(f"{STRATEGY}.") and t.flag not in no_settings]
         spelt: list[Token] = []
         for token in self.tokens:
             if token.name == STRATEGY and token.value is not None:

@@ -266,10 +266,8 @@ def _check_resumable(
     limits = ((epochs, trainer.max_epochs, "epochs"), (checkpoint["global_step"], trainer.max_steps, "steps"))
     for done, limit, unit in () if may_be_finished else limits:
         if limit is not None and 0 <= limit <= done:
-            limit_flag = f"--trainer.max_{unit} {limit}"
-            raise UserError(
-                f"--ckpt_path {path} has been trained for {done} {unit}, as many as {limit_flag}: give more"
-            )
+            problem = f"--ckpt_path {path} has been trained for {done} {unit}"
+            raise UserError(f"{problem}, as many as --trainer.max_{unit} {limit}: give more")
     sharded = trainer.fit_loop.epoch_loop
     for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
         if state.get(name, value) != value:  # another number of shards or threads rounds sums differently

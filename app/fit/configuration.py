@@ -37,13 +37,10 @@ PARSING = (
     *(RuntimeError, SyntaxError, TypeError, ValueError),
 )
 
-_COMMON = {"model", "datamodule", "weights_only"}
-SKIPPED = {  # arguments of `Trainer.fit`, `Trainer.validate`, … that get no flag
-    "fit": {*_COMMON, "train_dataloaders", "val_dataloaders"},
-    "validate": {*_COMMON, "dataloaders", "verbose"},
-    "test": {*_COMMON, "dataloaders", "verbose"},
-    "predict": {*_COMMON, "dataloaders", "return_predictions"},
-}
+# arguments of `Trainer.fit`, `Trainer.validate`, … that get no flag
+_ARGUMENTS = {"model", "datamodule", "weights_only", "train_dataloaders", "val_dataloaders", "dataloaders"}
+_ARGUMENTS |= {"verbose", "return_predictions"}
+SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 
 
 @expects("lightning.pytorch.cli:LightningCLI._parse_ckpt_path", "lightning.pytorch.cli:LightningCLI._dump_config")

@@ -174,9 +174,7 @@ def _order(s: Resolved) -> Iterator[str]:
     elif run.balance:
         yield "--run.balance true distributes shards: add --run.virtual_devices 8"
     if run.global_order and issubclass(class_of(s.config.get("data")) or object, ImageData):
-        yield (
-            f"--run.global_order true has no effect on {s.config.data.class_path}, which has a global order already: "
-            "leave it out"
-        )
+        data = s.config.data.class_path
+        yield f"--run.global_order true has no effect on {data}, which has a global order already: leave it out"
     if run.global_order and run.loop == "lightning":
         yield "--run.global_order true does not work with --run.loop lightning: leave one of them out"

@@ -8,9 +8,7 @@ from app.errors import nearest, one_line
 
 NAMES = {"float": "a number", "tuple": "list", "Sequence": "list", "Iterable": "list"}
 EXPECTED = re.compile(r"Expected (?:an? )?(?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[([^\]]*)\])")
-NESTED = re.compile(
-    r"- --([\w.]+)(.*?)(?: - Expected a <class 'NoneType'>| - Option| - Not a valid| Given value type|$)"
-)
+NESTED = re.compile(r"- --([\w.]+)(.*?)(?: - (?:Expected a <class 'NoneType'>|Option|Not a valid)| Given value type|$)")
 
 
 def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collection[str]] | None = None) -> str:
@@ -52,10 +50,9 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         flag = flag if nested else f"{flag}.{match[1]}"
         return f"{flag}: the chosen class has no such setting{'' if flag in flags else nearest(flag, flags)}"
     if match := re.search(r"Importing '((\w+)[^']*)' is not allowed", text):
-        known = importlib.util.find_spec(match[2]) is not None
-        remedy = (
-            f"its code is not trusted: give --trust {match[2]} to run it" if known else f"No module named '{match[2]}'"
-        )
+        remedy = f"its code is not trusted: give --trust {match[2]} to run it"
+        if importlib.util.find_spec(match[2]) is None:
+            remedy = f"No module named '{match[2]}'"
         return f"{flag} {match[1]}: {remedy}"
     if match := re.search(r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)", text):
         return f"{flag} {match[1]}: expected a subclass of {match[2]}"

@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from app.data import ImageData
+from app.data.shares import unequal_shares
 from app.errors import UserError, nearest
 from app.fit.flag_rules import flag_problems
 from app.fit.resolved import Resolved
@@ -70,8 +70,7 @@ def machine_problems(s: Resolved) -> Iterator[str]:
     yield from _sizes(s)
     size = s.given("data.batch_size")
     if s.command == "fit" and s.virtual_devices is None and isinstance(size, int) and size > 0 and size % s.world_size:
-        remedy = f"use --data.batch_size {ImageData.nearest_shares(size, s.world_size)}, or another --trainer.devices"
-        yield f"a global batch of {size} cannot be shared equally by {s.world_size} ranks: {remedy}"
+        yield unequal_shares(size, s.world_size)
 
 
 def _sizes(s: Resolved) -> Iterator[str]:

@@ -20,12 +20,12 @@ from app.system.interconnect import own_addresses, use_interface_to, use_loopbac
 STORE = "app/store"  # key of rank zero's port in the agents' store
 
 
-def gather_objects(mine: Any, group: Any = None) -> list[Any]:
+def gather_objects(mine: Any) -> list[Any]:
     """Gather every rank's picklable object on every rank, in order of rank. Collective."""
     if not distributed.is_initialized():
         return [mine]
     everyone: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, mine, group)
+    distributed.all_gather_object(everyone, mine)
     return everyone
 
 

@@ -7,12 +7,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins import environments
 
 from app.launch.process import AGENT, is_task_of_srun, is_worker
 
@@ -76,7 +71,7 @@ def may_resume() -> bool:
     return count is None or os.environ.get(count, "0") != "0"
 
 
-class Slurm(SLURMEnvironment):
+class Slurm(environments.SLURMEnvironment):
     """Cluster environment of srun's tasks. Reads the variables of the SLURM step; Lightning's class reads the job's.
 
     Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler, which runs at different
@@ -84,7 +79,7 @@ class Slurm(SLURMEnvironment):
     """
 
     def __init__(self) -> None:
-        ClusterEnvironment.__init__(self)
+        environments.ClusterEnvironment.__init__(self)
         self.auto_requeue, self.requeue_signal = False, signal.SIGUSR1
 
     @property
@@ -103,11 +98,11 @@ class Slurm(SLURMEnvironment):
         """Do nothing, because the rules of `fit` check the sizes."""
 
 
-def environment_of(num_nodes: int) -> ClusterEnvironment:
+def environment_of(num_nodes: int) -> environments.ClusterEnvironment:
     """Return this process's ClusterEnvironment. Replaces Lightning's detection, which also accepts mpirun and LSF."""
     launcher = launched()
     if launcher is not None:
-        return Slurm() if launcher.by == "srun" else TorchElasticEnvironment()
+        return Slurm() if launcher.by == "srun" else environments.TorchElasticEnvironment()
     if num_nodes == 1 and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
         print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
-    return LightningEnvironment()
+    return environments.LightningEnvironment()

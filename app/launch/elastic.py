@@ -26,7 +26,7 @@ from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
-# files that a rank writes beside torch's error file: path of the run's directory, and exit code after a signal
+# files that a rank writes beside torch's error file, with the run's directory, and with the exit code after a signal
 RUN_DIR, STOPPED = "run_dir", "stopped"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])

@@ -131,7 +131,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
-    """Return the exception that the starting command raises for a failed rank."""
+    """Return the exception that the command raises when one of its ranks failed."""
     message = message_of(failure.error_file_data)
     name, _, text = message.partition(": ")
     if name == UserError.__name__:

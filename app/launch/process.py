@@ -26,7 +26,7 @@ WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORL
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
-# numbers that srun sets for each task of a step
+# numbers that srun sets for each of its tasks
 NUMBERS = ("JOB_ID", "PROCID", "LOCALID", "NODEID", "STEP_ID", "STEP_NUM_TASKS", "STEP_NUM_NODES")
 TASK = [f"SLURM_{name}" for name in NUMBERS]
 WHOLE_NUMBER = r"\d{1,18}", "a whole number"

@@ -132,7 +132,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
 
 
 def reach_store(address: str, port: int) -> TCPStore:
-    """Connect to another process's store; fail at once if nothing listens, because torch would retry and log."""
+    """Connect to another process's store; fail at once if nothing listens, where torch would retry and log."""
     socket.create_connection((address, port), timeout=5).close()
     return TCPStore(address, port, timeout=timedelta(seconds=5))
 

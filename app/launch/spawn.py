@@ -96,10 +96,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
                 print(users_part(callstack(failure)) or "", end="", file=sys.stderr)
             return cause
         if "pickle" in str(error).lower():
-            return UserError(
-                f"ddp_spawn cannot pickle model and data for its processes ({error}): use "
-                "--trainer.strategy ddp, or define its class or function at the top level of a module"
-            )
+            remedy = "use --trainer.strategy ddp, or define its class or function at the top level of a module"
+            return UserError(f"ddp_spawn cannot pickle model and data for its processes ({error}): {remedy}")
         return error
 
     @property

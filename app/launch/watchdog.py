@@ -203,7 +203,7 @@ class Place(NamedTuple):
         step: Step of the optimizer, from 1.
         phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
-        is_users: Whether the line is in the user's code, or the process is stopped.
+        is_users: Whether the line is in the user's code. True for a process that is stopped, as by a debugger.
         communicates: Whether the rank is in a call of torch.distributed.
     """
 

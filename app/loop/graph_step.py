@@ -112,10 +112,9 @@ class Graphs:
                 self._rates_on_device[index].fill_(group["lr"])
         if self._training is None or settings != self._settings:
             if self._replays == 1:
-                raise UserError(
-                    "--model.cuda_graph true: the scheduler changes more than the learning rate, such as the momentum, "
-                    "at each step: use --model.schedule, or leave cuda_graph out"
-                )
+                problem = "the scheduler changes more than the learning rate, such as the momentum, at each step"
+                remedy = "use --model.schedule, or leave cuda_graph out"
+                raise UserError(f"--model.cuda_graph true: {problem}: {remedy}")
             self._settings, self._replays = settings, 0
             self._training = None  # frees its memory first
             optimizer.zero_grad()

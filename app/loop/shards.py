@@ -123,9 +123,7 @@ class ShardSums:
                 for each, start in zip(parameters, starts, strict=False)
             ]
 
-        nodes: dict[Node, Gradients] = {
-            node: [gradients[place] for place in places] for node, gradients in self.nodes.items()
-        }
+        nodes = {node: [gradients[place] for place in places] for node, gradients in self.nodes.items()}
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
@@ -160,10 +158,8 @@ class Logged:
             self.options[name] = {**dict(zip(names, args, strict=False)), **options, "sync_dist": False}
             self.values[name] = value
         else:
-            raise UserError(
-                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means: "
-                "log a torchmetrics metric instead, or leave --run.virtual_devices out"
-            )
+            problem = f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means"
+            raise UserError(f"{problem}: log a torchmetrics metric instead, or leave --run.virtual_devices out")
 
     def log_step(self, means: Sequence[Tensor], samples: int) -> None:
         """Log the means over all shards."""
@@ -233,10 +229,8 @@ class ShardedStep(Step):
             reason, words, _ = str(error).partition("deterministic implementation")
             if not words:
                 raise
-            raise UserError(
-                f"--run.virtual_devices: {reason}{words}, so results would differ between runs: replace this "
-                "operation, or leave the flag out"
-            ) from error
+            problem = f"--run.virtual_devices: {reason}{words}, so results would differ between runs"
+            raise UserError(f"{problem}: replace this operation, or leave the flag out") from error
         finally:
             del self.module.log
         self._sums.set_gradients()
@@ -331,10 +325,10 @@ class ShardedStep(Step):
         if not self._checked:
             for place, buffer, mean in zip(changed, buffers, means, strict=True):
                 if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
-                    raise UserError(
-                        f"training_step sets the buffer {self._buffers.name(place)}, of {buffer.dtype}, to different "
-                        "values on the shards: make it a float, which is averaged, or leave --run.virtual_devices out"
-                    )
+                    name = f"{self._buffers.name(place)}, of {buffer.dtype}"
+                    problem = f"training_step sets the buffer {name}, to different values on the shards"
+                    remedy = "make it a float, which is averaged, or leave --run.virtual_devices out"
+                    raise UserError(f"{problem}: {remedy}")
         self._buffers.write(changed, means)
         self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
         return loss[0].float()
@@ -363,10 +357,8 @@ class ShardedLoop(StraightLoop):
             raise UserError(f"--run.virtual_devices does not work with {self.reason}: leave one of them out")
         loader = self.trainer.train_dataloader
         if order_of(loader) is None:
-            raise UserError(
-                f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself: add "
-                "--run.global_order true"
-            )
+            problem = f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself"
+            raise UserError(f"{problem}: add --run.global_order true")
         # hide the advice to use sync_dist: logged values are equal on all ranks, so it would only add rounding
         warnings.filterwarnings("ignore", r"It is recommended to use `self\.log")
         return ShardedStep(self)

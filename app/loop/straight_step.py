@@ -61,7 +61,7 @@ class StraightLoop(LoggingLoop):
         trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Look up the hooks at the start of an epoch."""
+        """Look up the hooks, once per epoch."""
         super().on_run_start(data_fetcher)
         self.reason = self.why_not(data_fetcher)
         self._step = self.make_step()
@@ -284,7 +284,7 @@ class Step:
     def _can_bypass(self, *names: str) -> bool:
         """Return whether the step may skip these methods of strategy and precision plugin, because they do nothing."""
         strategy, precision = self.strategy, self.strategy.precision_plugin
-        # in automatic optimization, DDPStrategy's overrides do nothing, nor do MixedPrecision's without a scaler
+        # in automatic optimization, DDPStrategy's overrides do nothing; without a scaler, MixedPrecision's do nothing
         ddp = isinstance(strategy, DDPStrategy)
         unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
         return not overrides(strategy, DDPStrategy if ddp else Strategy, *names) and not overrides(
@@ -380,13 +380,9 @@ class Step:
 
     def clip_gradients(self) -> None:
         """Clip the gradients, if the Trainer or the module does."""
-        trainer = self.trainer
-        if self.clips or trainer.gradient_clip_val is not None:
-            self.clip(
-                self.optimizer,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            )
+        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+        if self.clips or value is not None:
+            self.clip(self.optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
 
     def _unpack(self, output: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
         """Return the loss and the outputs for a `training_step` result that is not a tensor.

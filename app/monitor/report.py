@@ -189,7 +189,7 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
 
 
 def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draw a confusion matrix. A cell's shade is its share of the images with its label.
+    """Draw a confusion matrix. A cell's shade is its share of its row, the images with one label.
 
     Args:
         axes: Axes to draw on.

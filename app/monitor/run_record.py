@@ -204,12 +204,9 @@ class RunRecord(Callback):
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
             (_, first), *others = gather_objects((trainer.node_rank, data.content))
-            for node, content in others:
-                if content != first:
-                    raise UserError(
-                        f"--data.on_bad_image skip: node {node} reads other images than node 0 ({content}, {first}): "
-                        "give all nodes the same files"
-                    )
+            if wrong := next(((node, content) for node, content in others if content != first), None):
+                problem = f"node {wrong[0]} reads other images than node 0 ({wrong[1]}, {first})"
+                raise UserError(f"--data.on_bad_image skip: {problem}: give all nodes the same files")
         self._clock = next((c for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
         model = records.Model(type(pl_module).__name__, sum(parameter.numel() for parameter in pl_module.parameters()))
         if isinstance(pl_module, ImageClassifier):
@@ -284,12 +281,10 @@ class RunRecord(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row. `_close_epoch` adds the metrics later, because Lightning logs them after this hook."""
         self._last_step = _time_when_done(trainer)
+        seconds = round(self._last_step - self._epoch_start, 3)
+        rate = round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None
         self._open_epoch = records.Epoch(
-            trainer.current_epoch,
-            trainer.is_last_batch,
-            round(self._last_step - self._epoch_start, 3),
-            round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None,
-            self._learning_rate,
+            trainer.current_epoch, trainer.is_last_batch, seconds, rate, self._learning_rate
         )
         self._epoch_validated, self._validated = self._validated, False
 
@@ -309,8 +304,9 @@ class RunRecord(Callback):
         if trainer.progress_bar_callback is not None:  # print a permanent line, even without a terminal
             is_best, left = (row.val_acc or 0.0) > best, self.time_left(trainer)
             memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
-            metrics = trainer.callback_metrics
-            print(epoch_line(row, trainer.max_epochs, metrics, validated, is_best, memory, left), flush=True)
+            logged = trainer.callback_metrics.items()
+            metrics = {name: value for name, value in logged if validated or not name.startswith("val")}
+            print(epoch_line(row, trainer.max_epochs, metrics, is_best, memory, left), flush=True)
         self._measure(trainer)
         self._write()
 

@@ -81,27 +81,20 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
 
 
 def epoch_line(
-    row: Epoch,
-    epochs: int | None,
-    metrics: Mapping[str, Any],
-    validated: bool,
-    is_best: bool,
-    memory: float,
-    left: float | None,
+    row: Epoch, epochs: int | None, metrics: Mapping[str, Any], is_best: bool, memory: float, left: float | None
 ) -> str:
     """Format the line that is printed after an epoch. The columns of all epochs align.
 
     Args:
         row: The epoch's row of the run record.
         epochs: Number of epochs, or None if unknown.
-        metrics: All logged metrics, by name.
-        validated: Whether validation ran in the epoch; otherwise its metrics are omitted.
+        metrics: The epoch's metrics, by name.
         is_best: Whether the epoch has the best accuracy so far.
         memory: Peak memory of this process, GiB.
         left: Seconds to the end of training, or None if unknown.
     """
     number = f"{row.epoch + 1}/{epochs}" if epochs and epochs > 0 else str(row.epoch + 1)
-    hidden = re.compile(r".*_step|lr-.*|train_(acc|loss)|val_(acc|loss|f1)" + ("" if validated else "|val.*"))
+    hidden = re.compile(r".*_step|lr-.*|train_(acc|loss)|val_(acc|loss|f1)")
     parts = [
         f"epoch {number:>{2 * len(str(epochs or 0)) + 1}}",
         f"train {row.train_loss:.3f}" if row.train_loss is not None else "",

@@ -116,10 +116,11 @@ class SplitForward(Traits, Strategy):
         finally:
             del module.__dict__["forward"]
         if self._forwards == before:
-            raise UserError(
-                f"dp splits {type(module).__name__}.forward over the devices, but its step never calls self(batch), "
-                "so only one device would work: call self(...) in the step, or use --trainer.strategy ddp"
+            problem = (
+                f"dp splits {type(module).__name__}.forward over the devices, but its step never calls self(batch)"
             )
+            remedy = "call self(...) in the step, or use --trainer.strategy ddp"
+            raise UserError(f"{problem}, so only one device would work: {remedy}")
         return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +128,7 @@ class SplitForward(Traits, Strategy):
         self._forwards += 1
         devices = self.parallel_devices
         self.replica.capture(devices[0].type)
-        if len(devices) == 1:  # no scatter, as in `nn.DataParallel`
+        if len(devices) == 1:  # one device needs no scatter
             return self.replica(*args, **kwargs)
         if devices[0].type != "cuda":
             return _forward_in_threads(self.replica, self._threads, args, kwargs)

@@ -1,4 +1,8 @@
-"""Command `python -m app plan`: parses flags, measures, predicts, and writes the report."""
+"""Command `python -m app plan`: predicts step time, throughput, efficiency and cost on more devices and nodes.
+
+The predictions come from a step (measured here, or recorded in runs) and a network (measured here, or given by flags).
+Flags of fit define the training.
+"""
 
 import itertools
 import math
@@ -29,16 +33,7 @@ from app.system.machine import busy, hardware, usable_cores, versions
 from app.system.page import Section, code, page, plain
 from app.system.terminal import make_console
 
-USAGE = """\
-python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]
-
-Predicts step time, throughput, efficiency and cost on more devices and nodes,
-from a step (measured here, or recorded in runs) and a network (measured here,
-or given by flags). Flags of fit define the training.
-
-  python -m app plan --config configs/quickstart.yaml --run.threads 1
-  python -m app plan --run RUN --per_node 8 --bandwidth 25GB/s --latency 20us"""
-
+USAGE = "python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]"
 # units of bandwidth in bytes per second, and of latency in seconds
 BANDWIDTHS = {
     f"{prefix}{unit}/s": factor * size
@@ -143,7 +138,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> Namespace:
-    parser = PlainParser(prog="python -m app plan", usage=USAGE)
+    parser = PlainParser(usage=USAGE, description=__doc__)
     number: Any = PositiveInt
     for name, settings in {
         "max_devices": {"type": number, "default": 16, "metavar": "N", "help": "largest number of devices to predict"},

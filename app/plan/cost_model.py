@@ -97,11 +97,6 @@ class Step:
     launch_known: bool = True
     spread: tuple[float, float] = (1.0, 1.0)
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters, which equal the bytes of the gradients."""
-        return sum(bucket.size for bucket in self.buckets)
-
     def single(self, batch: float) -> float:
         """Predict the seconds of a step on one device."""
         return self.data(batch) + self.forward(batch) + self.backward(batch) + self.update + self.rest
@@ -135,7 +130,8 @@ class Step:
         launch = self.forward.launch + self.backward.launch
         forward = self.forward.per_image * images
         backward = self.backward.per_image * (batch if shared else images)
-        copies = 0.0 if shared else 2 * (devices - 1) * (self.parameter_bytes / link.bandwidth + link.latency)
+        size = sum(bucket.size for bucket in self.buckets)  # bytes of the gradients, and of the parameters
+        copies = 0.0 if shared else 2 * (devices - 1) * (size / link.bandwidth + link.latency)
         return self.data(batch) + devices * launch + forward + backward + copies + self.update + self.rest
 
 
@@ -272,10 +268,8 @@ def predict(
         images = batch * count if scale_batch else batch
         both = 1 < count <= machines.per_node and step.launch_known
         for strategy in ("ddp", "dp") if both else ("ddp",):
-            time, *ends = (
-                _seconds(strategy, step, images, count, machines, compute, sending)
-                for compute, sending in ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
-            )
+            factors = ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
+            time, *ends = (_seconds(strategy, step, images, count, machines, *pair) for pair in factors)
             rates = {"": images / time, "_low": images / ends[1], "_high": images / ends[0]}
             speed_ups = {end: rate / alone if count > 1 else 1.0 for end, rate in rates.items()}
             hidden = step.ddp(images, count, Link(float("inf"), 0.0))

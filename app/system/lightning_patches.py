@@ -271,10 +271,7 @@ def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
     return logger._wandb_init
 
 
-@expects(
-    "lightning.pytorch.loggers.wandb:WandbLogger._experiment",
-    "lightning.pytorch.loggers.csv_logs:CSVLogger._experiment",
-)
+@expects(*(f"lightning.pytorch.loggers.{name}._experiment" for name in ("wandb:WandbLogger", "csv_logs:CSVLogger")))
 def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
     """Return the logger's experiment if it is open, else None; the public `experiment` would open it."""
     return logger._experiment

@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 from markdown_it import MarkdownIt
@@ -97,13 +97,7 @@ def code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def draw(
-    paint: Callable[[Axes], None],
-    width: float = 4.6,
-    height: float = 3.2,
-    title: str | None = None,
-    layout: Literal["constrained"] | None = "constrained",
-) -> Figure:
+def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None) -> Figure:
     """Draw a figure in the pages' style.
 
     Args:
@@ -111,10 +105,9 @@ def draw(
         width: Width in inches.
         height: Height in inches.
         title: Title above the axes, for a figure outside a page.
-        layout: Layout of matplotlib; None for fixed margins.
     """
     with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(width, height), layout=layout)
+        figure = Figure(figsize=(width, height), layout="constrained")
         if title is not None:
             figure.suptitle(title, fontsize=11)
         paint(figure.subplots())
@@ -130,7 +123,8 @@ def draw_line(paint: Callable[[Axes], None], height: float = 3.2) -> Figure:
         paint: Function that draws on the axes.
         height: Height in inches.
     """
-    figure = draw(paint, height=height, layout=None)
+    figure = draw(paint, height=height)
+    figure.set_layout_engine(None)
     figure.subplots_adjust(0.135, 0.47 / height, 0.79, 1 - 0.12 / height)
     return figure
 
@@ -159,15 +153,8 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         places[index] = max(places[index], places[index - 1] + gap)
     moved = sum(place - value for place, (value, _, _) in zip(places, ends, strict=True)) / max(len(ends), 1)
     for place, (_, name, colour) in zip(places, ends, strict=True):
-        axes.annotate(
-            name,
-            (1.02, place - moved),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            color=colour,
-            fontsize=9,
-            annotation_clip=False,
-        )
+        right = axes.get_yaxis_transform()  # x in widths of the axes, y in data
+        axes.text(1.02, place - moved, name, transform=right, va="center", color=colour, fontsize=9)
 
 
 def _shown(figure: Figure | bytes, name: str, alt: str) -> str:

@@ -20,14 +20,9 @@ EXPECTED[f"{__name__}.tree_map"] = tuple(
 Module = TypeVar("Module", bound=nn.Module)
 
 
-@expects(
-    "torch.nn:Module._replicate_for_data_parallel",
-    "torch.nn:Module._parameters",
-    "torch.nn:Module._modules",
-    "torch.nn:Module._buffers",
-)
+@expects(*(f"torch.nn:Module._{name}" for name in ("replicate_for_data_parallel", "parameters", "modules", "buffers")))
 def shallow_copies(module: Module, count: int) -> Sequence[Module]:
-    """Return copies of a module that share its parameters; only the first copy shares its buffers.
+    """Return copies of a module that share its parameters; only the first copy shares the module's buffers.
 
     Separate buffers keep threads from writing to the same running statistics. `torch.nn.parallel.replicate` works only
     on CUDA. At an upgrade: compare with the loops of torch/nn/parallel/replicate.py.

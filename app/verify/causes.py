@@ -151,7 +151,7 @@ def _same_order(recorded: Recorded) -> bool:
 
 
 def _lost_order(case: Case, number: int) -> Cause:
-    """Return the cause of different samples in a resumed run's step, counted from 0: the loader lost its order."""
+    """Return the cause that the loader lost its order, for a resumed run whose samples differ in a step, from 0."""
     samples = Counter(map(str, case.way.steps[number].samples))
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
     change = "draws new samples"
@@ -211,7 +211,7 @@ def _rates(case: Case) -> Cause | None:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """Yield causes that splitting a batch or resuming a run introduces: BatchNorm's statistics, and random numbers."""
+    """Yield causes of a difference after a batch was split or a run resumed: BatchNorm's statistics, random numbers."""
     facts, resumed = case.way.facts, case.way.resumed_at is not None
     is_same_order = "samples" not in case.differences or _other_pixels(case)
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):

@@ -1,4 +1,8 @@
-"""Command `python -m app verify`: parses flags, runs the variants, and reports differences and causes."""
+"""Command `python -m app verify`: trains on one device, and again in each variant that this machine allows.
+
+Prints the first differences, their causes, and remedies. Exit code: 0 if all variants train the same, 1 if one differs,
+2 if the training cannot run.
+"""
 
 from dataclasses import fields
 from pathlib import Path
@@ -17,12 +21,7 @@ from app.system.terminal import make_console
 from app.verify.proof import Prover, Settings
 from app.verify.report import write_report
 
-USAGE = """\
-python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]
-
-Trains a few steps on one device, and again in each variant that this machine allows, such as ddp on two processes.
-Prints the first differences, their causes, and remedies.
-Exit code: 0 if all variants train the same, 1 if one differs, 2 if the training cannot run."""
+USAGE = "python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]"
 
 
 def run(arguments: list[str]) -> int:
@@ -51,9 +50,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
-    """Return the options of `verify`, and a prover with the command line's flags of `fit`."""
+    """Return the options of `verify`, and a prover with the command line's flags for `fit`."""
     own, flags = split_flags(arguments)
-    parser = PlainParser(prog="python -m app verify", usage=USAGE)
+    parser = PlainParser(usage=USAGE, description=__doc__)
     parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")
     parser.add_argument("--json", default=None, type=str | None, help="write the result to this file, too")
     parser.add_argument("--ways", default=None, type=str | None, help="YAML file of variants, NAME: {FLAG: VALUE}")

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,14 @@ class Recorded:
         run_dir: Directory of the run.
         earlier: Recording of the run that this run resumes; its steps are put before this run's.
 
+    Attributes:
+        ranks: Recording of each rank.
+        weights: Weights and buffers after training.
+        facts: Facts about the training on rank zero.
+        resumed_at: Number of the earlier run's steps; None without an earlier run.
+        steps: Steps of the run, each with all ranks' recordings.
+        evaluated: Number of times that each sample was evaluated in the last validation, over all ranks.
+
     Raises:
         UserError: When the run recorded nothing.
     """
@@ -46,22 +53,14 @@ class Recorded:
             self.resumed_at = len(earlier.steps)
             for here, before in zip(self.ranks, earlier.ranks, strict=True):
                 here["steps"] = before["steps"] + here["steps"]
-
-    @cached_property
-    def steps(self) -> list["Step"]:
-        """Steps of the run, each with all ranks' recordings."""
         together = zip(*(rank["steps"] for rank in self.ranks), strict=False)
-        return [Step(number, list(ranks)) for number, ranks in enumerate(together)]
+        self.steps: list[Step] = [Step(number, list(ranks)) for number, ranks in enumerate(together)]
+        batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
+        self.evaluated = Counter(sample for batch in batches for sample in batch)
 
     def epoch(self, number: int) -> list["Step"]:
         """Return the steps of an epoch."""
         return [step for step in self.steps if step.epoch == number]
-
-    @cached_property
-    def evaluated(self) -> Counter[Any]:
-        """Number of times that each sample was evaluated in the last validation, over all ranks."""
-        batches = (batch for rank in self.ranks for loader in rank["evaluation"].values() for batch in loader)
-        return Counter(sample for batch in batches for sample in batch)
 
 
 class Step:
@@ -70,62 +69,39 @@ class Step:
     Args:
         number: Number of the step, from 0.
         ranks: Each rank's recording of the step.
+
+    Attributes:
+        samples: Ids of the samples of all ranks and micro-batches.
+        labels: Digests of the samples' integer tensors, such as labels.
+        counts: Number of samples of each batch, over all ranks and micro-batches.
+        micro_batches: Number of accumulated batches per rank.
+        loss: Loss that the optimizer minimises: the mean of the ranks' losses.
+        rates: Learning rate of each parameter group.
+        gradients: Norm of each parameter's gradient.
     """
 
     def __init__(self, number: int, ranks: list[dict[str, Any]]) -> None:
         self.number, self.ranks = number, ranks
         self.epoch: int = ranks[0]["epoch"]
-
-    @property
-    def samples(self) -> list[Any]:
-        """Ids of the samples of all ranks and micro-batches."""
-        return [sample for rank in self.ranks for batch in rank["samples"] for sample in batch]
-
-    @property
-    def labels(self) -> list[str]:
-        """Digests of the samples' integer tensors, such as labels."""
-        return [label for rank in self.ranks for batch in rank["labels"] for label in batch]
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of samples of each batch, over all ranks and micro-batches."""
-        return [len(batch) for rank in self.ranks for batch in rank["samples"]]
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of accumulated batches per rank."""
-        return len(self.ranks[0]["samples"])
-
-    @property
-    def loss(self) -> float:
-        """Loss that the optimizer minimises: the mean of the ranks' losses."""
-        return sum(rank["loss"] for rank in self.ranks) / len(self.ranks)
+        self.samples: list[Any] = [sample for rank in ranks for batch in rank["samples"] for sample in batch]
+        self.labels: list[str] = [label for rank in ranks for batch in rank["labels"] for label in batch]
+        self.counts = [len(batch) for rank in ranks for batch in rank["samples"]]
+        self.micro_batches = len(ranks[0]["samples"])
+        self.loss: float = sum(rank["loss"] for rank in ranks) / len(ranks)
+        self.rates: list[float] = ranks[0].get("rates", [])
+        self.gradients: dict[str, float] = ranks[0].get("gradients", {})
 
     @property
     def weighted_loss(self) -> float:
         """Mean of the ranks' and micro-batches' losses, weighted by their samples."""
-        parts = [
-            (loss, len(batch))
-            for rank in self.ranks
-            for loss, batch in zip(rank["losses"], rank["samples"], strict=True)
-        ]
-        count = sum(n for _, n in parts)
-        return sum(loss * n for loss, n in parts) / count if count else math.nan
+        losses = [loss for rank in self.ranks for loss in rank["losses"]]
+        total = sum(loss * count for loss, count in zip(losses, self.counts, strict=True))
+        return total / sum(self.counts) if any(self.counts) else math.nan
 
     @property
     def operations(self) -> list[list[tuple[str, str, list[str]]]]:
         """Operations of each shard or rank, each operation as its module, its name and the digests of its outputs."""
         return [part for rank in self.ranks for part in rank.get("operations", [])]
-
-    @property
-    def rates(self) -> list[float]:
-        """Learning rate of each parameter group."""
-        return self.ranks[0].get("rates", [])
-
-    @property
-    def gradients(self) -> dict[str, float]:
-        """Norm of each parameter's gradient."""
-        return self.ranks[0].get("gradients", {})
 
 
 @dataclass(frozen=True)
@@ -234,14 +210,12 @@ def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
 
 def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     scale = max((norm for norm in there.gradients.values() if math.isfinite(norm)), default=1.0) or 1.0
-    sizes = {
-        name: apart(here.gradients.get(name, math.nan), there.gradients.get(name, math.nan), TINY * scale)
-        for name in {*here.gradients, *there.gradients}
-    }
+    names = {*here.gradients, *there.gradients}
+    ours, theirs = ({name: step.gradients.get(name, math.nan) for name in names} for step in (here, there))
+    sizes = {name: apart(ours[name], theirs[name], TINY * scale) for name in names}
     name = max(sizes, key=lambda each: sizes[each], default="")
     if name and sizes[name] > tolerance:
-        ours, theirs = (step.gradients.get(name, math.nan) for step in (here, there))
-        figures = f"norm of {name} {ours:.9g}, {theirs:.9g} in the reference"
+        figures = f"norm of {name} {ours[name]:.9g}, {theirs[name]:.9g} in the reference"
         yield Difference(f"step {there.number + 1}", figures, sizes[name], there.number)
 
 

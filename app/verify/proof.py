@@ -49,20 +49,15 @@ class Prover:
         configs: Config files of `fit`.
         typed: Flags of `fit` from the command line, by name without dashes.
         folder: Folder of the runs.
+
+    Attributes:
         say: Function called with the name of each run.
 
     Raises:
         UserError: When a flag is invalid, or set by `verify` itself.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        configs: Sequence[str],
-        typed: Mapping[str, Any],
-        folder: Path,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
+    def __init__(self, settings: Settings, configs: Sequence[str], typed: Mapping[str, Any], folder: Path) -> None:
         if settings.steps < 4:
             raise UserError(f"--steps {settings.steps}: give 4 or more")
         for flag in typed:
@@ -72,7 +67,8 @@ class Prover:
                 raise UserError(
                     f"--{flag} is a flag of the variants: leave it out, or add a variant of your own by --ways"
                 )
-        self.settings, self.configs, self.typed, self.folder, self.say = settings, list(configs), typed, folder, say
+        self.settings, self.configs, self.typed, self.folder = settings, list(configs), typed, folder
+        self.say: Callable[[str], None] = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
         self.references: dict[str, Recorded | None] = {}  # by additional flags; None: the run on one device failed
@@ -227,7 +223,7 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, series=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant with flags that remove its known causes, to find the causes that the known ones hide.
+        """Repeat a variant without the known causes of its difference, to find other causes behind them.
 
         Adds the hidden causes to the result, and sets each cause's effect on the loss.
 

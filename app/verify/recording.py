@@ -150,13 +150,7 @@ class Recording(Callback):
             self.record["metrics"] = {name: after[name] for name in own if name in after}
 
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Record the samples of a batch."""
         if trainer.sanity_checking:
@@ -248,7 +242,7 @@ def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
 @expects("torch:Tensor._backward_hooks", "torch.nn.modules.batchnorm:_BatchNorm", "torch.nn.modules.dropout:_DropoutNd")
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Return facts that may explain differences: loader, schedules, and layers such as BatchNorm and dropout."""
-    named = list(module.named_modules())
+    named = [(name, each) for name, each in module.named_modules() if not isinstance(each, nn.SyncBatchNorm)]
     return {
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
         "accumulate": trainer.accumulate_grad_batches,
@@ -256,11 +250,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "batches": trainer.num_training_batches,
         "estimated_steps": float(trainer.estimated_stepping_batches),
         "schedulers": schedulers(trainer),
-        "batchnorm": [
-            name
-            for name, each in named
-            if isinstance(each, _BatchNorm) and each.training and not isinstance(each, nn.SyncBatchNorm)
-        ],
+        "batchnorm": [name for name, each in named if isinstance(each, _BatchNorm) and each.training],
         "dropout": [name for name, each in named if isinstance(each, _DropoutNd) and each.p > 0],
         "hooked": [name for name, each in module.named_parameters() if each._backward_hooks],
     }

@@ -22,11 +22,8 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         folder: Folder of the report.
     """
     reference = np.array([step.loss for step in verdict.reference.steps])
-    losses = {
-        result.name: np.array([step.loss for step in result.recorded.steps])
-        for result in verdict.results
-        if result.recorded is not None
-    }
+    runs = {result.name: result.recorded for result in verdict.results if result.recorded is not None}
+    losses = {name: np.array([step.loss for step in run.steps]) for name, run in runs.items()}
     differences = {name: line[: len(reference)] - reference[: len(line)] for name, line in losses.items() if len(line)}
     largest = max((abs(line[np.isfinite(line)]).max(initial=0.0) for line in differences.values()), default=0.0)
     colours = dict(zip(losses, itertools.cycle(COLOURS)))
