@@ -27,8 +27,8 @@ def test_somebodys_own_model_and_data(strategy: str, app: App, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_torch_checks_collective_calls(tmp_path: Path) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL works with gloo, where torch's own DDP crashes."""
-    flags = [*SMALL, *on_cpu("ddp_fork", 2), "--trainer.max_epochs", "1", "--run.root", tmp_path]
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL works with gloo, where torch's own DDP crashes; also in mixed precision."""
+    flags = [*SMALL, *on_cpu("ddp_fork", 2, precision="bf16-mixed", max_epochs=1, root=tmp_path)]
     output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
 
 
@@ -57,11 +57,6 @@ def test_what_an_error_of_a_communication_tells(said: str, meant: str | None) ->
     """NCCL's messages are copied from its source, because no test here can provoke them."""
     kinds = {"gone": RankLostError, "silent": RankSilentError}
     assert type(lost(said)) is kinds.get(str(meant), type(None))
-
-
-def test_somebodys_own_model_that_logs_no_accuracy(app: App) -> None:
-    out = output_of(*app("fit", *SMALL, "--model", "user_code.LogsLossOnly", "--trainer.max_epochs", "1"))
-    assert "test            loss" in out
 
 
 def test_what_cannot_be_pickled_is_named(app: App) -> None:
@@ -110,24 +105,15 @@ def test_replicas_compute_in_the_precision_that_was_asked_for(strategy: str, app
 
 @pytest.mark.parametrize(("model", "strategy"), [("CIFARCNN", "dp"), ("FashionMLP", "auto")])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true", "64-true"])
-def test_every_precision_trains_both_models(
-    model: str, strategy: str, precision: str, app: App, tmp_path: Path
-) -> None:
+def test_every_precision(model: str, strategy: str, precision: str, app: App, tmp_path: Path) -> None:
     like = "CIFAR10" if model == "CIFARCNN" else "FashionMNIST"
     flags = ["--model", model, *SMALL, "--data.like", like, *on_cpu(strategy, 2 if strategy == "dp" else 1)]
-    flags += ["--data.crop_padding", "4", "--data.flip", "true"]
-    flags += ["--run.on_nonfinite", "warn"]  # Adam's eps of 1e-8 is 0 in 16 bits
+    flags += options(crop_padding=4, flip=True, on_nonfinite="warn")  # Adam's eps of 1e-8 is 0 in 16 bits
     output_of(*app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1"))
     (run,) = tmp_path.glob("runs/*/version_0")
     saved = {value.dtype for value in weights(run).values()}
     true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
     assert saved == {true.get(precision, torch.float32)}
-
-
-@pytest.mark.slow
-def test_precision_under_ddp(tmp_path: Path) -> None:
-    flags = [*SMALL, *on_cpu("ddp_fork", 2), "--trainer.precision", "bf16-mixed", "--trainer.max_epochs", "1"]
-    output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
 
 
 SHAPES = ["--trainer.callbacks+=app.callbacks.BatchShapes", "--trainer.max_epochs", "1", "--run.test", "false"]

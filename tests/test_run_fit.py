@@ -12,9 +12,10 @@ from app.runs import run_fit, starter
 FLAGS = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", "--run.wandb", "off"]
 
 
-@pytest.mark.parametrize(
-    ("text", "place"), [('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"), ("{", "line 1")]
-)
+DAMAGED = [('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"), ("{", "line 1")]
+
+
+@pytest.mark.parametrize(("text", "place"), DAMAGED)
 def test_a_damaged_record_names_the_field(text: str, place: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from user_code import TheirData
+from user_code import TheirData, TwoOptimizers
 
 from app.loop.straight_step import StraightLoop
 
@@ -236,7 +236,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "validation within an epoch": {"val_check_interval": 2},
     "validation by steps": {"val_check_interval": 3, "check_val_every_n_epoch": None},
     "no validation": {"limit_val_batches": 0},
-    "fewer batches": {"limit_train_batches": 3},
     "some steps": {"max_steps": 7, "max_epochs": -1},
     "stopped": {"callbacks": [Stops], "max_epochs": 5},
     "a stream": {"data": StreamedData},
@@ -276,18 +275,6 @@ def test_a_hook_that_is_set_on_an_object(tmp_path: Path) -> None:
     assert len(trained(True, tmp_path, hooks=[], callbacks=calls)[0]) == 10 + 2
 
 
-class Manual(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
 class TakesIterator(Plain):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
@@ -296,7 +283,7 @@ class TakesIterator(Plain):
 
 LEFT = [
     ("a profiler", {"profiler": "simple"}),
-    ("manual optimization", {"model": Manual}),
+    ("manual optimization", {"model": TwoOptimizers}),
     ("a training_step that takes the data iterator", {"model": TakesIterator}),
 ]
 

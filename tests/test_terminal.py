@@ -15,12 +15,15 @@ from app.monitor.progress_bar import ProgressBar
 SMALL = tiny(200, 20)
 
 
-def test_the_summary_shows_the_layers(app: App) -> None:
+def test_the_summary_shows_the_layers(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows them with --verbose, and a busy machine always."""
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     flags = ["fit", *SMALL[:-2], "--run.test", "false", "--trainer.max_steps", "1"]
     assert "network" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
     out = output_of(*app(*flags))
     assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
     assert "optimizer  SGD, lr 0.001, momentum 0.9\n" in out
+    assert "warning: other processes keep this machine busy: a load of 10000.0 on " in out
     assert "features.0" not in out
     assert "features.0" in output_of(*app(*flags, "--verbose"))
 
@@ -67,9 +70,3 @@ def test_a_printed_command_can_be_pasted(app: App, tmp_path: Path) -> None:
     for label in ("use it", "train longer"):
         (typed,) = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
         output_of(*app(*shlex.split(typed), *root))
-
-
-def test_a_busy_machine_is_said(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
-    out = output_of(*app("fit", *SMALL, "--trainer.max_steps", "1", "--run.test", "false"))
-    assert "warning: other processes keep this machine busy: a load of 10000.0 on " in out

@@ -32,7 +32,7 @@ OBJECTS = [
     (f"{CALL}ModelCheckpoint {SET}save_top_k=-5", "callbacks ModelCheckpoint: Invalid value for save_top_k"),
     (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
     (f"{CALL}BackboneFinetuning", "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"),
-    (f"{CALL}BackboneFinetuning --model user_code.LogsLossOnly", "Finetuning: 'LogsLossOnly' object has no attribute"),
+    (f"{CALL}BackboneFinetuning --model user_code.TheirModel", "Finetuning: 'TheirModel' object has no attribute"),
     ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
     (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
     (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),

@@ -226,15 +226,6 @@ class FailsWhileRankZeroIsStuck(CIFARCNN):
         return super().training_step(batch, batch_idx)
 
 
-class SlowOnRank1(CIFARCNN):
-    """Makes the other ranks wait for rank 1."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1:
-            threading.Event().wait(0.2)
-        return super().training_step(batch, batch_idx)
-
-
 class NotesPrecision(TheirModel):
     """Prints the precision of its forward pass."""
 
@@ -255,17 +246,6 @@ class Normalises(TheirModel):
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
         return self.net(x)
-
-
-class LogsLossOnly(TheirModel):
-    """Has a test_step, but logs no accuracy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
 
 class LogsNothing(TheirModel):
@@ -289,13 +269,14 @@ class LogsAccuracy(LogsNothing):
 
 
 class LogsOtherNames(LogsNothing):
-    """Model that logs names with a slash and a space, and a NaN."""
+    """Model that logs names with a slash and a space, a NaN, and a loss without an accuracy."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val/their acc", torch.tensor(float("nan")), prog_bar=True, sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test/their acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
 
 class TwoOptimizers(TheirModel):
@@ -317,21 +298,12 @@ class TwoOptimizers(TheirModel):
         return [torch.optim.SGD(self.net[layer].parameters(), lr=0.1) for layer in (1, 3)]
 
 
-class FailsOnRank1(TheirModel):
-    """Fails on rank 1."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and batch_idx == 1:
-            raise RuntimeError("only here")
-        return super().training_step(batch, batch_idx)
-
-
 class Fails(TheirModel):
-    """Fails in the third step."""
+    """Fails in the second step of the last rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 2:
-            raise RuntimeError("the third step is broken")
+        if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
+            raise RuntimeError("only here")
         return super().training_step(batch, batch_idx)
 
 

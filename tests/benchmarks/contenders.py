@@ -335,27 +335,13 @@ while True:
 
 def balance_equal(*flags: str) -> dict[str, float]:
     """ResNet-18 under ddp × 2 over 16 virtual devices; the second rank has half of a core."""
-    more = ["--run.virtual_devices", "16", "--trainer.max_epochs", "4", "--trainer.callbacks+=speed.Halved"]
+    more = ["--run.virtual_devices", "16", "--trainer.max_epochs", "4", "--trainer.callbacks+=contenders.Halved"]
     return ours(*SHARDED, *TWO, *more, *flags)
 
 
 def balance_ours() -> dict[str, float]:
     """The same with --run.balance true."""
     return balance_equal("--run.balance", "true")
-
-
-def _mlp_raw(repeats: int) -> dict[str, float]:
-    from app.modules import smooth_l1
-    from app.networks import MLP
-
-    images, labels = synthetic("FashionMNIST", 60_000)
-    network = MLP(1, [256], 10)
-    network.layers[0] = nn.Linear(784 * repeats, network.layers[0].out_features)
-    stored = (images.float() / 256).flatten(1).repeat(1, repeats)  # as it is done by hand
-    return loop(
-        network.layers, torch.optim.Adam(network.parameters()), shuffled(stored, labels, 15_000), 3,
-        lambda scores, target: smooth_l1(scores, target).mean(),
-    )  # fmt: skip
 
 
 def _mlp_ours(repeats: int) -> dict[str, float]:
@@ -366,7 +352,17 @@ def _mlp_ours(repeats: int) -> dict[str, float]:
 
 def mlp24_raw() -> dict[str, float]:
     """A loop that stores the images 24 times repeated."""
-    return _mlp_raw(24)
+    from app.modules import smooth_l1
+    from app.networks import MLP
+
+    images, labels = synthetic("FashionMNIST", 60_000)
+    network = MLP(1, [256], 10)
+    network.layers[0] = nn.Linear(784 * 24, network.layers[0].out_features)
+    stored = (images.float() / 256).flatten(1).repeat(1, 24)  # as it is done by hand
+    return loop(
+        network.layers, torch.optim.Adam(network.parameters()), shuffled(stored, labels, 15_000), 3,
+        lambda scores, target: smooth_l1(scores, target).mean(),
+    )  # fmt: skip
 
 
 def mlp24_ours() -> dict[str, float]:
