@@ -236,7 +236,7 @@ def test_curves_that_coincide_are_one_line() -> None:
 
 def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(flags={"data": "CIFAR10", "data.root": "/nowhere"}, variants={"one": {}})
-    assert "no CIFAR-10 in" in error_of(*app("compare", "--experiment", path))
+    assert "no CIFAR10 in" in error_of(*app("compare", "--experiment", path))
 
 
 @pytest.mark.slow

@@ -6,15 +6,12 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 import torch
-import torchvision
 from cluster.hosts import awaited
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -26,9 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.utils.data import DataLoader, TensorDataset
 
-from app.data import ImageData, Synthetic
-from app.data.sources import CIFAR10Source, Split, SplitName
-from app.modules import CIFARCNN, ImageClassifier
+from app.data import Synthetic
+from app.modules import CIFARCNN
 
 
 class TheirModel(LightningModule):
@@ -151,14 +147,6 @@ class OddData(TheirData):
 
     def __init__(self, seed: str = None, data_seed: int = -1) -> None:  # noqa: RUF013
         super().__init__()
-
-
-class OfTorchvision(ImageClassifier):
-    """Classifier around a torchvision network, which has no `image_shape`."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        network = torchvision.models.squeezenet1_1(num_classes=num_classes)
-        super().__init__(network, num_classes, optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
 class Float16(MixedPrecision):
@@ -353,30 +341,13 @@ class SaysWhereImagesLie(Callback):
         split = trainer.train_dataloader.split
         images = split.tensor()
         for line in Path("/proc/self/maps").read_text().splitlines():
-            span, _, _, _, inode, *path = line.split(maxsplit=5)
+            span, _, _, _, _, *path = line.split(maxsplit=5)
             start, end = (int(address, 16) for address in span.split("-"))
             if start <= images.data_ptr() < end:
                 break
         sums = [int(images.sum(dtype=torch.int64)), int(split.labels @ torch.arange(len(split)))]
-        note = {"inode": int(inode), "path": "".join(path), "sums": sums, "process": os.getpid()}
+        note = {"path": "".join(path), "sums": sums}
         Path(self.directory, f"rank{trainer.global_rank}").write_text(json.dumps(note))
-
-
-class NotingSource(CIFAR10Source):
-    """Prints the process that reads, and accepts files with other checksums."""
-
-    def load(self, split: SplitName) -> Split:
-        print(f"{split} is read by process {os.getpid()}\n", end="", flush=True)
-        unchecked = {"_check_integrity": lambda self: True, "_load_meta": lambda self: None}
-        with patch.multiple(torchvision.datasets.CIFAR10, **unchecked):
-            return super().load(split)
-
-
-class TinyCIFAR10(ImageData):
-    """Files in CIFAR-10's format, with other content than the published files."""
-
-    def __init__(self, root: str, **kwargs: Any) -> None:
-        super().__init__(NotingSource(root), **kwargs)
 
 
 class FillsUpOnRank1(Synthetic):
