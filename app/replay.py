@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -172,10 +173,7 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: For invalid flags, or when the run cannot be repeated.
     """
-    own, flags = split_flags(arguments)
-    parser = PlainParser(usage=USAGE, description=__doc__)
-    parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
-    options = parser.parse_args(own)
+    options, flags = _parse(arguments)
     config = next((Path(value) for flag, value in flags if flag == "--config"), None)
     if config is None or not config.with_name("run.json").exists():
         given = "" if config is None else f" {config}: there is no run.json beside it"
@@ -205,6 +203,14 @@ def run(arguments: list[str]) -> int:
     print(f"{title}\nlargest loss {loss}: sample {sample} (shard {shard}), label {label}, predicted {predicted}")
     print(f"report  {write_report(title, samples, rows, step['norms'], command, folder / 'report.html')}")
     return 0
+
+
+def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
+    """Return the options of `replay`, and the flags of `fit`."""
+    own, flags = split_flags(arguments)
+    parser = PlainParser(usage=USAGE, description=__doc__)
+    parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
+    return parser.parse_args(own), flags
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:

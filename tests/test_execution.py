@@ -181,7 +181,7 @@ def test_a_compiler_that_is_not_there(app: App, monkeypatch: pytest.MonkeyPatch)
 
 def test_compare_varies_the_compiler() -> None:
     grid = {"model.compile": [False, "default"]}  # YAML reads `off` as false
-    first, second = expand(Experiment(name="x", flags={"model": "CIFARCNN", "data": "Synthetic"}, grid=grid))
+    first, second = expand(Experiment(name="x", flags={"model": "CIFARCNN", "data": "Synthetic"}, grid=grid), {})
     assert first.settings != second.settings
 
 

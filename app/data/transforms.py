@@ -139,8 +139,8 @@ class Transform:
         return normalised
 
     def _normalised(self, images: Tensor) -> Tensor:
-        large = images.device.type == "cpu" and images.numel() >= 2**21
         # NumPy asks for huge pages, which save page faults
+        large = not torch.compiler.is_exporting() and images.device.type == "cpu" and images.numel() >= 2**21
         floats = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images) if large else images.float()
         return floats.sub_(self.mean).div_(self.std)
 
