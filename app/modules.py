@@ -121,7 +121,7 @@ class ImageClassifier(LightningModule):
     sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make lambdas that are default arguments of the subclass picklable, for `ddp_spawn`."""
+        """Give names to the lambdas among the subclass's default arguments, for `ddp_spawn`."""
         super().__init_subclass__(**kwargs)
         name_defaults(cls)
 

@@ -165,7 +165,7 @@ class Recipe:
             warmup = int(0.3 * steps)
         if warmup >= max(steps, 1):
             raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
-        # checkpoints omit a partial function's arguments, so that a resumed run may have another length
+        # a partial, because checkpoints do not store its arguments: a resumed run may then have another length
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 

@@ -219,7 +219,7 @@ class ImageData(LightningDataModule):
         return split.labels[rows].bincount(minlength=self.num_classes)
 
     def sample(self, count: int = 1024) -> Tensor:
-        """Return at least `count` evenly spaced training images as evaluated, float32 (n, C, H, W)."""
+        """Return `count` evenly spaced training images or more, transformed as for evaluation: float32 (n, C, H, W)."""
         split, rows = self._splits["train"]
         images = (split[row] for row in rows[:: max(len(rows) // count, 1)].tolist())
         return self.transform(torch.stack([split.ragged.evaluated(each) if split.ragged else each for each in images]))

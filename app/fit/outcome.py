@@ -40,7 +40,7 @@ def stopped_by(trainer: Trainer, record: Record) -> str | None:
 def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> int:
     """Return the process's exit code, and requeue a SLURM job that is about to end.
 
-    Launchers treat a nonzero exit as a failure; torchrun needs it to continue without this node.
+    Launchers treat a nonzero exit as a failure; torchrun continues without this node only after a nonzero exit.
     """
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":

@@ -265,7 +265,7 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
     communicating = {rank for rank, place in places.items() if place.communicates}
     hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
     if communicating == places.keys() and len({place[:3] for place in places.values()}) == 1:
-        hanging = set()  # no rank hangs: all wait in the same call, as after a cut link
+        hanging = set()  # no single rank is to blame: all wait in the same call, as after a cut link
     elif users := {rank for rank in hanging or places if places[rank].is_users}:
         hanging = users
     elif len(hanging) == len(places) > 1:  # no rank hangs: all wait in a library, as after a cut link

@@ -45,7 +45,7 @@ def _plus(first: Gradients, second: Gradients) -> Gradients:
 
 @expects("torch:_foreach_add_", "torch:_foreach_copy_")
 class ShardSums:
-    """Sums over all shards: of their gradients, and of the vectors that `ShardedStep._vector` makes of them.
+    """Sums over all shards of their gradients and of their vectors, which `ShardedStep._vector` makes.
 
     Under DDP, a communication hook sums the gradients during the backward pass of the rank's last shard.
 

@@ -173,7 +173,8 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
             shards = [(_joined(here.operations), _joined(there.operations))]
         for number, pair in enumerate(shards):
             for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):
-                counts = module == "Global" and name.endswith("_")  # updates a metric: in-place, outside all modules
+                # an in-place operation outside all modules updates a metric
+                counts = module == "Global" and name.endswith("_")
                 if ours != theirs and len(ours) == len(theirs) and not counts:
                     place = f", shard {number + 1}" if len(shards) > 1 else ""
                     return f"step {there.number + 1}{place}: {name} in {module}"
