@@ -36,6 +36,7 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         (sizes and crops), cache (decoded once, mapped), shares (a rank's share of the global order),
                         batches (its loader), global_order (for a user's DataLoader), transforms (pixels), module
                         (ImageData), datasets (--data)
+    training_sums       loss, accuracy and samples of a logging window and of an epoch
     recipe              loss, parameter groups, learning-rate schedule, frozen blocks
     execution           how a network is executed: layout, precision, compilation, fused updates
     networks            the CNNs and the MLP, networks of torchvision and timm, pretrained weights

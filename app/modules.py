@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 import torch
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -25,65 +25,7 @@ from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, WhitenedCNN, load_weights, make_network, read_weights
 from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults, set_rates
 from app.system.patches import expects
-
-
-def log_window(trainer: Trainer) -> int:
-    """Return the length of a logging window: the number of steps between two logged losses."""
-    return max(getattr(trainer, "log_every_n_steps", 50), 1)
-
-
-class Sums:
-    """Sums of losses and correct predictions, kept on the device and read once per logging window (see `log_window`).
-
-    The sums are float64 (float32 on MPS), so that the order of additions does not change the logged values.
-
-    Args:
-        device: Device of the losses.
-
-    Attributes:
-        epoch: Sums of losses, correct predictions and samples in the epoch's completed windows, over all ranks.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.window = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self.losses, self.correct, self.samples = self.window.unbind()
-        self.count = 0
-        self.epoch = [0.0] * 3
-
-    def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: losses (B,), logits (B, classes), labels (B,) or probabilities (B, classes)."""
-        self.losses.add_(losses.sum(dtype=self.window.dtype))
-        labels = labels if labels.ndim == 1 else labels.argmax(1)
-        self.correct.add_(torch.eq(logits.argmax(1), labels).sum())
-        self.count += labels.shape[0]
-
-    def _of_window(self, trainer: Trainer) -> list[float]:
-        """Return all ranks' sums of losses, correct predictions and samples in the window so far. Collective."""
-        self.samples.fill_(self.count)
-        return trainer.strategy.reduce(self.window.clone(), reduce_op="sum").tolist()
-
-    def of_epoch(self, trainer: Trainer) -> list[float]:
-        """Return all ranks' sums of losses, correct predictions and samples in the epoch so far. Collective."""
-        return [before + now for before, now in zip(self.epoch, self._of_window(trainer), strict=True)]
-
-    def end_window(self, trainer: Trainer) -> Tensor:
-        """Return the window's mean loss on the host, and reset the window. Collective."""
-        window = self._of_window(trainer)
-        self.epoch = [before + now for before, now in zip(self.epoch, window, strict=True)]
-        self.window.zero_()
-        self.count = 0
-        return _mean(window[0], window[2])
-
-    def end_epoch(self, trainer: Trainer) -> tuple[Tensor, Tensor]:
-        """Return the epoch's mean loss and accuracy on the host, and reset the sums. Collective."""
-        self.end_window(trainer)
-        losses, correct, samples = self.epoch
-        self.epoch = [0.0] * 3
-        return _mean(losses, samples), _mean(correct, samples)
-
-
-def _mean(total: float, samples: float) -> Tensor:
-    return torch.tensor(total / samples if samples else math.nan)
+from app.training_sums import Sums, log_window
 
 
 @expects("lightning.pytorch.core.module:LightningModule._trainer")
@@ -215,7 +157,7 @@ class ImageClassifier(LightningModule):
     def _image_data(self, flag: str, purpose: str) -> ImageData:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, ImageData):
-            raise UserError(f"{flag}: {type(data).__name__} does not {purpose}")
+            raise UserError(f"{flag}: {type(data).__name__} does not {purpose}: use a data class of this application")
         return data
 
     def _balanced_weights(self) -> Tensor:

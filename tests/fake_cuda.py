@@ -21,8 +21,8 @@ from app.data import batches
 from app.data.module import ImageData
 from app.fit.checkpoint_file import CheckpointFiles
 from app.loop.straight_step import Step
-from app.modules import log_window
 from app.monitor.step_clock import StepClock
+from app.training_sums import log_window
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 aten = torch.ops.aten

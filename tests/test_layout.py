@@ -10,8 +10,8 @@ from harness import ROOT
 
 # lowest first; a module imports from lower levels and from its own package only
 LEVELS = """
-    errors < system < networks record < data execution recipe < modules < parallel < loop < launch < monitor runs
-    < callbacks < fit < variant inference < plan doctor export < compare verify < replay < cli < __main__
+    errors < system < networks record < data execution recipe training_sums < modules < parallel < loop < launch
+    < monitor runs < callbacks < fit < variant inference < plan doctor export < compare verify < replay < cli < __main__
 """
 LEVEL = {name: level for level, names in enumerate(LEVELS.split("<")) for name in names.split()}
 MODULES = sorted(

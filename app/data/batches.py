@@ -66,8 +66,8 @@ class Rows(NamedTuple):
 
     def gather(self) -> RawBatch:
         """Gather the images."""
-        rows, labels, *draws = self.table
-        return RawBatch(self.loader.images.index_select(0, rows), labels, self.table[2:].T if draws else None)
+        images = self.loader.images.index_select(0, self.table[0])
+        return RawBatch(images, self.table[1], self.table[2:].T if len(self.table) > 2 else None)
 
 
 class Reader:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from app.errors import UserError
-from app.modules import log_window
+from app.training_sums import log_window
 
 NONE = 2**62  # stands for "all losses are finite"; larger than any batch index
 

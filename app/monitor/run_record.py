@@ -26,7 +26,7 @@ from app.launch.signals import cause
 from app.loop.graph_step import GraphLoop
 from app.loop.shards import ShardedLoop
 from app.loop.straight_step import StraightLoop
-from app.modules import ImageClassifier, log_window
+from app.modules import ImageClassifier
 from app.monitor.course import Course
 from app.monitor.loggers import MetricsFile, trackers
 from app.monitor.nonfinite import NonFinite
@@ -37,6 +37,7 @@ from app.parallel import SplitForward
 from app.record import Record
 from app.system.lightning_patches import strategy_name
 from app.system.machine import hardware, peak_memory, versions
+from app.training_sums import log_window
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:

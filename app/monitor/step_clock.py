@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from app.launch import watchdog
 from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
-from app.modules import log_window
 from app.monitor.rank_times import RankTimes
 from app.parallel import SplitForward
 from app.record import PHASES, Phases, RankTime
+from app.training_sums import log_window
 
 NAMES = (*PHASES, "forward", "backward", "launch")
 ACTIONS = {  # phase of each action that Lightning's loop reports to the profiler, by the action's name
