@@ -1,9 +1,10 @@
-"""The GPU measurements of tests/benchmarks run to their end on a machine without a GPU."""
+"""The GPU measurements of tests/benchmarks end on a machine without a GPU; `.ci/run` runs all of them in small."""
 
 import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,23 @@ from benchmarks import gpu_day
 from harness import ROOT
 
 SCRIPT = ROOT / "tests" / "benchmarks" / "gpu_day.sh"
-HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+
+
+def run_script(folder: Path, *items: str) -> subprocess.CompletedProcess[str]:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable, "OUT": str(folder)}
+    return subprocess.run(["bash", SCRIPT, *items], env=hidden, capture_output=True, text=True, timeout=120)
 
 
 def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
-    done = subprocess.run(["bash", SCRIPT, tmp_path], env=HIDDEN, capture_output=True, text=True, timeout=120)
+    done = run_script(tmp_path, "A", "suite")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
-    assert [row["item"] for row in rows] == list(gpu_day.LIMITS)
+    assert [row["item"] for row in rows] == ["versions", "smoke", "synchronisations", "suite"]
     assert {row["status"] for row in rows} == {"skipped: no CUDA device"}
     table = (tmp_path / "results.md").read_text().splitlines()
     assert len(table) == len(rows) + 2
     assert all("skipped: no CUDA device" in line for line in table[2:])
+    assert run_script(tmp_path, "lenett").stderr.startswith("gpu_day.sh: there is no 'lenett': give wheels, A, B, C, ")
 
 
 def test_an_item_that_fails_or_hangs_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +40,15 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(tmp_path: Path, monkeypa
     )
     monkeypatch.setattr(gpu_day, "__file__", str(tmp_path / "gpu_day.py"))
     monkeypatch.setattr(gpu_day, "why_not", lambda: None)
-    monkeypatch.setattr(gpu_day, "LIMITS", {"fails": 60, "hangs": 2, "works": 60})
-    gpu_day.main(tmp_path)
-    rows = {row["item"]: row for row in json.loads((tmp_path / "results.json").read_text())}
+    monkeypatch.setattr(gpu_day, "CALLS", {"A": {"fails": 60, "hangs": 2, "works": 60}})
+    with pytest.raises(SystemExit, match="1"):
+        gpu_day.main(["A"], tmp_path / "out")
+    rows = {row["item"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())}
     statuses = {item: row["status"] for item, row in rows.items()}
     assert statuses == {"fails": "failed", "hangs": "cut off after 2 s", "works": "ok"}
     assert all(row["figures"] == {"a": 1} for row in rows.values())
     assert rows["fails"]["said"] == ["it broke"]
-    assert "a: 1" in (tmp_path / "results.md").read_text()
+    assert "a: 1" in (tmp_path / "out" / "results.md").read_text()
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
+        assert {"logs/fails.log", "logs/fails.json", "logs/works.log"} <= set(archive.getnames())
