@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from benchmarks import speed
+from benchmarks import gpu_day, speed
 from harness import QUIET, ROOT, App, ForkServer, draw_images, losses, output_of
 from jsonargparse import capture_parser
 
@@ -106,6 +106,8 @@ def check(command: str) -> None:
             check_app(arguments)
         case ["python", "tests/benchmarks/speed.py", *arguments]:
             speed.read(arguments)
+        case ["bash", "tests/benchmarks/gpu_day.sh", *calls]:
+            assert set(calls) <= gpu_day.CALLS.keys()
         case ["python" | "bash", file] | ["kubectl", "apply" | "delete", "-f", file]:
             assert (ROOT / file).is_file()  # tests/test_cluster_files.py checks its content
         case ["srun", *started] | ["apptainer", "exec", "--nv", "lab.sif", *started]:

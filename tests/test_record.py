@@ -77,6 +77,14 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
 
 
+@pytest.mark.timeout(60)
+def test_batches_that_begin_with_names(app: App, tmp_path: Path) -> None:
+    data = ["--model", "user_code.TheirModel", "--data", "user_code.NamedData", *QUIET]
+    output_of(*app("fit", *data, *options(max_epochs=1, log_every_n_steps=1, name="x")))
+    [epoch] = record_of(tmp_path / "runs" / "x" / "version_0")["epochs"]
+    assert epoch["samples_per_s"] > 0
+
+
 @SLOW
 def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
     """Load changes no bits: threads follow cores and `--run.threads`; the last lines report the load."""

@@ -38,13 +38,13 @@ class TheirModel(LightningModule):
         return self.net(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
+        *_, x, y = batch
         loss = nn.functional.cross_entropy(self(x), y)
         self.log("their_loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
+        *_, x, y = batch
         self.log("their_val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -106,6 +106,14 @@ class TheirData(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.dataset, batch_size=8)
+
+
+class NamedData(TheirData):
+    """TheirData whose batches begin with the names of the images."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        named = [(f"{row}.png", *pair) for row, pair in enumerate(self.dataset)]
+        return DataLoader(named, batch_size=8)  # type: ignore[arg-type]
 
 
 class TheirTestedData(TheirData):

@@ -5,7 +5,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -428,6 +428,16 @@ def _time_when_done(trainer: Trainer) -> float:
 
 
 def _count(batch: Any) -> int:
-    while not isinstance(batch, torch.Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return len(batch)
+    """Return the length of the batch's first tensor; 0 without one."""
+    return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), 0)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    match batch:
+        case torch.Tensor():
+            yield batch
+        case str() | bytes():
+            pass
+        case Iterable():
+            for part in batch.values() if isinstance(batch, Mapping) else batch:
+                yield from _tensors(part)

@@ -34,7 +34,7 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         yield f"{record.status:<15} {record.error}"
     if losses and all(loss is not None and math.isfinite(loss) for loss in vars(losses).values()):
         steps = " -> ".join(f"{loss:.4f}" for loss in vars(losses).values())
-        yield f"training loss   {steps}  (first, middle, last of {len(epochs)} epochs)"
+        yield f"training loss   {steps}  (first, middle, last of {len(epochs)} epoch{'s' * (len(epochs) > 1)})"
     elif record.not_finite_since is not None:
         yield f"training loss   not finite since epoch {record.not_finite_since + 1}: the run has diverged"
     if validated:
