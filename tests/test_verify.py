@@ -13,6 +13,7 @@ from torch import Tensor
 from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
 from app.verify.differences import Difference, Recorded, Step, _gradients, differences
+from app.verify.proof import Prover, Settings
 from app.verify.recording import contents
 from app.verify.verdict import Result, Verdict
 
@@ -126,6 +127,15 @@ def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     ]
 
 
+def test_a_run_on_one_device_that_failed_stays_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant that is compared with it reports the failure."""
+    prover = Prover(Settings(), [], {"data": "Synthetic"}, tmp_path)
+    failed = SimpleNamespace(status="failed", error="why", time_limit=None)
+    monkeypatch.setattr("app.verify.proof.run_fit", lambda *_: failed)
+    more = {"run.threads": 1}
+    assert [prover._again(name, {}, more)[1].failed for name in ("ddp × 2", "dp × 2")] == ["why", "why"]
+
+
 RATE_AND_NORM = ["the learning rate is 2 times", "BatchNorm normalises each"]
 PIXELS_AND_DROPOUT = ["the same samples with other pixels", "dropout (net.1) drawn from"]
 HIDDEN = [
@@ -138,7 +148,7 @@ HIDDEN = [
 @pytest.mark.usefixtures("forked_runs")
 @pytest.mark.parametrize(("model", "data", "named", "removed"), HIDDEN)
 def test_causes_behind_other_samples(model: str, data: str, named: list[str], removed: str) -> None:
-    """An ordinary loader hides other mistakes until `verify` deals its samples in the reference's order."""
+    """An ordinary loader hides other mistakes, until `verify` gives both runs the same order of samples."""
     flags = {"trainer.accelerator": "cpu", "data.batch_size": 8}
     found = same_training(f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=flags)
     causes = found.results[0].by_effect
@@ -153,7 +163,7 @@ def test_causes_behind_other_samples(model: str, data: str, named: list[str], re
 
 @pytest.mark.slow
 def test_bits(app: App, tmp_path: Path) -> None:
-    """The operation that differs on one rank is named by its module, and nothing is named without it."""
+    """An operation that differs on one rank is named with its module; without such an operation, nothing is named."""
     flags = [*OURS, "--quick", "--steps", "4", "--bits", "true", "--run.virtual_devices", "4", "--run.threads", "1"]
     found, out = verdict(app, tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
     assert [way["first_operation"] for way in found["ways"]] == ["step 1, shard 3: mul in Jitters.network.noise", None]

@@ -71,7 +71,7 @@ class Prover:
         self.say: Callable[[str], None] = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.references: dict[str, Recorded | None] = {}  # by additional flags; None: the run on one device failed
+        self.references: dict[str, Result] = {}  # runs on one device, by additional flags
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
@@ -211,13 +211,11 @@ class Prover:
             run's result.
         """
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
-        failure = Result(name, [])
         if series not in self.references:
-            failure = self._run(REFERENCE, {**ALONE, **more}, series=series)
-            self.references[series] = failure.recorded
-        reference = self.references[series]
+            self.references[series] = self._run(REFERENCE, {**ALONE, **more}, series=series)
+        reference = self.references[series].recorded
         if reference is None:
-            return None, failure
+            return None, self.references[series]
         if flags is None:
             return reference, self._resume(reference, more, series)
         return reference, self._run(name, {**flags, **more}, reference, series=series)
