@@ -1,4 +1,4 @@
-"""Hooks of pytest; the fixtures are a plugin of the processes that run tests, because its imports take seconds."""
+"""Pytest hooks. Only processes that run tests load the plugin with the fixtures, because its imports take seconds."""
 
 import pytest
 from fork_server import start_server
@@ -10,18 +10,19 @@ TALLIES: list[tuple[str, object]] = []
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server of forks once, and load the fixtures, but not in xdist's main process."""
+    """Start the fork server once. Load the fixtures, except in xdist's main process."""
     if not hasattr(config, "workerinput"):
         config.add_cleanup(start_server())
     if not config.pluginmanager.has_plugin("dsession"):
         set_up()
         config.pluginmanager.import_plugin("shared_fixtures")
         category = "lightning.pytorch.utilities.warnings.PossibleUserWarning"
-        config.addinivalue_line("filterwarnings", f"ignore::{category}")  # not in pyproject.toml: it would be imported
+        # pyproject.toml would make xdist's main process import the category, too
+        config.addinivalue_line("filterwarnings", f"ignore::{category}")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up the counts of passed tests from all of pytest's workers."""
+    """Collect the fault counts of passed tests from all of pytest's workers."""
     if report.when == "call" and report.passed:
         TALLIES.extend(report.user_properties)
 

@@ -1,4 +1,4 @@
-"""Fake `cuda:0` on a machine without a GPU: runs on FakeTensors, and notes what makes the host wait for the device."""
+"""Fake `cuda:0` for a machine without a GPU: runs on FakeTensors, and counts operations that make the host wait."""
 
 import traceback
 from collections import Counter
@@ -26,18 +26,18 @@ from app.training_sums import log_window
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 aten = torch.ops.aten
-SIZES: dict[Any, Callable[..., list[int]]] = {  # operations whose result's size depends on the numbers
+SIZES: dict[Any, Callable[..., list[int]]] = {  # fake output sizes of operations whose output size depends on values
     aten.bincount.default: lambda values, weights=None, minlength=0: [minlength],
     aten.nonzero.default: lambda values: [0, values.ndim],
 }
 
 
 class FakeCUDA:
-    """What happened on the device.
+    """Record of the operations that make the host wait for the device.
 
     Attributes:
         notes: Number of reads, blocking copies and synchronizations, by place in the training, file and line, and kind.
-        counts: Number of steps in each place.
+        counts: Number of steps in each place, and number of `captures`.
         place: Current place: `step`, `window` (the last step of a logging window), or another one.
     """
 
@@ -47,14 +47,14 @@ class FakeCUDA:
         self.place = "set-up"
 
     def note(self, kind: str) -> None:
-        """Note something that makes the host wait."""
+        """Count an operation that makes the host wait, by its line of code."""
         frames = [f for f in traceback.extract_stack() if "/app/" in f.filename or "/lightning/" in f.filename]
         own = [f for f in frames if "site-packages" not in f.filename] or frames
         self.notes[self.place, f"{Path(own[-1].filename).name}:{own[-1].lineno}", kind] += 1
 
     @contextmanager
     def capture(self, graph: "Graph", **_: Any) -> Iterator[None]:
-        """Note what a capture forbids as part of the step."""
+        """Count a capture. Operations in it that make the host wait count as part of the step."""
         before, self.place = self.place, "step"
         self.counts["captures"] += 1
         yield
@@ -81,7 +81,7 @@ class Event:
 
 
 class Graph:
-    """CUDA graph that notes what a capture forbids; a replay does nothing, because fake numbers do not change."""
+    """CUDA graph whose replay does nothing, because fake values do not change."""
 
     def replay(self) -> None:
         pass
@@ -90,29 +90,29 @@ class Graph:
 
 
 def fake_device(args: Any) -> torch.device:
-    """Answer for `prim::device`, which autograd's engine asks.
+    """Return the device that `prim::device` reports to autograd's engine.
 
-    For `meta`, it runs the backward pass in this thread, and asks no driver for contexts and streams. Python reads
-    `FakeTensor.device`, which is cuda.
+    For `meta`, the engine runs the backward pass in this thread, and needs no driver for contexts and streams. Python
+    code reads `FakeTensor.device` instead, which is cuda.
     """
     (tensor,) = args
     return META if tensor.fake_mode.in_kernel_invocation or is_there(tensor) else tensor.fake_device
 
 
 def known(tensor: Tensor) -> Tensor | None:
-    """Return the numbers of a tensor that the host has made, if they are known."""
+    """Return a tensor's real values, which are known if the host created it; else None."""
     return getattr(tensor, "value", tensor.constant) if isinstance(tensor, FakeTensor) else tensor
 
 
 def answer(tensor: Tensor) -> Tensor:
-    """Return what a read gives: known numbers, or else True and zeros on the device, and ones on the host."""
+    """Return the values that a read yields: the known ones; else True for booleans, 0 on the device, 1 on the host."""
     with unset_fake_temporarily():
         made = torch.full(tensor.shape, tensor.dtype is torch.bool or not is_there(tensor), dtype=tensor.dtype)
         return made if (value := known(tensor)) is None else value
 
 
 def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Callable[..., Any]:
-    """Wrap the dispatch of FakeTensors: note what waits, and answer reads with zero."""
+    """Wrap FakeTensor's dispatch: count operations that make the host wait, and let reads return `answer`."""
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -175,7 +175,7 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def convert(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """Replace `Module._apply`, which would swap fake parameters, and cannot."""
+    """Replacement for `Module._apply`, which fails to swap fake parameters."""
     for child in module.children():
         child._apply(function)
     for kept in (module._parameters, module._buffers):
@@ -189,7 +189,7 @@ def convert(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recur
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
-    """Make `cuda:0` available, on which the Trainer runs with fake numbers; images are read as they are."""
+    """Make a fake `cuda:0` available to the Trainer; only the loading of images is real."""
     if not torch.backends.cuda.is_built():
         pytest.skip("needs torch's CUDA build, such as the default wheel for Linux")
     fake, patch = FakeCUDA(), monkeypatch.setattr

@@ -46,7 +46,7 @@ class Model(LightningModule):
 
 
 class Shares(Sampler[list[int]]):
-    """Loader of global batches from one permutation per epoch; each rank takes its share."""
+    """Batch sampler that draws one permutation per epoch, and yields this rank's share of each global batch."""
 
     def __init__(self, data: "Data", count: int, shuffle: bool) -> None:
         self.data, self.count, self.shuffle, self.epoch = data, count, shuffle, 0
@@ -98,7 +98,7 @@ class Stock(Data):
 
 
 class Halved(Stock):
-    """The same, but the batch size is divided by the world size."""
+    """`Stock` with the batch size divided by the world size."""
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None

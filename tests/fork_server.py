@@ -1,4 +1,4 @@
-"""Server of forks: one process that has imported everything runs commands in its forks, for all of pytest's workers."""
+"""Fork server: a process that has imported everything runs commands in its forks, for all of pytest's workers."""
 
 import gc
 import importlib
@@ -45,7 +45,7 @@ def start_server() -> Callable[[], None]:
 
 
 def serve(number: int) -> None:
-    """Fork for each connection, whose jobs run one at a time, until stdin is closed."""
+    """Fork a process for each connection, until stdin is closed. A connection's jobs run one at a time."""
     listener = socket.socket(fileno=number)
     while listener in select.select([listener, 0], [], [])[0]:
         connection, _ = listener.accept()
@@ -79,7 +79,7 @@ def prepare() -> None:
 
 
 def run_jobs(connection: socket.socket) -> None:
-    """Run each command in a fork; answer its process id at once, and its exit code at its end."""
+    """Run each command in a fork; reply with its process id at once, and with its exit code when it ends."""
     with connection.makefile("rw") as stream:
         for line in stream:
             pid = os.fork()

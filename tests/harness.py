@@ -62,7 +62,7 @@ def options(**settings: object) -> list[str]:
 
 
 def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **settings: object) -> list[str]:
-    """Flags of `fit` for a few drawn images, without progress bar and summary, and other `options`."""
+    """Flags of `fit` for a few synthetic images, without progress bar and summary, and further `options`."""
     words = ["--data", "Synthetic", *options(size=size, batch_size=batch_size, **settings)]
     return [*words, *(["--model", model] if model else []), *QUIET]
 
@@ -331,7 +331,7 @@ def start_app(*args: str | Path, timeout: int = 240, env: Environment | None = N
 
 
 class Forked:
-    """A command in a fork of a server, with the part of `Popen`'s interface that `run_fit` uses."""
+    """Command in a fork, with the part of `Popen`'s interface that `run_fit` uses."""
 
     def __init__(self, stream: IO[str], job: Mapping[str, Any]) -> None:
         print(json.dumps(job), file=stream, flush=True)
@@ -355,7 +355,7 @@ class Forked:
 
 
 class ForkServer:
-    """Connection to the server of forks, which runs this one's commands one at a time: hundreds in minutes.
+    """Connection to the fork server, which runs its commands one at a time, hundreds in minutes.
 
     Args:
         folder: Folder of the output file, which each command overwrites.
@@ -423,7 +423,7 @@ def fork_app(*args: str | Path, timeout: int = 240, env: Environment | None = No
 def fork_run(
     command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **more: Any
 ) -> Forked | subprocess.Popen[bytes]:
-    """Stand in for `Popen` in a starter of runs, whose child it is not; nodes, of which several run, are processes."""
+    """Replacement for `Popen` in `app.runs.starter`: forks a command, or starts a process for each of several nodes."""
     if "--cluster.node_rank" in command:
         return subprocess.Popen(command, stdout=stdout, env=env, **more)
     variables = {name: value for name, value in env.items() if name != STARTER}

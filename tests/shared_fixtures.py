@@ -39,7 +39,7 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def drawn() -> None:
-    """Draw pictures and reports also in this process and its forks; other tests leave them empty."""
+    """Draw pictures and reports; tests without this fixture leave them empty."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +56,14 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     for name in (*left, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background; children inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the runs that a command starts from a process that has imported everything."""
+    """Let the fork server run each `fit` that a command starts."""
     monkeypatch.setattr("app.runs.starter.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork_run}))
 
 

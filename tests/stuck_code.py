@@ -1,4 +1,4 @@
-"""Models and data that slow or hang the highest rank from some step on."""
+"""Models, data and callbacks that slow or hang the last rank."""
 
 import multiprocessing
 import os

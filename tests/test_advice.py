@@ -41,7 +41,7 @@ def test_advice_names_the_fastest() -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
 def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
-    """Variants whose medians differ by less than the runs of one variant are equally fast, too."""
+    """Variants also tie if their medians differ by less than the range of one variant's runs."""
     said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
     assert said.startswith("No winner: four and one are as fast as each other, within the spread of their runs\n")
     assert "**Take one**: it is as fast as any, on 1 device where others take 4." in said

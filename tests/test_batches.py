@@ -152,7 +152,7 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest
 
         return made
 
-    for name in ("empty", "randint"):  # because page-locking needs a driver
+    for name in ("empty", "randint"):  # record it only, because page-locking needs a driver
         monkeypatch.setattr(torch, name, without(getattr(torch, name)))
     rows = torch.arange(3, 40)
     loader, reference = (

@@ -310,7 +310,7 @@ def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
-    """In `test`, only rank zero counts the training images, to record the batch size, a fraction of them."""
+    """The command `test` records a fraction as a batch size; only rank zero counts the training images for it."""
     flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
     output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
     output_of(*fork_app("test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"))

@@ -77,7 +77,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The previous checkpoint is kept, also without hard links; that of other names is not."""
+    """Only `last` keeps its previous checkpoint, also without hard links."""
     last, previous, best = (tmp_path / name for name in (LAST, PREVIOUS, "best.ckpt"))
     files_ = CheckpointFiles()
     for step in range(4):
@@ -91,7 +91,7 @@ def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
-    """Both names then belong to one file, so that rename(2) would do nothing and leave a third name."""
+    """Both names are then hard links to one file, where rename(2) would do nothing and leave a third name."""
     last, before = tmp_path / LAST, tmp_path / PREVIOUS
     CheckpointFiles().save_checkpoint(content(1), last)
     before.hardlink_to(last)

@@ -56,7 +56,7 @@ PAGES = [
 
 @pytest.mark.parametrize(("page", "flag"), PAGES)
 def test_pages_of_settings(page: list[str], flag: str, app: App) -> None:
-    """The first page names each of them."""
+    """`fit --help` names each page, and each page lists its flags."""
     assert " ".join(page) in app("fit", "--help")[1]
     assert flag in output_of(*app("fit", *page))
 

@@ -99,7 +99,7 @@ def test_containers(app: App) -> None:
 
 @pytest.mark.slow
 def test_kubernetes_train_job(tmp_path: Path) -> None:
-    """Names of the CRD trainjobs.trainer.kubeflow.org of Kubeflow Trainer 2.3; its command, in two pods of one process.
+    """Names are those of Kubeflow Trainer 2.3's CRD trainjobs.trainer.kubeflow.org; the command runs in two pods.
 
     Source: github.com/kubeflow/trainer, manifests/base/crds and pkg/runtime/framework/plugins/torch, which sets the
     variables, refuses them in the job, and names the container `node`.
@@ -134,7 +134,7 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_skypilot(tmp_path: Path) -> None:
-    """Its commands run on two nodes of one device, and continue the run after a restart."""
+    """The task's commands run on two nodes of one device, and continue the run after a restart."""
     task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
     known = {"name", "workdir", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
     assert task.keys() == known, "source: docs.skypilot.co/en/latest/reference/yaml-spec.html"

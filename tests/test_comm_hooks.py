@@ -23,7 +23,7 @@ MEET = "--trainer.num_nodes 2 --cluster.init_method tcp://127.0.0.1:29500 --clus
 
 
 def forked(strategy: str, *options: str) -> list[str]:
-    """A strategy whose two processes start at once, because they are forks."""
+    """Flags for a strategy whose two processes are forks, which start at once."""
     given = zip(options[::2], options[1::2], strict=True)
     words = [word for name, value in given for word in (f"--trainer.strategy.{name}", value)]
     return [*CPU, "--trainer.strategy", strategy, "--trainer.strategy.start_method", "fork", *words]
@@ -90,7 +90,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_effect(root: Path, exact: Path, effect: bool) -> None:
-    """Check that weights differ slightly from those of one device if the hook changes gradients, and else not."""
+    """Check that weights equal those of one device, or differ slightly if the hook has an `effect` on gradients."""
     changed = difference(root / "x" / "version_0", exact)
     assert 1e-9 < changed < 1e-2 if effect else changed < 1e-12
 

@@ -80,7 +80,7 @@ def test_a_section_that_is_null(section: str, app: App, tmp_path: Path) -> None:
 
 
 def test_limits_are_of_our_own_classes(app: App) -> None:
-    """Limits do not apply to the user's classes, and a default is valid even if it is a null that its type forbids."""
+    """Limits of our flags do not apply to the user's classes. A null default is valid even if its type forbids null."""
     theirs = ["--model", "user_code.OddModel", "--data", "user_code.OddData"]
     config = resolve(["fit", *theirs, "--data.seed", "abc", "--model.clip", ".inf"])
     assert (config.data.init_args.seed, config.data.init_args.data_seed) == ("abc", -1)

@@ -63,7 +63,7 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
 
 
 def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step: CodeType = STEP) -> list[int]:
-    """Return the Python calls of each step of the second epoch, from one call of a function to the next."""
+    """Return the number of Python calls in each step of the second epoch; a call of `step` begins a step."""
     count, marks = 0, []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
@@ -74,7 +74,7 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step
             count += 1
 
     in_second_epoch(patch, lambda: sys.setprofile(profile))
-    gc.disable()  # because hypothesis registers a callback for collections
+    gc.disable()  # hypothesis's callback at each collection would count
     try:
         code, out = app("fit", *TWO_EPOCHS, *flags)
     finally:
@@ -85,7 +85,7 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step
 
 
 def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[Counter[str]]:
-    """Return the tensor operations of each step of the second epoch, from one training_step to the next."""
+    """Return the tensor operations of each step of the second epoch; a training_step begins a step."""
     mode, marks = Counting(), []
     training_step = ImageClassifier.training_step
 
@@ -140,7 +140,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
-# the stock Trainer, on the same machine: 3,750 without bar, CSV and checkpoints, 4,169 with them; a raw loop: 209
+# calls per step on the same machine: stock Trainer 3,750, with bar, CSV and checkpoints 4,169; hand-written loop 209
 def test_python_calls(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """A callback that overrides nothing costs nothing."""
     calls = calls_per_step(app, monkeypatch, *MLP)
@@ -154,7 +154,7 @@ def test_python_calls_of_the_fast_config(app: App, monkeypatch: pytest.MonkeyPat
 
 
 def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step clock takes 1 % of a step's Python calls, without its work once per epoch."""
+    """The step clock takes at most 1 % of a step's Python calls; its work at the end of an epoch does not count."""
     ours: Counter[str] = Counter()
     steps = 0
 
@@ -219,7 +219,7 @@ class CountsReads(CIFARCNN):
 
 @pytest.mark.slow
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
-    """Includes the ranks' agreement whether to stop."""
+    """Reads include those of the ranks' agreement on stopping."""
     ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]
     output_of(*start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path))
     for rank in range(2):
@@ -245,5 +245,5 @@ def test_a_captured_step(tapes: list[Graph], app: App, monkeypatch: pytest.Monke
     calls = calls_per_step(app, monkeypatch, *flags, step=Graphs.train.__code__)
     assert median(calls) <= 160
     preparation, training = (Counter(tape.operations) for tape in tapes)
-    del training["copy_"]  # of the gradients, to which the tape refers; not in a GPU's graph
+    del training["copy_"]  # copies of gradients that the tape keeps alive; a GPU's graph has none
     assert (preparation.total(), training.total()) == (4, 45)

@@ -70,13 +70,13 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pyt
 
 @pytest.mark.parametrize(("given", "then"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
 def test_nccl_leaves_the_process_to_python(given: str | None, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch elastic sets 1 in each rank; the user has set any other value."""
+    """The value 1 is replaced, because torch elastic sets it in each rank; any other value is the user's."""
     monkeypatch.delenv(ON_NCCL_ERROR, raising=False)
     if given is not None:
         monkeypatch.setenv(ON_NCCL_ERROR, given)
     assert main(["--help"]) == 0
     assert os.environ[ON_NCCL_ERROR] == then
-    monkeypatch.setenv(ON_NCCL_ERROR, "")  # so that the test undoes main's change
+    monkeypatch.setenv(ON_NCCL_ERROR, "")  # so that monkeypatch undoes main's change
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(error: BaseE
 
 
 def test_a_signal_in_a_device_read_leaves_nccl(nccl: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread waits in C, where it runs no handler."""
+    """The main thread waits in C code, where Python runs no signal handler."""
     monkeypatch.setattr("app.launch.signals.GRACE", 0.1)
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
     trainer = SimpleNamespace(
@@ -121,7 +121,7 @@ def test_a_signal_in_a_device_read_leaves_nccl(nccl: list[str], monkeypatch: pyt
     signals.register_signal_handlers()
     try:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        CDLL(None).system(b"sleep 1")  # waits on after a signal
+        CDLL(None).system(b"sleep 1")  # continues after a signal
         assert nccl == ["aborted"]
         assert signals.noted == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGTERM)

@@ -126,7 +126,7 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
 
 
 def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
-    """Validation is split off, no images are left to test on, and one file can be predicted."""
+    """A folder without splits: validation images are split off, there is no test, and one file can be predicted."""
     flat = ["--data", "ImageFolder", "--data.root", (image_root / "train").rename(image_root / "flat"), *QUIET]
     out = output_of(*app("fit", *flat, "--trainer.max_epochs", "1"))
     assert out.count("no test images") == 1

@@ -57,7 +57,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
 
 @pytest.mark.cluster
 def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: Path) -> None:
-    """Training continues, and metrics and record are written once there is room again."""
+    """Training continues, and no line of metrics.csv is cut."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.size", "2000"]
     flags += ["--last_checkpoint.every_n_train_steps", "null", "--last_checkpoint.dirpath", tmp_path / "last"]
     flags += ["--best_checkpoint.dirpath", tmp_path / "best"]

@@ -1,8 +1,8 @@
 """Every command, flag, link and example of every document is extracted and checked.
 
-A command of `fit` is read as the command line reads it, with the classes and config files that it names; those that
-need no cluster are run, too, with small sizes. What starts others (torchrun, sbatch, …) is read by its own parser where
-Python has one, and then what it starts is checked.
+The application parses each `fit` command, with its classes and config files. Commands that need no cluster also run,
+with small sizes. A launcher (torchrun, sbatch, …) is parsed by its own parser if that is in Python; then the launched
+command is checked.
 """
 
 import json

@@ -102,7 +102,7 @@ def under_load(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
     [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 64, True), (1.5, 1, 2, True)],
 )
 def test_busy(load: float, usable: int, there: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine is busy if too few cores are free for those that this process may use."""
+    """A machine is busy if its load exceeds both the usable cores and the number of other cores."""
     under_load(load, monkeypatch)
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
     monkeypatch.setattr(os, "cpu_count", lambda: there)

@@ -111,7 +111,7 @@ def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("cls", ["SGD", "Adam", "AdamW"])
 def test_fused_by_default_on_a_gpu(cls: str) -> None:
-    """Fused on a GPU, with the same settings; not on a CPU, and not if the user chose otherwise."""
+    """The optimizer is fused on a GPU, with the same settings; not on a CPU, and not if the user chose otherwise."""
     model = nn.Linear(2, 2)
 
     def make(**options: Any) -> torch.optim.Optimizer:
@@ -134,7 +134,7 @@ def test_fused_by_default_on_a_gpu(cls: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
-    """Between a GPU and a CPU: the resumed run uses its own implementation of the step."""
+    """A run resumed on another type of device uses its own implementation of the step, not the checkpoint's."""
     model = nn.Linear(2, 2)
     saved = torch.optim.Adam(model.parameters(), lr=0.25, fused=not fused)
     model(torch.ones(1, 2)).sum().backward()

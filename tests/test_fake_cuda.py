@@ -66,7 +66,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
-    """At most five reads, copies and synchronizations per logging window, and none in between."""
+    """At most five reads, copies and synchronizations per logging window; in between, only the gradient scaler's."""
     precision, _, placement = case.split()
     flags = [*CASES[case], *options(precision=precision, placement=placement), "--run.name", "x"]
     output_of(*app("fit", *ON_FAKE, *flags))
@@ -103,7 +103,7 @@ def loader_of(rank: int, size: int) -> GlobalBatches:
 
 @pytest.mark.parametrize("size", [64, 1024])
 def test_the_shares_of_many_ranks(size: int) -> None:
-    """One after the other, the ranks' shares are the order of a single rank, the smaller last batch included."""
+    """Concatenated, the ranks' shares are a single rank's order, also in the smaller last batch."""
     one, ranks = loader_of(0, 1), [loader_of(rank, size) for rank in range(0, size, 31)]
     for step in range(len(one)):
         whole = one.samples(step)

@@ -1,6 +1,6 @@
-"""Many faults: kills, signals, odd command lines. A table at the end counts the survived ones, as in the README.
+"""Many faults: kills, signals, odd command lines. The README's table of survived faults is printed at the end.
 
-The slow set takes some of each; `FAULTS=10 pytest -m slow tests/test_faults.py` takes ten times as many.
+`pytest -m slow` injects a few of each; `FAULTS=10 pytest -m slow tests/test_faults.py` injects ten times as many.
 """
 
 import json

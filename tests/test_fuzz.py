@@ -1,6 +1,6 @@
 """Random command lines, configs and experiments: each works, or is rejected in one line that names the flag.
 
-`FAULTS=10` takes ten times as many.
+`FAULTS=10` runs ten times as many.
 """
 
 import json
@@ -87,7 +87,7 @@ def refused(call: Any, *args: Any) -> str | None:
 
 
 def written(place: pytest.TempPathFactory, content: str) -> Path:
-    """Write a file with this content, as far as it is Unicode."""
+    """Write a file with this content; characters that UTF-8 cannot encode become `?`."""
     path = place.getbasetemp() / "example.yaml"
     path.write_bytes(content.encode(errors="replace"))
     return path

@@ -1,4 +1,4 @@
-"""The GPU measurements of tests/benchmarks end on a machine without a GPU; `.ci/run` runs all of them in small."""
+"""GPU measurements of tests/benchmarks: skipped without a GPU, cut off in time; `.ci/run` runs all with small sizes."""
 
 import json
 import os

@@ -101,7 +101,7 @@ def test_requests_that_a_graph_cannot_serve(flags: list[str], said: str, tapes: 
 
 
 def test_a_trainer_without_graphs() -> None:
-    """A plain Trainer names the loop that it needs."""
+    """With a plain Trainer, the error names the required loop."""
     trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, barebones=True)
     with pytest.raises(UserError, match=r"GraphLoop\.put_into\(trainer\)"):
         trainer.fit(CIFARCNN(cuda_graph=True), datamodule=Synthetic(size=32, val_size=0, batch_size=16))

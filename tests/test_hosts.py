@@ -78,7 +78,7 @@ def end_by_a_cut(processes: list[Process]) -> None:
 
 
 def orphans(host: Host) -> list[str]:
-    """Return the command lines of the processes that remain on a host, whose first process inherits them."""
+    """Return the command lines of processes that remain on a host; its first process adopts them."""
     living = [p for p in psutil.Process(host.pid).children(recursive=True) if not gone(p)]
     return [line for line in (" ".join(p.cmdline()) for p in living) if line != "sleep infinity"]
 

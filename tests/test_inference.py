@@ -60,7 +60,7 @@ def model(trained: Path) -> Classifier:
 
 
 def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) -> None:
-    """Several folders and files; all classes of each, the most likely first."""
+    """Predict several folders and files; names and probabilities of all classes, the most likely first."""
     rows = list(csv.DictReader((trained / "predict_1" / "predictions.csv").open()))
     assert [Path(row["file"]).name for row in rows] == ["00.jpg", "01.png", "02.jpg", "03.png", "00.jpg"]
     found = model.predict([row["file"] for row in rows], k=3, batch_size=2)

@@ -44,7 +44,7 @@ def test_it_names_the_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", ["false", "true"])
 def test_weights_that_are_not_finite_are_not_saved(alone: str, app: App, tmp_path: Path) -> None:
-    """No later loss shows the last step's weights; Lightning calls no callback for weights-only checkpoints."""
+    """After the last step, no loss reveals bad weights. Lightning calls no callback for weights-only checkpoints."""
     flags = ["--trainer.max_steps", "1"]
     flags += [part for name in ("best", "last") for part in (f"--{name}_checkpoint.save_weights_only", alone)]
     said = error_of(*app("fit", "--model", "user_code.PoisonedUpdate", *DATA, *flags))

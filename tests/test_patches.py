@@ -62,7 +62,7 @@ def private(name: str) -> bool:
 
 
 def test_private_names_of_libraries_are_declared() -> None:
-    """Private names are imports, attributes of other objects, or methods that override a library's."""
+    """Private names: imports, attributes of other objects, and methods that override a library's method."""
     trees = {name: ast.parse(inspect.getsource(importlib.import_module(name))) for name in MODULES}
     ours = {
         name
@@ -188,7 +188,7 @@ assert torch._dynamo.utils.__spec__.origin
 
 
 def test_what_few_need_is_imported_when_something_needs_it() -> None:
-    """First the plots and the FLOP counter, then the compiler."""
+    """The plots and the FLOP counter are imported before the compiler."""
     in_a_new_process(EAGER + PLOTS + COMPILES)
 
 

@@ -227,7 +227,7 @@ def test_a_plan_that_cannot_be(app: App, words: list[str], message: str) -> None
 
 
 def test_one_gpu_does_not_measure_the_network_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps are of a machine with eight."""
+    """The steps were recorded on a machine with eight GPUs."""
     for name, value in {"is_available": True, "device_count": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: pytest.fail("measured CPU processes"))
@@ -263,7 +263,7 @@ def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
 
 
 def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
-    """Only ways that use more than half of each device at the low end are candidates."""
+    """Candidates are only variants whose efficiency is above one half at the low end of the range."""
     said, why = planned()
     assert said == "lenet, batch 64: take ddp on 4 devices of 2 nodes: at least 4.00 × one device, predicted"
     assert why == "Predicted: 4.00–4.00 times one device, 100% of the ideal."
@@ -290,7 +290,7 @@ def predicted_step() -> Step:
 @pytest.mark.cluster
 @pytest.mark.parametrize(("rate", "steps"), [("1gbit", 200), ("10mbit", 16)])
 def test_two_hosts(hosts: Network, tmp_path: Path, rate: str, steps: int) -> None:
-    """Their step takes as long as predicted from the rate of their link; the error is printed after the tests."""
+    """A step of two hosts takes as long as predicted from their link's rate; the error is printed after the tests."""
     both = [hosts.hosts["h1"], hosts.hosts["h2"]]
     for host in both:
         host.run(*f"tc qdisc replace dev eth0 root tbf rate {rate} burst 64kb latency 500ms".split())

@@ -28,7 +28,7 @@ SMALL = tiny(200, 20)
 
 @pytest.mark.usefixtures("drawn")
 def test_a_run_directory(app: App, tmp_path: Path) -> None:
-    """Its files and record; drawing does not change pyplot's state, as in a notebook."""
+    """A run writes its files and record; drawing does not change pyplot's state, which notebooks share."""
     import matplotlib.pyplot
 
     matplotlib.use("pdf")

@@ -136,7 +136,7 @@ def test_somebodys_code(model: str, data: str, title: str, use: str | None, app:
 
 
 def test_failures(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A report that cannot be written, or a record that cannot be read, costs a line."""
+    """A report that cannot be written, or a record that cannot be read, only prints a line."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -65,7 +65,7 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     """`--ckpt_path last` continues a training for longer, and remembers the best checkpoint so far."""
     flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
-    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # of version_1
+    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # last is version_1's
         output_of(*app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume))
     whole, resumed = (runs / version for version in ("version_0", "version_1"))
     assert difference(whole, resumed) == 0
@@ -133,7 +133,7 @@ def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, whole: Path, a
 
 
 def test_stopped_early(app: App, tmp_path: Path) -> None:
-    """Early stopping ends the run by a validation in mid-epoch, or not yet; then no step is saved before."""
+    """Early stopping ends a run at a validation in mid-epoch. With `min_epochs`, only the ends of epochs are saved."""
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
     early += ["--trainer.callbacks.min_delta=100", "--trainer.callbacks.patience=1"]
     flags, runs = [*CNN[:-2], "--run.test", "false", *early], tmp_path / "runs"
@@ -165,13 +165,13 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_p
 
 
 def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
-    """A changed setting, an earlier checkpoint, or a run that still goes on begins a new run; one line says why."""
+    """A changed setting, an earlier checkpoint, or a run in progress leads to a new run; one line gives the reason."""
     runs, newest = tmp_path / "runs" / "x", ["--ckpt_path", "auto"]
     flags = [*CNN, *EVERY, *options(test=False, name="x"), "--trainer.max_epochs"]
     output_of(*app("fit", *flags, "1"))
     first = runs / "version_0"
     descriptor = os.open(first, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as a run that goes on does
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as a run in progress does
     assert f"not continuing {first}: it is still running" in output_of(*app("fit", *flags, "2", *newest))
     os.close(descriptor)
     out = output_of(*app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7]))

@@ -68,7 +68,7 @@ def test_training_images_are_kept_larger(image_root: Path, cache: Path, decoded:
 
 
 def test_several_workers_write_one_file(image_root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Workers append in any order; each row still is its own image, and a damaged one is left out."""
+    """Workers append in any order; each row still holds its own image, and a damaged image is skipped."""
     monkeypatch.setattr(FileSplit, "_block", 2)
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 2)
     damaged = image_root / "train" / "dog" / "04.jpg"

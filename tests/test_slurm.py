@@ -108,7 +108,8 @@ def test_a_node_that_fails(slurm: Slurm, tmp_path: Path) -> None:
     slurm.nodes["h2"].end()
     slurm.start_again(job, seconds=120)
     assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
-    newest = last(tmp_path), last(tmp_path).with_name("best.ckpt")  # if the node failed between the two writes
+    # best.ckpt is newer if the node failed between the two writes
+    newest = last(tmp_path), last(tmp_path).with_name("best.ckpt")
     assert Path(record(tmp_path)["resumed_from"]) in newest
     assert [row["epoch"] for row in record(tmp_path)["epochs"]] == list(range(40))
 
@@ -158,7 +159,7 @@ def test_a_job_that_may_not_be_requeued(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preempted", [True, False])
 def test_requeued_if_preempted(preempted: bool, slurm: Slurm, tmp_path: Path) -> None:
-    """SLURM does not requeue a job whose ranks end early; after a preemption, they end as SLURM expects."""
+    """The script requeues a preempted job, because SLURM does not if the ranks end early; `scancel` ends the job."""
     python = tmp_path / "python"
     python.write_text("#!/bin/bash\ntrap 'exit 143' TERM\necho up\nwhile :; do sleep 0.1; done\n")
     python.chmod(0o755)

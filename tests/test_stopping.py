@@ -148,7 +148,7 @@ def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
 
 
 def is_started_rank(process: int) -> bool:
-    """Return whether a process is a rank that the main process has started, and no helper."""
+    """Return whether a process is a rank that the main process has started, not a helper."""
     try:
         found = psutil.Process(process)
         return "LOCAL_RANK" in found.environ() or "spawn_main" in " ".join(found.cmdline())

@@ -29,7 +29,7 @@ MODULE_HOOKS = [
 
 
 class Calls(list[tuple[Any, ...]]):
-    """Recorded calls, each with the hook that `self.log` would belong to, and its numeric arguments."""
+    """Recorded calls, each with the hook that `self.log` would log under, the global step, and the arguments."""
 
     def note(self, hook: str, module: Any, *args: Any) -> None:
         fx = module._current_fx_name if module is not None else None
@@ -191,7 +191,7 @@ def trained(
 
 
 def same_checkpoint(saved: dict[str, Any], found: dict[str, Any]) -> None:
-    """Return whether two checkpoints resume the same training."""
+    """Check that two checkpoints resume the same training."""
     for key in ("global_step", "epoch", "loops", "lr_schedulers"):
         assert found[key] == saved[key], key
     assert difference(found["state_dict"], saved["state_dict"]) == 0
@@ -295,7 +295,8 @@ def test_what_is_left_to_lightning(reason: str, settings: dict[str, Any], tmp_pa
 
 # -- through the command ----------------------------------------------------------------------------------------
 
-RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))  # with seconds
+# without on_save_checkpoint, because a checkpoint contains seconds
+RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
 
 

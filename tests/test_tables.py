@@ -40,7 +40,7 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tm
 
 
 def test_labels_of_a_table_are_read_again(image_root: Path, table: pd.DataFrame) -> None:
-    """Numeric labels are in numeric order; without a split column; a changed label takes effect."""
+    """Without a split column: numeric labels are in numeric order, and a changed label takes effect."""
     numbered = table.drop(columns="split").assign(label=[str(8 + row % 4) for row in range(len(table))])
     for first in ("8", "11"):
         numbered.loc[0, "label"] = first

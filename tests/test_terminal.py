@@ -16,7 +16,7 @@ SMALL = tiny(200, 20)
 
 
 def test_the_summary_shows_the_layers(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows them with --verbose, and a busy machine always."""
+    """Layers appear only with --verbose; the warning about a busy machine always appears."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     flags = ["fit", *SMALL[:-2], "--run.test", "false", "--trainer.max_steps", "1"]
     assert "network" not in app(*flags, "--trainer.enable_model_summary", "false")[1]

@@ -53,7 +53,7 @@ def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> No
 
 
 def test_the_fast_recipe(tmp_path: Path) -> None:
-    """One process, and two that resume a run of one."""
+    """A run on one process, and a run that is stopped on one process and resumed on two, have the same bits."""
     flags = ["--config", str(ROOT / "configs/speed/cifar10_cpu.yaml"), *tiny(90, 20, val_size=10, virtual_devices=4)]
     flags += ["--run.name", "x", *options(max_epochs=3, test=False, threads=1), "--model.warmup", "1ep"]
     whole = train(tmp_path / "whole", flags, 1) / "checkpoints/last.ckpt"
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_other_shards_or_threads(flag: str, alone: Path, app: Ap
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_one_order_of_additions(count: int) -> None:
-    """Whichever shard is added first, each sum is the same bits, and no addition is left out."""
+    """In any order of additions, the sum has the same bits, and includes every shard."""
     tree, values = Tree(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
     found = set()
     for order in list(permutations(range(count)))[:: 1 if count < 8 else 997]:
@@ -150,7 +150,7 @@ def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path) -> None:
 
 
 def test_anybodys_buffers(tmp_path: Path) -> None:
-    """Instance norm's statistics, and buffers of one's own, are means over shards, or the same on all."""
+    """InstanceNorm's statistics and the user's buffers are averaged over shards, or equal on all shards."""
     flags = [*PLAIN, "--run.virtual_devices", "4", "--model", "plain_code.WithBuffers"]
     runs = [train(tmp_path / str(ranks), flags, ranks) for ranks in (1, 3)]
     assert digest(runs[0] / "checkpoints/last.ckpt") == digest(runs[1] / "checkpoints/last.ckpt")

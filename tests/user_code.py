@@ -213,7 +213,7 @@ class SaysItsProcess(CIFARCNN):
 
 
 class FailsWhileRankZeroIsStuck(CIFARCNN):
-    """Fails in one process while the other one hangs, without waiting for the first."""
+    """Fails on rank 1, while rank 0 hangs outside of any collective call."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == 1:
@@ -426,7 +426,7 @@ class FailsOnce(Callback):
 
 
 class CountsLabels(CIFARCNN):
-    """Counts labels in an integer buffer, whose mean over shards would be rounded."""
+    """Sums labels in an integer buffer, whose mean over shards would be rounded."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes=num_classes)
@@ -438,7 +438,7 @@ class CountsLabels(CIFARCNN):
 
 
 class LogsInAnyOrder(CIFARCNN):
-    """Logs the lengths of two names on each shard, in an order that changes."""
+    """Logs two values on each shard, in an order that alternates."""
 
     order = 1
 

@@ -86,8 +86,8 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     - Times, losses, accuracies: medians over the runs.
     - Peak memory: maximum over the runs.
     - speed_up: samples/s divided by the baseline's.
-    - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. NaN for another variant with
-      as many devices, and for all variants but the baseline if the baseline uses all cores of a CPU.
+    - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. NaN for other variants with the
+      baseline's device count; NaN for all other variants if the baseline uses all cores of a CPU.
     - less_accurate: 1 if val_acc is below the baseline's by more than chance explains, else 0.
     - Phases of a step: milliseconds, measured in a few steps, and scaled to add up to the step time of samples_per_s.
     """
@@ -138,7 +138,7 @@ def _field(record: Record, path: str) -> Any:
 
 
 def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:
-    """Return the peak memory, in GiB and as a percentage, of the first device, or else of each other device.
+    """Return peak memory, in GiB and percent, of the first device if `first`, else of each other device.
 
     On a CPU, this is the peak memory of each process.
     """

@@ -77,7 +77,7 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Save if training ends or a checkpoint is due, unless this step already has a checkpoint.
+        """Without a monitored metric, save if training ends or a checkpoint is due; never save a step twice.
 
         When you upgrade Lightning, compare this with `ModelCheckpoint.on_train_batch_end`.
         """
@@ -107,7 +107,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
         name: `last`, `best` or a path.
         configs: Config files of the command line.
         root: Directory of all runs.
-        run: Name of the run.
+        run: Value of `--run.name`, which several runs may share.
 
     Raises:
         UserError: When the checkpoint is missing or damaged.
@@ -168,9 +168,9 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
     Args:
         root: Directory of all runs.
-        run: Name of the run.
-        of: Command line and ids of launchers, to search only runs of this command line that one of these launchers
-            started; None for all runs.
+        run: Value of `--run.name`, which several runs may share.
+        of: Command line and launcher ids. Only runs with this command line and one of these launchers are searched;
+            None searches all runs.
 
     Raises:
         UserError: When checkpoints exist but none is readable.
@@ -219,7 +219,7 @@ def check_checkpoint(
     resumed_by: Trainer | None,
     may_be_finished: bool = False,
 ) -> None:
-    """Check that a checkpoint fits model and data and, to resume, the optimizer and the limits of training.
+    """Check that a checkpoint fits model and data; before resuming, also check optimizer and training limits.
 
     Args:
         path: Path of the checkpoint.

@@ -84,7 +84,8 @@ def _run(argv: Sequence[str]) -> int:
 class CLI(Flags):
     """Command line of one run.
 
-    If this process is the agent, it starts this node's ranks. Otherwise, it builds and runs model, data and Trainer.
+    An agent (torch elastic's parent process of the ranks) only starts this node's ranks. Any other process builds and
+    runs model, data and Trainer.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -139,7 +140,7 @@ class CLI(Flags):
         return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
-        """As an agent, start the ranks; otherwise, build model, data and Trainer, and agree with the other ranks."""
+        """As an agent, start the ranks; else build model, data and Trainer, and let the ranks agree on a checkpoint."""
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
@@ -162,9 +163,9 @@ class CLI(Flags):
         self._agree(config.cluster.timeout)
 
     def _explained(self, error: Exception) -> str:
-        """Return an error's message with a flag.
+        """Return an error's message, with the flag that caused the error if it is found.
 
-        This is the flag that created the failing object, or else a flag whose name and value the message contains.
+        This is the flag that created the failing object, else the first flag whose name and value the message contains.
         """
         while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename and (
             cause := error.__cause__ or error.__context__  # the exception that jsonargparse wrapped
@@ -270,7 +271,7 @@ class CLI(Flags):
         return record_of(self.trainer, self.record)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the Trainer's method under the watchdog, and close the run; as an agent, only return."""
+        """Run the Trainer's method under the watchdog, then close the run. An agent does nothing here."""
         if self.processes:
             return
         trainer, launcher = self.trainer, self.trainer.strategy.launcher

@@ -30,8 +30,8 @@ from app.system.patches import expects
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
-# exceptions that jsonargparse raises for odd values; not `Exception`, because jsonargparse's `capture_parser` raises an
-# exception of its own, which must pass
+# exceptions that jsonargparse raises for odd values; not `Exception`, because `capture_parser` returns its
+# parser by an exception, which must propagate
 PARSING = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
@@ -47,8 +47,8 @@ SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    A section, `--model` or `--data`, gets its default class only if the user chooses no class. Otherwise, the default's
-    settings would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    `--model` and `--data` get their default class only if the user chooses none. Settings of a replaced default would
+    remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -82,7 +82,7 @@ class Flags(LightningCLI):
         """Do nothing, because Lightning's method would replace the requested model's settings by the checkpoint's."""
 
     def _dump_config(self) -> None:
-        """Set `config_dump`, the hyperparameters of model and data, without a second validation of the config."""
+        """Set `config_dump`, from which Lightning takes model and data hyperparameters; do not validate it again."""
         if not hasattr(self, "config_dump"):
             text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, skip_validation=True)
             self.config_dump = yaml.safe_load(text)[self.config.subcommand]
@@ -146,7 +146,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether the data sets the model's `num_classes`: if they are an `ImageClassifier` and an `ImageData`."""
+    """Return whether the data sets the model's `num_classes`: if `ImageData` feeds an `ImageClassifier`."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
@@ -165,7 +165,7 @@ def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[T
 
 
 def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
-    """Set the data's normalisation, size and interpolation to those of the pretrained weights, unless flags do."""
+    """Set the data's unset normalisation, size and interpolation to those of the pretrained weights."""
     source = arguments.chosen("model.weights")
     if source in (None, "null"):
         return

@@ -1,4 +1,4 @@
-"""Rules about flags that hold on every machine."""
+"""Machine-independent rules about flags."""
 
 import inspect
 import math
@@ -32,7 +32,7 @@ MINIMA = {
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
 
-# class, or base class, that each section's flags create; not --model and --data, whose class the user chooses
+# class (or a base class) that each section's flags configure; the user chooses the classes of --model and --data
 MADE = {
     "trainer": Trainer,
     "run": Run,

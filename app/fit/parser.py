@@ -65,7 +65,7 @@ class PlainParser(ArgumentParser):
         return super().parse_args(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Raise the message in one line."""
+        """Raise a UserError with jsonargparse's message in one line."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         raise UserError(rejection(message, flags)) from ex
 
@@ -88,7 +88,7 @@ class Parser(LightningArgumentParser):
         return page(self, settings, self.chosen) if self.chosen else super().format_help(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Raise the message in one line."""
+        """Raise a UserError with jsonargparse's message in one line."""
         flags = [f"--model.optimizer.{name}" for name in parameters(torch.optim.SGD)]
         commands = [c for action in self._actions if isinstance(action.choices, dict) for c in action.choices.values()]
         actions = [action for parser in (self, *commands) for action in parser._actions]
@@ -126,7 +126,7 @@ def find_class(section: str, name: str) -> type | None:
 
 @cache
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Return the parameters of `__init__` of a class and its bases, with types and defaults."""
+    """Return the `__init__` parameters of a class and its bases, with types and defaults."""
     merged: dict[str, inspect.Parameter] = {}
     recipe = [Recipe] if cls and issubclass(cls, ImageClassifier) else []
     for base in (*recipe, *reversed(cls.__mro__ if cls else ())):

@@ -1,4 +1,4 @@
-"""Resolved configuration: strategy, devices, processes and launcher, without a Trainer."""
+"""Resolved configuration: strategy, devices, processes and launcher, derived without building a Trainer."""
 
 import pkgutil
 from collections.abc import Callable
@@ -105,7 +105,7 @@ class Resolved:
 
     @cached_property
     def devices(self) -> int:
-        """Number of devices per node by Lightning's rules; one unless a flag requests several.
+        """Number of devices per node, by Lightning's rules; one if strategy and devices are `auto` on a single node.
 
         Raises:
             UserError: When `devices` is neither a count nor a list.
@@ -168,7 +168,7 @@ class Resolved:
 
     @cached_property
     def agent_processes(self) -> int:
-        """Number of ranks that this process starts as their agent; 0 under another launcher or for a single rank."""
+        """Number of ranks to start as their agent; 0 for one rank, or if a launcher or the strategy starts them."""
         is_agent = self.stands_alone and not self.spawns and self.world_size > 1
         return self.processes if is_agent else 0
 
@@ -189,7 +189,7 @@ class Resolved:
 
     @cached_property
     def model(self) -> type[ImageClassifier] | None:
-        """The model's class if it is this application's, else None."""
+        """The model's class if it is an `ImageClassifier`, else None."""
         cls = class_of(self.config.model)
         return cls if cls is not None and issubclass(cls, ImageClassifier) else None
 

@@ -1,4 +1,4 @@
-"""Rules about flags that concern this machine and this process's launcher, checked before anything is built.
+"""Rules that compare flags with this machine and this process's launcher, before anything is built.
 
 The rules of `flag_rules` hold on every machine.
 """
@@ -38,7 +38,7 @@ def check_flags(config: Namespace) -> None:
         config: Resolved configuration.
 
     Raises:
-        UserError: With the reason and the remedy.
+        UserError: When the flags break a rule.
     """
     _raise_first(flag_problems(Resolved(config)))
 
@@ -51,7 +51,7 @@ def check(command: str, config: Namespace) -> Resolved:
         config: Its resolved configuration.
 
     Raises:
-        UserError: With the reason and the remedy.
+        UserError: When the flags break a rule.
     """
     resolved = Resolved(config, command, launched())
     _raise_first(chain(flag_problems(resolved), machine_problems(resolved)))
@@ -147,7 +147,7 @@ def _starter(s: Resolved) -> Iterator[str]:
 
 
 def _rendezvous(s: Resolved) -> Iterator[str]:
-    """Check the nodes' address and this node's rank."""
+    """Check the rendezvous address and this node's rank."""
     if s.nodes > 1 and (s.traits.single_process or s.spawns):
         yield f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or ddp_dp"
     if not s.stands_alone or s.nodes == 1 or s.traits.single_process:

@@ -34,13 +34,13 @@ class Run:
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.
-        top_k: Number of classes of each image in predictions.csv, the most likely first.
+        top_k: Number of classes per image in predictions.csv, most likely first.
         warmup_epochs: Epochs excluded from the throughput in run.json.
         on_nonfinite: Reaction to an infinite or NaN loss: `stop` before it reaches a checkpoint, `warn` and continue,
             or `skip` updates with non-finite gradients, at the cost of a device read per step.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal share of the cores.
-        virtual_devices: Train as if on this many devices, with bitwise equal results on any smaller number of
-            processes. Each global batch is cut into this many shards, whose gradients are added in a fixed order.
+        virtual_devices: Train as if on this many devices, with bitwise equal results on 1 to this many processes.
+            Each global batch is cut into this many shards, whose gradients are added in a fixed order.
         balance: Give slow processes fewer shards, adjusted after each epoch.
         global_order: Distribute the samples of your own DataLoader in one seeded order, the same on any number of
             processes. Its batch_size is then the global batch.
@@ -140,7 +140,7 @@ def decide(
     return {
         "checkpoint": newest,
         "may_be_finished": may_be_finished,  # a run restarted after its training still needs the test
-        "folder": place,  # below --run.root, a relative path, because the root may differ between nodes
+        "folder": place,  # relative to --run.root if inside it, because the root may differ between nodes
         "earlier": earlier,
         "launchers": launchers,
     }
@@ -152,7 +152,8 @@ def _folder(
     """Return the folder of this run, and the record of the earlier training that this run continues, or None.
 
     `fit` continues in a run's folder if it resumes from the run's newest checkpoint with the same settings. Otherwise,
-    it creates a new folder. Other commands create a folder inside the checkpoint's run.
+    it creates a new folder. Other commands create a folder inside the checkpoint's run, or a new folder if that run is
+    unknown or does not match `--run.name` and `--run.root`.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
     is_chosen = run.name is not None or run.root != Run.root

@@ -63,7 +63,7 @@ def launch_id() -> str | None:
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run; always true under torchrun, whose count omits some."""
+    """Return whether a launcher may have restarted this run; true under torchrun, whose count omits some restarts."""
     launcher = launched()
     if launcher is None:
         return False
@@ -72,7 +72,7 @@ def may_resume() -> bool:
 
 
 class Slurm(environments.SLURMEnvironment):
-    """Cluster environment of srun's tasks. Reads the variables of the SLURM step; Lightning's class reads the job's.
+    """Cluster environment of srun's tasks. Address and port come from the SLURM step; Lightning uses the job's.
 
     Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler, which runs at different
     steps on different ranks. This application requeues jobs itself.

@@ -26,7 +26,7 @@ from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
-# files that a rank writes beside torch's error file, with the run's directory, and with the exit code after a signal
+# files that a rank writes beside torch's error file; they hold the run's directory and the exit code after a signal
 RUN_DIR, STOPPED = "run_dir", "stopped"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
@@ -39,7 +39,7 @@ def launch(
     cluster: Cluster,
     on_failure: Callable[[str, str], None],
 ) -> int:
-    """Run this node's ranks of a command line.
+    """Start this node's ranks, and wait for them.
 
     Args:
         argv: Arguments of `python -m app`.

@@ -1,4 +1,4 @@
-"""Root cause of a failed run: finds the rank that failed first, and translates the errors of the others."""
+"""Root cause of a failed run: the rank whose failure caused the other failures, and one-line messages for the user."""
 
 import re
 import signal
@@ -123,7 +123,8 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         was_stopped = code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         has_lost = message.startswith(RankLostError.__name__)
-        # a message that names the lost node sorts before one with ANOTHER; SIGKILL sorts last: it ends a hung rank
+        # prefer a message that names the lost node to one with ANOTHER; prefer a timeout's message to SIGKILL, because
+        # the message names the hung rank that was killed
         return was_stopped, has_lost, has_lost and ANOTHER in message, code == -signal.SIGKILL, rank
 
     cause = min(failures, key=order)

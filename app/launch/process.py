@@ -63,7 +63,7 @@ def trust_flags() -> list[str]:
 
 
 def is_task_of_srun() -> bool:
-    """Return whether srun started this process as a step's task, not as a batch script or salloc's shell.
+    """Return whether this process is a task of an srun step, not a batch script or salloc's shell.
 
     Some sites run salloc's shell on a node as a step with a special number, SLURM_INTERACTIVE_STEP.
     Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
@@ -105,7 +105,7 @@ def begin() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies. Linux only."""
+    """Make the kernel kill this process when its parent dies (Linux only); exit if the parent has already died."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -144,7 +144,7 @@ def restored_signals() -> Iterator[None]:
 
 
 def heard(numbers: Iterable[int]) -> list[int]:
-    """Return the signals that this process does not ignore; `nohup`, for example, ignores some."""
+    """Return the signals that this process does not ignore; a script's background job, for example, ignores SIGINT."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 

@@ -96,10 +96,9 @@ class Deadline:
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Host a store that listens on `address` only, or on all addresses if `address` is not this machine's.
+    """Host a store that listens on `address` only, or on all addresses if no interface of this machine has `address`.
 
-    Behind NAT, other machines use an address that this machine does not have. On Debian, a machine's own name may
-    resolve to 127.0.1.1.
+    This happens behind NAT, and on Debian, where a machine's own name may resolve to 127.0.1.1.
 
     Args:
         address: Name or address of this machine for the other processes.

@@ -31,7 +31,7 @@ from app.system.lightning_patches import leave_out_sigterm_broadcast, signal_con
 from app.system.patches import expects
 
 CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-GRACE = 5.0  # seconds until a rank whose main thread does not take a signal aborts NCCL
+GRACE = 5.0  # seconds for the main thread to handle a signal; afterwards, the rank aborts NCCL
 IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # SLURM's warning before the job ends: `--signal=SIGUSR1@90`
 
 
@@ -41,8 +41,8 @@ class Signals(_SignalConnector):
 
     Replaces Lightning's connector, whose handler makes a collective call that other ranks do not join.
 
-    A main thread runs no handler while it reads from a device that waits for another rank. A second thread then aborts
-    NCCL.
+    Python runs no handler while the main thread blocks on a device that waits for another rank. A second thread then
+    aborts NCCL.
 
     Attributes:
         noted: Number of the signal that this process received, or 0.
@@ -89,7 +89,7 @@ class Signals(_SignalConnector):
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
-        has_launcher = is_worker() or multiprocessing.parent_process() is not None  # which forwards signals
+        has_launcher = is_worker() or multiprocessing.parent_process() is not None  # a launcher forwards signals
         if self.noted:
             # an agent forwards a first Ctrl-C as SIGINT, a second one as SIGTERM
             if number != self.noted if has_launcher else number == signal.SIGINT:

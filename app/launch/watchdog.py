@@ -29,7 +29,7 @@ BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, 
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
 WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # makes a process write its stacks, or kills it if it has no handler
-SIZE, PEERS = 2**15, 64  # bytes of the shared memory, and offset in it of the list of up to 1,000 connections
+SIZE, PEERS = 2**15, 64  # size in bytes of the shared memory, and offset of its list of connections
 
 
 class Heartbeat:
@@ -75,10 +75,10 @@ heartbeat: Heartbeat | None = None  # set while this process is watched
 
 @contextlib.contextmanager
 def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[None]:
-    """Kill this process if it hangs in the block for longer than the timeout. Linux only.
+    """Start a watchdog for this process, and stop it after the block. Linux only.
 
     Args:
-        timeout: Timeout in seconds, or None for no watchdog.
+        timeout: Timeout of the other ranks in seconds, or None for no watchdog.
         folder: Folder of the stacks, or None for no watchdog.
         rank: The rank.
     """
@@ -203,7 +203,7 @@ class Place(NamedTuple):
         step: Step of the optimizer, from 1.
         phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
-        is_users: Whether the line is in the user's code. True for a process that is stopped, as by a debugger.
+        is_users: Whether the line is in the user's code; also true without stacks, as after SIGSTOP.
         communicates: Whether the rank is in a call of torch.distributed.
     """
 

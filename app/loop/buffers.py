@@ -1,4 +1,4 @@
-"""Saving and restoring of a module's buffers, so that each shard's forward pass starts from the same values."""
+"""Snapshot of a module's buffers, so that the forward pass of each shard of a batch starts from the same values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,8 +39,9 @@ class Buffers:
     def changed(self) -> list[int]:
         """Return the indices of the buffers that a shard has changed or replaced.
 
-        The first call compares values, because torch's batch_norm does not increment the version counter of the running
-        statistics.
+        The first call compares values, because torch's batch_norm changes the running statistics without incrementing
+        their version counter. Later calls compare version counters, and always include the buffers that the first
+        call found.
         """
         values = self.values(list(range(len(self._owners))))
         if self._seen is None:

@@ -17,7 +17,7 @@ from app.errors import UserError
 from app.loop.straight_step import Step, StraightLoop, overrides
 from app.modules import ImageClassifier
 
-WARM_UP = 3  # steps before the first graph, in which libraries choose kernels and the optimizer creates its state
+WARM_UP = 3  # number of steps before the first graph: libraries choose kernels, and the optimizer creates its state
 # hooks that act between the phases of a step
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 STEP = (*HOOKS, "training_step", "backward", "optimizer_zero_grad", "optimizer_step")
@@ -36,7 +36,7 @@ class Graph:
             # "thread_local", because other threads may use the GPU, such as a loader's thread that pins memory
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._results = work()
-        except RuntimeError as error:  # after a failure, the end of the recording raises another error
+        except RuntimeError as error:  # raise the first error: ending a failed recording raises another one
             raise (error.__context__ or error) from None
 
     def replay(self) -> Any:
@@ -142,8 +142,9 @@ class GraphStep(Step):
     """Training step that replays CUDA graphs.
 
     The first batches, and batches of another size such as an epoch's last one, run without graphs. Other batches
-    replay two graphs. The first one gathers, augments and normalises the images. The second one computes the loss, adds
-    it to the sums, computes and clips gradients, and updates the weights. Hooks see no gradients.
+    replay two graphs. The first one gathers, augments and normalises the images of `ImageData`. Batches with mixup or
+    cutmix, and batches of other data modules, are prepared without it. The second one computes the loss, adds it to the
+    sums, computes and clips gradients, and updates the weights. Hooks see no gradients.
 
     Args:
         loop: The loop.
@@ -173,17 +174,17 @@ class GraphLoop(StraightLoop):
 
     Attributes:
         graphs: The graphs; None outside training.
-        captured: Whether a step was captured.
+        captured: Whether a training graph has been recorded.
     """
 
     graphs: Graphs | None = None
     captured = False
 
     def make_step(self) -> Step:
-        """Return the step with the hooks looked up.
+        """Look up the hooks, and return the step.
 
         Raises:
-            UserError: When something requested acts between the phases of a step.
+            UserError: When a requested feature runs code between the phases of a step.
         """
         trainer: Any = self.trainer
         reason, module = self.reason, trainer.lightning_module

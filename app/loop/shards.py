@@ -1,9 +1,9 @@
 """Training step over virtual devices: the results are bitwise equal on any number of ranks.
 
-A rank trains on its shards of the global batch one after the other. Each shard has its own random stream, and starts
-from the same buffers. Gradients, loss, logged values and changed buffers are summed in the order of
-`app.parallel.tree`. Sources: VirtualFlow (https://arxiv.org/abs/2009.09523) and EasyScale
-(https://arxiv.org/abs/2208.14228).
+`--run.virtual_devices` sets the number of shards: nearly equal parts of a global batch. A rank trains on its shards one
+after the other. Each shard has its own random stream, and starts from the same buffers. Gradients, loss, logged values
+and changed buffers are summed in the order of `app.parallel.tree`. Sources: VirtualFlow
+(https://arxiv.org/abs/2009.09523) and EasyScale (https://arxiv.org/abs/2208.14228).
 """
 
 import os
@@ -45,7 +45,7 @@ def _plus(first: Gradients, second: Gradients) -> Gradients:
 
 @expects("torch:_foreach_add_", "torch:_foreach_copy_")
 class ShardSums:
-    """Sums over all shards of their gradients and of their vectors, which `ShardedStep._vector` makes.
+    """Sums over all shards: of gradients, and of the vectors that `ShardedStep._vector` returns.
 
     Under DDP, a communication hook sums the gradients during the backward pass of the rank's last shard.
 
@@ -92,7 +92,7 @@ class ShardSums:
         self.nodes = {}
 
     def sum(self, nodes: dict[Node, Tensor]) -> Future[Tensor]:
-        """Start the sum of vectors, (n,), over the shards of all ranks, and return its future. Collective."""
+        """Start summing vectors (n,) over the shards of all ranks, and return the sum's future. Collective."""
         future: Future[Tensor] = Future(devices=[self.device] if self.side else [])
 
         def work() -> None:
@@ -127,7 +127,7 @@ class ShardSums:
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = buffer  # this node's gradients are in DDP's buffer, where `_plus` has added them
+            flats[node] = buffer  # for the last shard's node, because `_plus` adds into its second argument
             if node in self.nodes:
                 flats[node] = torch.zeros_like(buffer)
                 for view, gradient in zip(views(flats[node]), gradients, strict=True):
@@ -168,7 +168,7 @@ class Logged:
 
 
 def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
-    """Return the seed of a shard's random streams: of its transforms for `purpose` 4, of its forward pass for 5."""
+    """Return the seed of a shard's random streams; `purpose` is 4 for its transforms, 5 for its forward pass."""
     return seed_of(int(os.environ.get("PL_GLOBAL_SEED", 0)), purpose, trainer.current_epoch, step, shard)
 
 
@@ -248,9 +248,9 @@ class ShardedStep(Step):
         """Run the forward and backward pass of each shard.
 
         Returns:
-            Four values. Indices of the buffers that `training_step` changed. Outputs of the last shard, without the
-            loss. Copy of the gradients that earlier batches have accumulated. Future of the sum of all shards' vectors;
-            `_vector` describes their content.
+            Four values: indices of the buffers that `training_step` changed; outputs of the last shard, empty if
+            `training_step` returns a tensor; copy of the gradients that earlier batches have accumulated; future of the
+            sum of all shards' vectors (see `_vector`).
         """
         accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
         if accumulated > 1:
@@ -295,7 +295,7 @@ class ShardedStep(Step):
         return [gradient if gradient is None else gradient.clone() for gradient in earlier]
 
     def _refuse(self, buffers: set[int], names: set[str]) -> None:
-        """Raise a UserError for a buffer or a logged value that only some shards change or log.
+        """Raise a UserError, because only some shards change a buffer or log a value.
 
         Args:
             buffers: Indices of the buffers.

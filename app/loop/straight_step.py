@@ -379,7 +379,7 @@ class Step:
         return loss
 
     def clip_gradients(self) -> None:
-        """Clip the gradients, if the Trainer or the module does."""
+        """Clip the gradients, if the Trainer has a clip value or the module overrides a clipping hook."""
         value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
         if self.clips or value is not None:
             self.clip(self.optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)

@@ -15,7 +15,7 @@ GAIN = 0.95  # redistribute the shards only if the predicted step time is at mos
 class Balance(Callback):
     """Callback that redistributes shards among ranks before each epoch: slow ranks get fewer.
 
-    A shard is one of the `--run.virtual_devices` equal parts of a batch. Losses and weights keep the same bits,
+    A shard is one of the `--run.virtual_devices` nearly equal parts of a batch. Losses and weights keep the same bits,
     because a shard's gradients do not depend on the rank that computes them.
 
     Args:
@@ -26,7 +26,7 @@ class Balance(Callback):
         self.ranks = ranks
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Redistribute the shards if that shortens a step. The epoch's loader starts later, with the new shares."""
+        """Redistribute the shards if that shortens a step. The loader starts after this hook, with the new shares."""
         loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return

@@ -90,7 +90,7 @@ class Tracker(WandbLogger):
         variables = {
             "WANDB_ERROR_REPORTING": "false",  # without it, even offline runs send usage statistics
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
-            # caches outside the home directory: if that is read-only, wandb prints its log to the terminal
+            # caches outside the home directory, because wandb prints its log to the terminal if home is read-only
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
         }
         for variable, value in variables.items():  # environment variables, because they reach spawned processes
@@ -282,7 +282,7 @@ class RateMonitor(LearningRateMonitor):
             super().on_train_batch_start(*args, **kwargs)
 
     def _extract_stats(self, trainer: Any, interval: str) -> dict[str, float]:
-        """Keep the rates on the host: a copy of each to a GPU would wait for it."""
+        """Keep the rates on the host, because copying each one to a GPU would wait for the GPU."""
         names = ("lr_scheduler_configs", "optimizers", "callback_metrics")
         on_host = {name: getattr(trainer, name) for name in names}
         strategy = SimpleNamespace(root_device=torch.device("cpu"))

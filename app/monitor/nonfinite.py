@@ -18,9 +18,9 @@ NONE = 2**62  # stands for "all losses are finite"; larger than any batch index
 class NonFinite(Callback):
     """Callback that detects a non-finite loss or non-finite weights, and stops the run, warns, or skips updates.
 
-    Each rank keeps a logging window's losses on the device and reads them at the window's end. It also reads losses and
-    weights before a checkpoint is written, so that saved weights are finite. The action `skip` also checks
-    gradients on each step, with an all-reduce of one number. In float16, `skip` leaves this to the gradient scaler.
+    Each rank keeps a logging window's losses on the device and reads them at the window's end, and before a checkpoint
+    is written. The action `stop` also checks the weights before they are saved. The action `skip` also checks gradients
+    on each step, with an all-reduce of one number; in float16, it leaves this check to the gradient scaler.
 
     Args:
         action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with non-finite gradients, on
@@ -63,10 +63,10 @@ class NonFinite(Callback):
         self._check(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Check losses and weights before a checkpoint is written.
+        """Check the losses before a checkpoint is written; if the action is `stop`, also the weights.
 
-        The checkpoint connector `Restoring` calls this method. The callback hook `on_save_checkpoint` would not
-        do, because Lightning does not call it for a checkpoint that holds only weights.
+        The checkpoint connector `Restoring` calls this method, because Lightning does not call the callback hook
+        `on_save_checkpoint` for a checkpoint that holds only weights.
         """
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()

@@ -31,7 +31,7 @@ class ProgressBar(RichProgressBar):
         return super().is_enabled and (console.is_terminal or console.is_jupyter)
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Return the columns left of the metrics."""
+        """Return the columns to the left of the metrics."""
         return [TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn()]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

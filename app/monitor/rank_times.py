@@ -24,7 +24,7 @@ from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
 SLOWER = 0.1  # in a window, a rank is slower if its data and compute times exceed the others' median by this share
-DEVIATIONS = 4  # standard deviations above the mean from which on a rank counts as slow; see `RankTimes`
+DEVIATIONS = 4  # a rank counts as slow above the mean plus this many standard deviations; see `RankTimes`
 KEPT = 1000  # number of latest windows that enter the medians
 
 
@@ -130,8 +130,8 @@ class RankTimes:
 
         Args:
             seconds: Seconds since the start of training.
-            rows: Figures of each rank: data, compute and wait in seconds; memory in GiB; busy seconds of its cores, and
-                CPU seconds of the rank, both since the start of training; wait for a core in seconds per step.
+            rows: Figures of each rank: data, compute and wait in seconds; memory in GiB; CPU seconds of all programs on
+                its cores, and of the rank alone, since the start of training; wait for a core in seconds per step.
         """
         self._heard += 1
         self._windows.append([row[:4] for row in rows])

@@ -24,7 +24,7 @@ from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
 SHOWN = 5  # number of rows in each table of mistakes
-CELLS = 20  # confusion matrices of more classes show no counts, and runs on more ranks no bar per rank
+CELLS = 20  # maximum number of classes for counts in a confusion matrix, and of ranks for one bar per rank
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),

@@ -79,8 +79,9 @@ class RunRecord(Callback):
     """Callback that fills the run record and writes `run.json`, even if the run fails or is interrupted.
 
     Throughput is global samples per second over windows of `log_every_n_steps` steps (or an epoch, if shorter). The
-    device is synchronised only at the end of a window. Throughput excludes the run's first window, windows of the first
-    `warmup_epochs` epochs, validation, and windows with profiled steps.
+    device is synchronised only at the end of a window. Throughput excludes validation, the run's first window, and the
+    first `warmup_epochs` epochs. On a GPU, it also excludes windows with steps that `StepClock` profiles, unless no
+    other windows remain.
 
     Args:
         command: The command line.
@@ -369,7 +370,7 @@ class RunRecord(Callback):
         self.record.peak_memory = memory
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the record, because a resumed run that takes no step reaches no epoch's end."""
+        """Update the record, because a resumed run without steps never ends an epoch."""
         self._measure(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -404,7 +405,7 @@ def _memory(trainer: Trainer) -> list[records.DeviceMemory]:
 
 
 def _continued(before: list[list[float]], points: list[list[float]], earlier: float) -> list[list[float]]:
-    """Append the points since the resume to those before it. If the number of ranks changed, drop those before it.
+    """Append the points since the resume to the earlier points; drop the earlier ones if the number of ranks changed.
 
     Args:
         before: Points before the resume, each as seconds and values.

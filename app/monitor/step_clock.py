@@ -147,9 +147,9 @@ class StepClock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Store the step's times. At the end of a logging window, share the times of the window before.
+        """Store the step's times. At the end of a logging window, share the previous window's times.
 
-        The GPU has finished the window before, so reading its events does not block.
+        The GPU has finished the previous window, so reading its events does not block.
         """
         now = self._now()
         self._steps.append((self._ended, self._began, self._ready, self._averaged, now))

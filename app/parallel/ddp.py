@@ -12,7 +12,7 @@ from app.system.lightning_patches import DDPWithHooks
 
 
 class DDP(Traits, DDPWithHooks):
-    """Lightning's DDP strategy, with communication hooks on every device.
+    """Lightning's DDP strategy, with communication hooks on every type of device.
 
     Args:
         process_group_backend: Communication library: `gloo`, `nccl` or `mpi`; by default nccl on CUDA, gloo on CPU.

@@ -1,7 +1,7 @@
 """Command `python -m app plan`: predicts step time, throughput, efficiency and cost on more devices and nodes.
 
-The predictions come from a step (measured here, or recorded in runs) and a network (measured here, or given by flags).
-Flags of fit define the training.
+The predictions come from the time of a step (measured here, or recorded in runs) and the speed of the links between
+devices (measured here, or given by flags). Flags of fit define the training.
 """
 
 import itertools
@@ -206,7 +206,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
 def _require_links(options: Namespace, devices: int, cuda: bool) -> None:
     """Require flags for the speed of the links between devices, unless this machine can measure it.
 
-    The measurement needs two processes, each with its own GPU or cores, in place of two devices of a node.
+    The measurement needs two processes, each with its own GPU or cores.
 
     Raises:
         UserError: When a node has more devices than this machine, unless `--bandwidth` and `--latency` are given; or

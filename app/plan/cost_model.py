@@ -1,4 +1,4 @@
-"""Cost model of scaling: step time on 1…N devices × nodes, from a step and a network.
+"""Cost model of scaling: step time on 1…N devices × nodes, from a step on one device and the links between devices.
 
 On one device, a step with b images takes data(b) + forward(b) + backward(b) + update + rest. The first three are linear
 in b, fitted to measured steps; their offset is the cost of launching.

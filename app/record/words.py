@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from app.record import PHASES, Record
 
-OVERHEAD = 0.35  # a phase other than forward and backward is the bottleneck from this share of a step on
-LAUNCH_BOUND = 0.9  # from this share of forward and backward on, the host's launching of work is the bottleneck
+OVERHEAD = 0.35  # a phase other than forward and backward is the bottleneck if it takes at least this share of a step
+LAUNCH_BOUND = 0.9  # launching GPU work is the bottleneck if it takes at least this share of forward and backward
 BOTTLENECKS = {  # name and remedy of each phase
     "forward_backward": (
         "The model's own computation",

@@ -2,7 +2,7 @@
 
 CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's FLOP counter 0.1.
 A stand-in defines only the names that other modules read at import. Reading another name, or calling a function,
-imports the real module. At an upgrade, `python -X importtime -m app fit` lists the modules that import it.
+imports the real module. At an upgrade, `python -X importtime -m app fit` shows which modules import a real one.
 """
 
 import functools
@@ -18,7 +18,7 @@ from app.system.patches import expects
 
 
 class _Deferred(MetaPathFinder, Loader):
-    """Import finder that returns stand-ins for a module and its submodules until one of them is loaded."""
+    """Import finder that returns stand-ins for a module and its submodules, until a real one is loaded."""
 
     def __init__(self, name: str, *functions: str, **values: Any) -> None:
         self.name = name

@@ -42,7 +42,7 @@ def nccl() -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of this package's checkout, `-dirty` if modified; None outside a checkout."""
+    """Return the commit of this package's checkout, with `-dirty` if modified; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

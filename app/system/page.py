@@ -153,7 +153,7 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         places[index] = max(places[index], places[index - 1] + gap)
     moved = sum(place - value for place, (value, _, _) in zip(places, ends, strict=True)) / max(len(ends), 1)
     for place, (_, name, colour) in zip(places, ends, strict=True):
-        right = axes.get_yaxis_transform()  # x in widths of the axes, y in data
+        right = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in data units
         axes.text(1.02, place - moved, name, transform=right, va="center", color=colour, fontsize=9)
 
 

@@ -57,7 +57,7 @@ def blamed(error: Exception, message: str | None = None) -> UserError | None:
 
     Args:
         error: The exception.
-        message: Text that replaces the exception's. If it is given, the function never returns None.
+        message: Message to use instead of the exception's. With a message, the result is never None.
     """
     flag = maker(error)
     if flag is None:

@@ -8,7 +8,7 @@ from app.system.patches import expects
 
 @expects("wandb.sdk.lib.module:unset_globals")
 def forget_run() -> None:
-    """Make wandb forget the parent's run in a forked process, because the run's threads exist only there.
+    """Make wandb forget the parent's run in a forked process, because only the parent has the run's threads.
 
     At an upgrade: does `wandb.run` still survive a fork, and does `wandb.setup` start again in the child?
     """
@@ -22,7 +22,7 @@ def skip_launch_inputs() -> None:
     """Keep `wandb.init` from importing W&B Launch, which takes a CPU second.
 
     Without this import, `wandb.init` ignores the inputs of Launch jobs, which this application does not use. At an
-    upgrade: does `_detect_and_apply_job_inputs` still do nothing else?
+    upgrade: does `_detect_and_apply_job_inputs` still serve only Launch jobs?
     """
     from wandb.sdk.wandb_run import Run
 

@@ -151,7 +151,7 @@ def _same_order(recorded: Recorded) -> bool:
 
 
 def _lost_order(case: Case, number: int) -> Cause:
-    """Return the cause that the loader lost its order, for a resumed run whose samples differ in a step, from 0."""
+    """Return the cause for a resumed run that lost the order of samples; `number` is its first wrong step, from 0."""
     samples = Counter(map(str, case.way.steps[number].samples))
     match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
     change = "draws new samples"
@@ -335,5 +335,5 @@ def _some(names: list[str]) -> str:
 
 
 def rounding() -> Cause:
-    """Return the cause to report for different bits when no other is found: the order of summation."""
+    """Return the default cause of different bits: the order of summation."""
     return Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)

@@ -26,7 +26,7 @@ class Recorded:
 
     Args:
         run_dir: Directory of the run.
-        earlier: Recording of the run that this run resumes; its steps are put before this run's.
+        earlier: Recording of the run that this run resumes; its steps are prepended to this run's.
 
     Attributes:
         ranks: Recording of each rank.
@@ -111,7 +111,8 @@ class Difference:
     Attributes:
         where: Step, parameter or metric.
         figures: Values of run and reference, as text.
-        size: Size of the difference, relative for values above 1; infinite for values that are not finite numbers.
+        size: Size of the difference, relative except for small values; infinite for values that have no finite
+            difference, such as samples or NaN.
         step: Number of the step, or None.
     """
 

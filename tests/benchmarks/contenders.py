@@ -1,4 +1,4 @@
-"""Contenders of `speed.py`: loops and pipelines by hand, and this application beside them.
+"""Contenders of `speed.py`: hand-written loops and pipelines, and this application beside them.
 
 `python contenders.py NAME` measures one, and prints its figures as one line of JSON.
 """
@@ -28,35 +28,35 @@ UNTOUCHED = ["--trainer.limit_val_batches", "0", "--trainer.enable_checkpointing
 
 
 class Clock(Callback):
-    """Measures the epochs after the first, without validation; `$CLOCK` names the file for what it finds."""
+    """Callback that times the epochs after the first, without validation, and writes the figures to `$CLOCK`."""
 
     def __init__(self) -> None:
         self.began, self.cpu, self.steps = (0.0, 0.0), 0.0, 0
         self.epochs: list[float] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin."""
+        """Start the clock."""
         self.began = time.process_time(), time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End, before the checkpoint."""
+        """Stop the clock, before the checkpoint is written."""
         if trainer.current_epoch:
             self.cpu += time.process_time() - self.began[0]
             self.epochs.append(time.perf_counter() - self.began[1])
             self.steps += trainer.num_training_batches
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say it."""
+        """Write the figures."""
         if trainer.is_global_zero and self.steps:
             Path(os.environ["CLOCK"]).write_text(json.dumps(self.figures()))
 
     def figures(self) -> dict[str, float]:
-        """All of them."""
+        """Return the figures of all measured epochs."""
         return figures(self.cpu, self.epochs, self.steps)
 
 
 def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
-    """Figures of the epochs that were measured, from their seconds and the number of their steps."""
+    """Return the figures of the measured epochs, from CPU seconds, each epoch's seconds, and the number of steps."""
     return {
         "cpu_us_per_step": 1e6 * cpu / steps,
         "ms_per_step": 1e3 * sum(epochs) / steps,
@@ -66,7 +66,7 @@ def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
 
 
 def cpu_of(command: list[str], **settings: Any) -> float:
-    """Seconds of processor time that a command takes."""
+    """Run a command, and return its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, **settings)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -74,7 +74,7 @@ def cpu_of(command: list[str], **settings: Any) -> float:
 
 
 def ours(*flags: str, clock: bool = True) -> dict[str, float]:
-    """`python -m app fit` with these flags."""
+    """Measure `python -m app fit` with these flags."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
@@ -92,7 +92,7 @@ def loop(
     epochs: int,
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
 ) -> dict[str, float]:
-    """A loop by hand."""
+    """Measure a hand-written training loop."""
     walls, cpus, steps = [], [], 0
     for _ in range(epochs):
         wall, cpu, steps = time.perf_counter(), time.process_time(), 0
@@ -107,7 +107,7 @@ def loop(
 
 
 def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
-    """The embedded data set: images uint8 (n, C, H, W) and labels (n,)."""
+    """Return the synthetic data set: images uint8 (n, C, H, W) and labels (n,)."""
     from app.data.synthetic import SyntheticSource
 
     split = SyntheticSource(like, size, 0).load("train")
@@ -115,7 +115,7 @@ def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
 
 
 def shuffled(images: Tensor, labels: Tensor, batch: int) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
-    """Batches of resident images, in another order each time."""
+    """Return a function that yields batches of resident images, in a new order at each call."""
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for rows in torch.randperm(len(labels)).split(batch):
@@ -181,12 +181,12 @@ def overhead_stock() -> dict[str, float]:
 
 
 def overhead_stock_quiet() -> dict[str, float]:
-    """Lightning's Trainer with nothing around it."""
+    """Lightning's Trainer without logger, progress bar and checkpoints."""
     return _stock(logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
 
 
 def overhead_ours() -> dict[str, float]:
-    """`fit` as it comes."""
+    """`fit` with default output."""
     return ours(*TINY)
 
 
@@ -238,7 +238,7 @@ def lenet_loader() -> dict[str, float]:
 
 
 def lenet_ours() -> dict[str, float]:
-    """`fit` as it comes."""
+    """`fit` without validation and checkpoints."""
     return ours(*LENET)
 
 
@@ -292,17 +292,17 @@ TWO = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
 
 def shards_parts() -> dict[str, float]:
-    """ResNet-18 under ddp × 2, 16 images at a time."""
+    """ResNet-18 under ddp × 2, in micro-batches of 16 images."""
     return ours(*SHARDED, *TWO, "--data.micro_batch", "16")
 
 
 def shards_plain() -> dict[str, float]:
-    """The same with each process's whole share at a time."""
+    """ResNet-18 under ddp × 2, each process's whole share at once."""
     return ours(*SHARDED, *TWO)
 
 
 def shards_ours() -> dict[str, float]:
-    """The same over 8 virtual devices, 16 images each."""
+    """ResNet-18 under ddp × 2, over 8 virtual devices of 16 images."""
     return ours(*SHARDED, *TWO, "--run.virtual_devices", "8")
 
 
@@ -312,12 +312,12 @@ def one_plain() -> dict[str, float]:
 
 
 def one_ours() -> dict[str, float]:
-    """The same over one virtual device."""
+    """ResNet-18 in one process, over one virtual device."""
     return ours(*SHARDED, "--run.virtual_devices", "1")
 
 
 class Halved(Callback):
-    """Halves the speed of the second rank: stops it for every other 20 ms."""
+    """Callback that halves the second rank's speed: it is stopped for 20 ms of every 40 ms."""
 
     PROGRAM = """
 import os, signal, sys, time
@@ -328,7 +328,7 @@ while True:
 """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the program that stops the rank; it ends with the rank."""
+        """Start the program that stops and continues the rank; it ends with the rank."""
         if trainer.global_rank == 1:
             subprocess.Popen([sys.executable, "-c", self.PROGRAM, str(os.getpid())], stderr=subprocess.DEVNULL)
 
@@ -340,7 +340,7 @@ def balance_equal(*flags: str) -> dict[str, float]:
 
 
 def balance_ours() -> dict[str, float]:
-    """The same with --run.balance true."""
+    """`balance_equal` with --run.balance true."""
     return balance_equal("--run.balance", "true")
 
 
@@ -351,14 +351,14 @@ def _mlp_ours(repeats: int) -> dict[str, float]:
 
 
 def mlp24_raw() -> dict[str, float]:
-    """A loop that stores the images 24 times repeated."""
+    """A hand-written loop over stored images, each repeated 24 times."""
     from app.modules import smooth_l1
     from app.networks import MLP
 
     images, labels = synthetic("FashionMNIST", 60_000)
     network = MLP(1, [256], 10)
     network.layers[0] = nn.Linear(784 * 24, network.layers[0].out_features)
-    stored = (images.float() / 256).flatten(1).repeat(1, 24)  # as it is done by hand
+    stored = (images.float() / 256).flatten(1).repeat(1, 24)
     return loop(
         network.layers, torch.optim.Adam(network.parameters()), shuffled(stored, labels, 15_000), 3,
         lambda scores, target: smooth_l1(scores, target).mean(),
@@ -400,7 +400,7 @@ def feed_torchvision() -> dict[str, float]:
 
 
 def feed_ours() -> dict[str, float]:
-    """The same for the batch."""
+    """Crop, flip and cutout of 512 images, as one batch."""
     from app.data.transforms import DRAW_RANGE, Transform
 
     images, _ = synthetic("CIFAR10", 512)
@@ -412,7 +412,7 @@ PHOTOS, WORKERS, CROPPED = int(os.environ.get("PHOTOS", 2000)), 2, 64
 
 
 def _photos(folder: str) -> None:
-    """JPEG files of 500 × 375, as large as photographs are: 55 kB each."""
+    """Write JPEG files of 500 × 375 pixels and 55 kB, like photographs."""
     import numpy as np
     from PIL import Image
 
@@ -427,9 +427,9 @@ def _photos(folder: str) -> None:
 
 
 def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) -> dict[str, float]:
-    """Rates of the first epoch, with the decoding before it, and of the others; growth of memory after the second.
+    """Measure images/s of the first epoch, set-up included, and of the others, and memory growth after the second.
 
-    Memory that the allocator has free is returned first: how much it keeps differs by hundreds of MiB between runs.
+    `malloc_trim` first returns free memory, because the amount that the allocator keeps varies by hundreds of MiB.
     """
     import psutil
 

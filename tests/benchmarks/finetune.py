@@ -1,8 +1,8 @@
-"""Fine-tune a ResNet-18 on half of the classes, after it was trained on the other half; compare with a fresh one.
+"""Fine-tune a ResNet-18 on half of the classes, after training on the other half; compare it with a fresh network.
 
     python tests/benchmarks/finetune.py FOLDER     # with a folder of images for each class
 
-Every run is a command that anybody can type; it is printed.
+The command of each run is printed.
 """
 
 import json

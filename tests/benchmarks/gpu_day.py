@@ -1,7 +1,7 @@
-"""Runs items of `gpu_items.py` one after the other, each in a process of its own with a time limit.
+"""Runs items of `gpu_items.py` one after the other, each in a separate process with a time limit.
 
-Started by `gpu_day.sh`. An item that fails or is cut off leaves what it has found, and the others go on. On a machine
-without a GPU every item is skipped. `GPU_DAY_DEVICE=cpu` tries the items out there, in small, to test them.
+`gpu_day.sh` starts it. If an item fails or times out, its figures so far are kept, and the next item runs. Without a
+GPU, every item is skipped. `GPU_DAY_DEVICE=cpu` tests the items on the CPU, with small sizes.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 TRIED = os.environ.get("GPU_DAY_DEVICE") == "cpu"
-PATIENCE = 3 if TRIED else 1  # on the CPU, the time is no result
-ALL = 520  # seconds for a call
-# items of each call, and the seconds at most of each
+PATIENCE = 3 if TRIED else 1  # factor of the time limits; on the CPU, times are not results
+ALL = 520  # time limit of a call in seconds
+# items of each call, with their time limits in seconds
 CALLS = {
     "A": {"versions": 60, "smoke": 110, "synchronisations": 90},
     "B": {"lenet": 150, "resnet": 140, "mlp": 120, "pipeline": 110},
@@ -30,7 +30,7 @@ OTHERS = {"suite": ALL}
 
 
 def why_not() -> str | None:
-    """Why nothing can be measured here."""
+    """Return why nothing can be measured here, or None."""
     if TRIED:
         return None
     ask = "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 3)"
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
-    """Run an item, and end all of its processes when time is up."""
+    """Run an item, and kill all of its processes when it ends or times out."""
     began, figures, log = time.monotonic(), folder / f"{item}.json", folder / f"{item}.log"
     command = [sys.executable, str(Path(__file__).with_name("gpu_items.py")), item, str(figures)]
     with log.open("w") as out:
@@ -49,7 +49,7 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             status = f"cut off after {seconds:.0f} s"
         finally:
-            for number in (signal.SIGINT, signal.SIGKILL):  # a test that is told ends what it has started
+            for number in (signal.SIGINT, signal.SIGKILL):  # pytest ends its children on SIGINT
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
                     process.wait(10)
@@ -60,7 +60,7 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
-    """Write what there is so far, in three files."""
+    """Write the results so far to three files."""
     (folder / "results.json").write_text(json.dumps(rows, indent=2))
     lines = ["| item | status | s | found |", "|---|---|---|---|"]
     for row in rows:
@@ -73,7 +73,7 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
 
 
 def main(chosen: Sequence[str], folder: Path) -> None:
-    """Run calls and items, and say how each went; the exit code is 1 when one failed or was cut off."""
+    """Run calls and items, and print each one's status; exit with 1 if one failed or timed out."""
     limits = {item: limit for call in CALLS.values() for item, limit in call.items()} | OTHERS
     items = [item for name in chosen or CALLS for item in CALLS.get(name, [name])]
     if unknown := [item for item in items if item not in limits]:

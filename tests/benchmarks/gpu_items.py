@@ -1,6 +1,6 @@
-"""What `gpu_day.py` measures, a function for each item: `python gpu_items.py ITEM FIGURES.json`.
+"""Measurements of `gpu_day.py`, one function per item: `python gpu_items.py ITEM FIGURES.json`.
 
-An item notes each figure as soon as it has it. Rates are samples/s, medians over logging windows.
+An item writes each figure as soon as it is known. Rates are samples/s, medians over logging windows.
 """
 
 import json
@@ -34,7 +34,7 @@ from app.parallel import DataParallelStrategy
 from app.system.machine import hardware
 from app.system.machine import versions as installed
 
-CPU = os.environ.get("GPU_DAY_DEVICE") == "cpu"  # to try the items out: everything is smaller
+CPU = os.environ.get("GPU_DAY_DEVICE") == "cpu"  # a test of the items, with small sizes
 DEVICE = torch.device("cpu" if CPU else "cuda")
 SIZE = 640 if CPU else 25_600
 FIGURES = Path(sys.argv[2] if len(sys.argv) > 2 else os.devnull)
@@ -49,13 +49,13 @@ _figures: dict[str, Any] = {}
 
 
 def note(name: str, value: Any) -> None:
-    """Keep a figure."""
+    """Add a figure to the file of figures."""
     _figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
     FIGURES.write_text(json.dumps(_figures))
 
 
 def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 100) -> tuple[int, str]:
-    """Run `python -m app …` in a process of its own, which ends with this one: exit code, and what it printed."""
+    """Run `python -m app …` in a separate process; return exit code and output."""
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
     try:
         done = subprocess.run(
@@ -68,7 +68,7 @@ def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 100) -
 
 
 def fit(name: str, *flags: str | Path) -> Path:
-    """A training in this process: its directory."""
+    """Train in this process, and return the run's directory."""
     torch.backends.cudnn.benchmark = False  # an earlier training may have set it
     if code := main(["--verbose", "fit", *options(root=PLACE, name=name), *QUIET, *ON, *map(str, flags)]):
         raise SystemExit(f"{name}: exit code {code}")
@@ -76,12 +76,12 @@ def fit(name: str, *flags: str | Path) -> Path:
 
 
 def newest(name: str) -> Path:
-    """The newest run of a name."""
+    """Return the directory of the newest run of a name."""
     return max((PLACE / name).glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
 def rate(name: str, *flags: str | Path) -> float | None:
-    """Train, and note samples/s; what cannot run is noted, and the next goes on."""
+    """Train, and record and return samples/s; record the error of a failed training, and return None."""
     try:
         found = record_of(fit(name.replace(" ", "_"), *flags))
     except (Exception, SystemExit) as error:
@@ -93,14 +93,14 @@ def rate(name: str, *flags: str | Path) -> float | None:
 
 
 def versions() -> None:
-    """What it runs on; lightning has to be 2.6.6 or later."""
+    """Record versions and hardware; Lightning 2.6.6 or later is required."""
     for name, value in {**installed(), "torchvision": torchvision.__version__, **hardware()}.items():
         note(name, value)
     assert Version(lightning.__version__) >= Version("2.6.6"), lightning.__version__
 
 
 def smoke() -> None:
-    """Each way to run a step, in processes at once: exit codes, and the last loss; the log has whole tracebacks."""
+    """Each way to run a step, in simultaneous processes: exit code and last loss. The log has full tracebacks."""
     compiled = ["--model.compile", "default"]
     ways = {"default": [], "bf16": BF16, "16-mixed": ["--trainer.precision", "16-mixed"], "cuda_graph": GRAPH}
     ways |= {"compile": compiled, "cuda_graph and compile": [*GRAPH, *compiled]}
@@ -122,13 +122,13 @@ WATCHED = r"(cudaLaunchKernel|cudaGraphLaunch|cudaMemcpy|cuda\w*Synchronize|aten
 
 
 def profile() -> Any:
-    """A profiler of the host and the device."""
+    """Return a profiler of the host and the device."""
     kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not CPU)
     return torch.profiler.profile(activities=kinds)
 
 
 class Watch(Callback):
-    """Notes what makes the host wait in steps 60 to 90, and profiles steps 100 to 130."""
+    """Callback that counts synchronizations by line in steps 60 to 90, and profiles steps 100 to 130."""
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
@@ -137,7 +137,7 @@ class Watch(Callback):
         self._show = warnings.showwarning
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Begin and end."""
+        """Start and stop counting and profiling."""
         if trainer.global_step == 60 and not CPU:
             warnings.simplefilter("always")
             warnings.showwarning = self._note  # type: ignore[assignment]
@@ -161,7 +161,7 @@ class Watch(Callback):
 
 
 def watched(*flags: str) -> Watch:
-    """Train LeNet for 135 steps at batch 64 under watch."""
+    """Train LeNet for 135 steps at batch 64, and return the `Watch` callback."""
     import app.fit.command as command
 
     original, watch = command.CLI.instantiate_trainer, Watch()
@@ -181,7 +181,7 @@ def watched(*flags: str) -> Watch:
 
 
 def synchronisations() -> None:
-    """Per step: what makes the host wait, and from where; launches and copies."""
+    """Synchronizations by line in 30 steps; launches and copies per step."""
     cases = [[], BF16, ["--trainer.precision", "16-mixed"], ["--data.placement", "memory"], *([GRAPH] if GRAPH else [])]
     for flags in cases[:1] if CPU else cases:
         watch = watched(*flags)
@@ -191,7 +191,7 @@ def synchronisations() -> None:
 
 
 class Raw:
-    """A training loop by hand over images on the device, whose step is one CUDA graph, the gathering included."""
+    """Hand-written training loop over images on the device; a step, gathering included, is one CUDA graph."""
 
     def __init__(self, network: nn.Module, images: int, batch: int) -> None:
         torch.manual_seed(0)
@@ -223,7 +223,7 @@ class Raw:
             self.step = graph.replay
 
     def train(self, epochs: int) -> float:
-        """Train, without the incomplete batch of each epoch: seconds."""
+        """Train without each epoch's incomplete batch, and return the seconds."""
         synchronize()
         began = time.perf_counter()
         for _ in range(epochs):
@@ -241,7 +241,7 @@ def synchronize() -> None:
 
 
 def lenet() -> None:
-    """LeNet at batch 64 for 50 epochs of 50,000 images: ours and a loop by hand, in turn, both as CUDA graphs."""
+    """LeNet at batch 64 for 50 epochs of 50,000 images: `fit` and a hand-written loop, in turn, as CUDA graphs."""
     epochs, images = (1, SIZE) if CPU else (50, 50_000)
     raw = Raw(LeNet(), images, 64)
     flags = [*SGD, *GRAPH, "--data.drop_last", "true", *options(test=False, limit_val_batches=0, log_every_n_steps=50)]
@@ -262,7 +262,7 @@ def lenet() -> None:
 
 
 def resnet() -> None:
-    """resnet18_cifar at 512 in four precisions, then bf16 with one thing after the other."""
+    """resnet18_cifar at batch 512 in four precisions, then in bf16 with one changed setting at a time."""
     flags = ["--model", "CIFARCNN", "--model.network", "lenet" if CPU else "resnet18_cifar", *DATA, *SPEED]
     flags += ["--data.batch_size", "512", "--data.drop_last", "true", "--trainer.log_every_n_steps", "10"]
     rate("float32", *flags)
@@ -279,7 +279,7 @@ def resnet() -> None:
 
 
 def mlp() -> None:
-    """The MLP at two widths beside the roofline: six operations per weight and sample, at a large product's rate."""
+    """The MLP at two widths, as a share of the roofline: six FLOP per weight and sample at a large product's rate."""
     side = 512 if CPU else 8192
     peaks = {}
     for name, dtype in (("float32", torch.float32), ("TF32", torch.float32), ("bf16", torch.bfloat16)):
@@ -307,7 +307,7 @@ def mlp() -> None:
 
 
 def pipeline() -> None:
-    """Images/s of the input: rows of a table on the host and on the device, and crops of 2,000 photos, read alone."""
+    """Training with images on the host or the device; images/s of crops of 2,000 photos, without training."""
     for placement in ("memory",) if CPU else ("memory", "device"):
         rate(f"placement {placement}", *DATA, *SPEED, *SGD, "--data.placement", placement)
     for name in () if CPU else ("crops_torchvision", "crops_ours"):
@@ -318,7 +318,7 @@ def pipeline() -> None:
 
 
 def pytest(*arguments: str, env: dict[str, str] | None = None) -> None:
-    """Note what pytest said at its end, as it goes on."""
+    """Run pytest; record its progress, failed tests and final counts as they appear."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -341,13 +341,13 @@ def gpu_tests() -> None:
 
 
 def suite() -> None:
-    """The ordinary tests with the GPU hidden, as far as time allows."""
+    """The ordinary tests with the GPU hidden, until the time limit."""
     if not CPU:
         pytest("-n", str(min(os.cpu_count() or 1, 8)), env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
 
 
 def resume() -> None:
-    """Stopped in mid-epoch and resumed: the largest difference of weights, which should be 0."""
+    """A run resumed in mid-epoch against a whole one: the largest difference of weights, which should be 0."""
     flags = [*tiny(503, 32, flip=True, test=False, max_epochs=2), *SGD]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
     flags += ["--last_checkpoint.every_n_train_steps", "7"]
@@ -378,7 +378,7 @@ def dp() -> None:
 
 
 def ddp_gloo() -> None:
-    """Two "nodes" on one device over gloo against one process: losses; weights, which virtual devices make equal."""
+    """Two "nodes" on one device over gloo against one process: differences of losses and weights."""
     flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, root=PLACE), *ON]
     virtual = options(virtual_devices=2)
     alone = {"": fit("single", *flags), "virtual": fit("single", *flags, *virtual)}
@@ -400,7 +400,7 @@ def ddp_gloo() -> None:
 
 
 def nccl() -> None:
-    """`ddp` on one device against `auto`: rates, warnings, and whether it ends cleanly."""
+    """`ddp` on one device against `auto`: rates, warnings and exit codes."""
     for strategy in ("auto", "ddp"):
         flags = [*DATA, *SPEED, *ON, "--trainer.strategy", strategy, "--trainer.devices", "1"]
         code, out = start("fit", *flags, "--run.root", PLACE, "--run.name", strategy, timeout=40)

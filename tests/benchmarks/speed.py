@@ -1,11 +1,10 @@
-"""What this application costs beside loops written by hand, measured in turn: A B A B.
+"""Cost of this application compared with hand-written loops, measured in turn: A B A B.
 
     python tests/benchmarks/speed.py                     everything, about 20 minutes on two cores
     python tests/benchmarks/speed.py overhead --turns 9  one item, more often
 
-Each contender runs in a process of its own. A table gives the median and the range of each, and the ratio to the first
-one, turn by turn, so that what a neighbour of this machine takes away is taken from both. `OMP_NUM_THREADS` is one
-where an item does not say otherwise.
+Each contender runs in a separate process, with the item's number of threads. A table lists each figure's median and
+range, and its ratio to the first contender's figure of the same turn, so that load by other programs affects both.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0))
 
-# -- items: contenders, the first of which the others are compared with --------------------------------------------
+# -- items: threads and contenders; the first contender is the reference -------------------------------------------
 
 ITEMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "overhead": (1, ("overhead_raw", "overhead_stock_quiet", "overhead_stock", "overhead_ours", "overhead_ours_fast")),
@@ -37,7 +36,7 @@ ITEMS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def measure(contender: str, threads: int) -> dict[str, float]:
-    """Run a contender in a process of its own."""
+    """Run a contender in a separate process, and return its figures."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("contenders.py")), contender],
@@ -49,7 +48,7 @@ def measure(contender: str, threads: int) -> dict[str, float]:
 
 
 def table(contenders: Sequence[str], turns: list[dict[str, dict[str, float]]]) -> Iterator[str]:
-    """Lines of Markdown: median and range of each figure, and of its ratio to the first contender's."""
+    """Yield lines of Markdown: median and range of each figure, and of its ratio to the first contender's."""
     figures = [name for name in turns[0][contenders[0]] if all(name in turns[0][each] for each in contenders)]
     for figure in figures:
         yield f"\n| {figure}, n = {len(turns)} | median | range | × {contenders[0]} | range |"
@@ -70,7 +69,7 @@ def read(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure each item in turns, and print a table of it."""
+    """Measure each item in turns, and print its tables."""
     import contenders  # beside this script
 
     given = read(sys.argv[1:])
