@@ -29,7 +29,7 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         cluster_environment) and agree (agree), and their end (signals, failures, watchdog, process)
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
                         tree (sums over shards)
-    loop                straight_step (a fast training step), step_patches, graph_step (the same as CUDA graphs),
+    loop                straight_step (a fast training step), step_patches, graph_step (this step as CUDA graphs),
                         shards (of a batch, for virtual devices), buffers
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (data sets), image_files (the user's own), hugging_face, synthetic (drawn), geometry

@@ -33,7 +33,7 @@ class BatchShapes(Callback):
 
         def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or not output.ndim:
-                return  # not the output of a batch: under DDP, forward runs the whole training step
+                return  # the training step's output: under DDP, Lightning calls that step through forward
             shapes = _shapes(args, kwargs, output)
             lines = [
                 f"rank {trainer.global_rank}, replica {index}: input {given} -> output {made}"

@@ -125,7 +125,7 @@ def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) 
 
 def _packages() -> Iterator[Check]:
     installed = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "lightning", "wandb")}
-    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # its other calls take seconds
+    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # get_env_info takes seconds
     libraries = ", ".join(f"{name} {version}" for name, version in {**installed, "NCCL": nccl()}.items() if version)
     yield Check("versions", "green", f"Python {sys.version.split()[0]}, {libraries}; {system}")
     try:
@@ -155,7 +155,7 @@ def _cores() -> Check:
 
 
 def _room() -> Iterator[Check]:
-    """Check the free space of /dev/shm, which loader workers use, and of the disk."""
+    """Check the free space of /dev/shm (for loader workers) and of the disk, and whether this folder is writable."""
     shared = "loader workers pass batches through it: docker run --shm-size=8g, or --data.num_workers 0"
     for name, place, least, enough, remedy in (
         ("/dev/shm", Path("/dev/shm"), 0.06, 1, shared),
@@ -223,7 +223,7 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
             check = Check(name, *_one_step(strategy, devices, Path(folder, strategy), losses))
             yield check
             if check.level != "green" and strategy == "auto":
-                return  # the others would fail, too
+                return  # the other strategies would fail, too
 
 
 def _one_step(strategy: str, devices: str, folder: Path, losses: dict[str, float]) -> tuple[Level, str, str]:

@@ -79,7 +79,7 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-PARTS = "--data.micro_batch"  # start of a note on an out-of-memory error; it proposes a micro-batch size
+PARTS = "--data.micro_batch"  # prefix of an out-of-memory error's note, which proposes a micro-batch size
 # torch's out-of-memory messages, for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
@@ -114,7 +114,7 @@ SYNONYMS = {  # flag names of other programs
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `: did you mean …?` with the nearest known names, or an empty string.
 
-    Flags are compared by their last part, without case: `--lr` is near `--model.optimizer.lr`. Flags of the same
+    Flags are compared by their last part, ignoring case: `--lr` is near `--model.optimizer.lr`. Flags of the same
     section rank higher.
     """
     if name.startswith("--"):

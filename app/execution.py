@@ -25,8 +25,8 @@ class Execution:
     """Execution settings of a model.
 
     Args:
-        channels_last: Store images and convolution weights as (N, H, W, C). `auto`: only for a network with
-            convolutions on the CPU, or with wide ones on a GPU in 16 bits.
+        channels_last: Store images and convolution weights as (N, H, W, C). `auto`: on a CPU, if the
+            network has convolutions; on a GPU in 16 bits, if some of them have 32 channels or more.
         compile: Mode of `torch.compile`, or `off`.
         matmul_precision: Precision of float32 matrix products and convolutions on a GPU: `highest` is float32, `high`
             is TF32, `medium` is lower.
@@ -53,7 +53,7 @@ class Execution:
             The settings for the run record; null for a setting without effect on the device.
 
         Raises:
-            UserError: When the device has no TF32.
+            UserError: When `matmul_precision` is not `highest` and the GPU has no TF32.
         """
         cuda, channels_last = device.type == "cuda", self.channels_last
         if channels_last == "auto":
@@ -88,9 +88,10 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
 
 
 def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, captured: bool = False) -> Optimizer:
-    """Return the optimizer with a fused update if the device supports it, unless the user chose an implementation.
+    """Return the optimizer; SGD, Adam and AdamW get a fused update on a GPU or in a CUDA graph.
 
-    Under float16's loss scaler, an unfused update reads from the device once per step.
+    An implementation that the user chose stays. Under float16's loss scaler, an unfused update reads from the device
+    once per step.
 
     Args:
         optimizer: An optimizer that has not stepped.

@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
 
 
 def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
-    """Write a classifier's file, `.onnx` or `.pt2`, and return the probabilities that it computes.
+    """Write a classifier's file, `.onnx` or `.pt2`, and return the file's probabilities for the images.
 
     Args:
         classifier: The classifier.

@@ -61,16 +61,16 @@ class Classifier(nn.Module):
         """Return the most likely classes of images. The images are resized and cropped as for validation.
 
         Args:
-            images: A file, a folder, a picture of PIL, an array (H, W, C) or a tensor (C, H, W), uint8; or a list or a
+            images: A file, a folder, a PIL image, an array (H, W, C) or a tensor (C, H, W), uint8; or a list or a
                 batch of these.
-            k: Number of classes.
+            k: Number of classes to return.
             batch_size: Number of images per forward pass.
 
         Returns:
-            A `Prediction` for a file, an array or a tensor; a list of them for a folder, a list or a batch.
+            A `Prediction` for a single image; a list of them for a folder, a list or a batch.
 
         Raises:
-            UserError: When an image cannot be read or is not uint8, or there are no k classes.
+            UserError: When an image cannot be read or is not uint8, or k is not between 1 and the number of classes.
         """
         if not 1 <= k <= len(self.class_names):
             raise UserError(f"k={k}: the model has {len(self.class_names)} classes")
@@ -111,8 +111,8 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
     """Load a trained classifier, without its data set.
 
     Args:
-        run: A checkpoint file; or the folder of a run, such as `runs/NAME/version_0`, whose best checkpoint is loaded,
-            or its last one if there is no best one.
+        run: A checkpoint file; or a run's folder, such as `runs/NAME/version_0`, for its best checkpoint, else its
+            last one.
         device: Device to compute on; by default the accelerator, if there is one.
 
     Raises:

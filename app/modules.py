@@ -33,7 +33,7 @@ class ImageClassifier(LightningModule):
     """LightningModule for image classification: loss, metrics, optimizer, predictions.
 
     A batch is a pair of images (B, C, H, W) and labels (B,). Metrics accumulate on the device and are means over the
-    samples of all ranks. `train_loss_step` is logged every `log_every_n_steps` steps, the others once per epoch.
+    samples of all ranks. `train_loss_step` is logged every `log_every_n_steps` steps, all other metrics once per epoch.
 
     Args:
         network: Network that maps images to logits. Its optional `image_shape`, such as (3, None, None), restricts the
@@ -41,14 +41,14 @@ class ImageClassifier(LightningModule):
             or the import path of a function or class that takes the number of classes.
         num_classes: Number of classes; on the command line, it comes from the data.
         weights: Weights to begin with: a file (torch or safetensors), a run's folder, or `DEFAULT` for the published
-            weights of torchvision or timm. A last layer of another size keeps its random weights.
-        channels_last: Store images and convolution weights as (N, H, W, C). `auto`: only for a network with
-            convolutions on the CPU, or with wide ones on a GPU in 16 bits.
+            weights of torchvision or timm. The last layer keeps its random weights if its size differs.
+        channels_last: Store images and convolution weights as (N, H, W, C). `auto`: on a CPU, if the
+            network has convolutions; on a GPU in 16 bits, if some of them have 32 channels or more.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
         cuda_graph: Replay training steps as CUDA graphs, with a few launches for each step; only on a single GPU.
         matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
         views: Test-time augmentation: evaluate an image by the mean logits of several views. `mirror` adds the mirror
-            image. `shift` adds the mirror image, and both of them moved by one pixel up left and down right: 6 views.
+            image. `shift` adds two copies moved by one pixel, up left and down right, and mirrors all three: 6 views.
         **recipe: Arguments of `Recipe`.
 
     Attributes:
@@ -56,14 +56,14 @@ class ImageClassifier(LightningModule):
         executed: Execution settings in effect, for the run record.
         images: Properties of the training images, from a loaded checkpoint: `class_names`, `image_shape` (C, H, W),
             `mean`, `std`, and for `EncodedImages` also `resize` and `interpolation`. None without a loaded checkpoint,
-            or after training with the user's own data class.
+            or if the training's data module was not an `ImageData`.
     """
 
     convolutional = True
     sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give names to the lambdas among the subclass's default arguments, for `ddp_spawn`."""
+        """Name the lambdas among the subclass's default arguments, so that `ddp_spawn` can pickle them."""
         super().__init_subclass__(**kwargs)
         name_defaults(cls)
 
@@ -236,8 +236,9 @@ class ImageClassifier(LightningModule):
     def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float, count: int) -> Tensor:
         """Run the backward passes of all micro-batches except the last, and return the batch's loss.
 
-        Every rank has the same number of micro-batches, because SyncBatchNorm synchronizes each forward pass. DDP
-        averages gradients only in the backward pass of the returned loss, because DDP's forward pass runs this method.
+        Every rank has the same number of micro-batches, because SyncBatchNorm synchronizes each forward pass. This
+        method runs inside DDP's forward pass, where DDP ignores backward passes. So DDP averages gradients only in the
+        backward pass of the returned loss.
         """
         trainer, self._has_gradients = self.trainer, True
         accumulated = trainer.accumulate_grad_batches

@@ -115,7 +115,7 @@ class WhitenedCNN(nn.Module):
 
     Args:
         num_classes: Number of classes.
-        widths: Channels of each of the blocks.
+        widths: Number of channels of each block.
     """
 
     image_shape = (3, None, None)

@@ -97,7 +97,7 @@ class Recipe:
             raise UserError(f"--model.warmup {warmup}: give steps, such as 500, or epochs, such as 5ep")
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return this recipe: a copy would copy the Trainer, too, because jsonargparse's functions refer to it."""
+        """Return this recipe. A real copy would copy the Trainer, too, to which jsonargparse's functions refer."""
         return self
 
     def criterion(self, logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
@@ -155,7 +155,7 @@ class Recipe:
             steps_per_epoch: Optimizer steps of an epoch.
 
         Raises:
-            UserError: When the run has no length, or the warm-up fills it.
+            UserError: When the run has no fixed length, or the warm-up is not shorter than the run.
         """
         assert self.schedule is not None
         if not math.isfinite(steps) or steps < 0:
@@ -165,7 +165,7 @@ class Recipe:
             warmup = int(0.3 * steps)
         if warmup >= max(steps, 1):
             raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
-        # a partial, because checkpoints do not store its arguments: a resumed run may then have another length
+        # a partial, because checkpoints do not store its arguments, so that a resumed run may have another length
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 

@@ -32,8 +32,8 @@ class RawBatch(NamedTuple):
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
         draws: Random integers below DRAW_RANGE for the augmentation of each sample, (n, k), or None.
-        mix: Mixing of each sample with the next one, or None. A mixed batch has an extra sample at its
-            end, the partner of the last one.
+        mix: Mixing of each sample with the next one, or None. A mixed batch has an extra sample at its end, to mix
+            with the last one.
     """
 
     images: Tensor
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     loader: "GlobalBatches"
 
     def to(self, device: torch.device) -> "Rows":
-        """Return the batch, which is on the device."""
+        """Return the batch, which is on the device already."""
         return self
 
     def gather(self) -> RawBatch:
@@ -132,14 +132,14 @@ class GlobalBatches(GlobalOrder):
         placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds all images.
             `device`: one tensor on `device` holds all images if `shuffle`, else only this rank's images. Batches are
             then `Rows`, except for shards and mixed batches.
-        device: Device of the batches.
+        device: Device that trains or evaluates on the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
         shuffle: Whether each epoch has its own permutation.
         drop_last: Whether to drop the last, smaller batch.
         virtual_devices: Number of shards of a global batch; batches are then `Shards`.
-        one_by_one: Whether each shard is a separate batch, so that an evaluation has the same bits on any number of
-            ranks.
+        one_by_one: Whether each shard is a separate batch, so that evaluation results are bit-identical on any number
+            of ranks.
         draws: Number of random numbers per sample.
         alternate: Whether a sample is flipped in every other epoch, beginning with the first or the second at random.
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
@@ -207,7 +207,7 @@ class GlobalBatches(GlobalOrder):
 
     @property
     def _iterator(self) -> Any:
-        """The worker processes' iterator; Lightning shuts it down by this name after a stage."""
+        """Iterator of the worker processes; Lightning shuts it down through this attribute after a stage."""
         return self._workers and self._workers._iterator
 
     @_iterator.setter
@@ -258,7 +258,7 @@ class GlobalBatches(GlobalOrder):
     def _place(self, step: int) -> tuple[slice, slice | None]:
         """Return the slice of the epoch's order that holds this rank's samples of a step.
 
-        For mixup and cutmix, also return the slice of the next sample, which the last one is mixed with; else None.
+        For mixup and cutmix, also return the slice of the sample to mix with the last one; else None.
         """
         span = self.span(step)
         if self.mixing is None or span.start == span.stop:

@@ -22,7 +22,7 @@ from app.data.sources import Errors, RaggedSplit, Source, Split, SplitName, mapp
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
-HEADER = 4096  # bytes; a multiple of the page size, because pixels are memory-mapped
+HEADER = 4096  # bytes; one page on most machines, because the pixels after it are memory-mapped
 
 
 class ImageCache:
@@ -61,7 +61,7 @@ class ImageCache:
                 if columns == 4:
                     return RaggedSplit(images, values, files, left_out)
                 return Split(images, values[0], files, mapped=True, left_out=left_out)
-        except (OSError, ValueError, LookupError, TypeError):  # not a file of this cache
+        except (OSError, ValueError, LookupError, TypeError):  # missing, or not a file of this cache
             return None
 
     def write(self, source: Source, split: SplitName, num_workers: int) -> None:
@@ -92,7 +92,7 @@ class ImageCache:
                 raise OSError(errno.ENOSPC, f"{needed / 2**30:.1f} GiB are over half of the free space")
             rank_zero_info(f"Decoding {len(images):,} image{'s' * (len(images) != 1)}, once, into {path}")
             file.write(b"".ljust(HEADER))
-            file.flush()  # workers may append to the file
+            file.flush()  # before workers append to the file
             wrong: Errors = {}
             places: list[tuple[int, int, int]] = []
             for block in images.blocks(num_workers, wrong if source.skips else None, file.name):

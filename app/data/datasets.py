@@ -57,7 +57,7 @@ class EncodedImages(ImageData):
         ratio: Range of width / height of a `random_resized` crop.
         cache_size: Shorter side to which larger images are reduced before `random_resized` crops; by default 1.15 times
             `resize`.
-        predict_dir: Images and folders of images for `predict`, with or without labels; by default the test split.
+        predict_dir: Images and folders of images for `predict`, which needs no labels; by default the test split.
         on_bad_image: Reaction to an unreadable image. `error`: stop. `skip`: skip it on all ranks, and count it in the
             run's record.
         **kwargs: As for `ImageData`.

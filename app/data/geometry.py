@@ -57,7 +57,7 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that a resized training image must cover, so that the random crop finds enough pixels."""
+        """Height and width that a training image should cover, so that its random crop finds enough pixels."""
         side = self.cache_size or round(1.15 * max(self._cover))
         return (side, side) if self.crop == "random_resized" else self._cover
 

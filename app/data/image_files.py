@@ -36,7 +36,7 @@ def pixels(picture: Image.Image, channels: int) -> Tensor:
     """
     match picture:
         case JpegImageFile(format="JPEG", mode="RGB", decoderconfig=() | (1, 0), fp=file) if file and channels == 3:
-            # at full size, libjpeg decodes to PIL's pixels, but faster; if it fails, PIL reports the damaged file
+            # at full size, torchvision decodes the same pixels as PIL, but faster; if it fails, PIL reports the error
             with suppress(RuntimeError):
                 file.seek(0)
                 return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8), ImageReadMode.RGB)
@@ -182,7 +182,7 @@ class FolderSource(EncodedSource):
         self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
 
     def prepare(self) -> None:
-        """Check that folders are readable, classes of all splits match, and classes have images."""
+        """Check that each training class has images, and that other splits have images of these classes only."""
         for split, place in self._places.items():
             unknown = set(_folders(place)) - set(self._classes)
             if unknown:
@@ -252,13 +252,13 @@ class TableSource(EncodedSource):
 
 
 def sorted_names(labels: Iterable[str]) -> list[str]:
-    """Return the distinct class names in order; if all are whole numbers, in the order of their values."""
+    """Return the distinct class names, sorted by value if all are whole numbers, else alphabetically."""
     names = {*labels} - {""}
     return sorted(names, key=int if all(map(str.isdecimal, names)) else None)
 
 
 def files_in(places: Iterable[str]) -> list[str]:
-    """Return the image files among files and folders, in order.
+    """Return the files, and the image files in the folders, in order.
 
     Raises:
         UserError: When a folder is missing or holds no images.
@@ -300,7 +300,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     """Return the sorted, visible entries of a folder.
 
     Raises:
-        UserError: When the folder is unreadable, or contains a broken link, or a pipe, whose reader would block.
+        UserError: When the folder is unreadable, or contains a broken link or a special file, such as a pipe.
     """
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]

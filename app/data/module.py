@@ -41,8 +41,9 @@ class ImageData(LightningDataModule):
         micro_batch: Images per forward pass of a rank in training. A smaller number gives the same step in less memory.
         val_size: Training images held out for validation, a count or a fraction, if the source has no validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
-            same tensor on the accelerator. `auto`: `device` if the images take less than a tenth of a GPU's free
-            memory; else `memory` if they fit, else `disk`.
+            same tensor on the accelerator. `auto`: `disk` for `augment`, for a random crop, and for images above
+            half of the free host memory; else `device` if they take less than a tenth of a GPU's free memory; else
+            `memory`.
         cache: Folder for decoded images, shared by a node's ranks. `auto`: in the user's cache directory. `off`: each
             rank decodes at every start.
         num_workers: Worker processes of each rank for reading and decoding; `auto`: the rank's number of cores.
@@ -143,7 +144,7 @@ class ImageData(LightningDataModule):
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
-            reason = error.strerror or str(error).split("OSError: ")[-1].strip()  # a worker's ends with its message
+            reason = error.strerror or str(error).split("OSError: ")[-1].strip()  # a worker sends its traceback
             refused = f"cannot be kept in {self.cache.folder} ({reason})"
             if self.source.skips:
                 message = f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
@@ -219,14 +220,18 @@ class ImageData(LightningDataModule):
         return split.labels[rows].bincount(minlength=self.num_classes)
 
     def sample(self, count: int = 1024) -> Tensor:
-        """Return `count` evenly spaced training images or more, transformed as for evaluation: float32 (n, C, H, W)."""
+        """Return evenly spaced training images, transformed as for evaluation: float32 (n, C, H, W).
+
+        Args:
+            count: Smallest number of images; if there are fewer, all are returned.
+        """
         split, rows = self._splits["train"]
         images = (split[row] for row in rows[:: max(len(rows) // count, 1)].tolist())
         return self.transform(torch.stack([split.ragged.evaluated(each) if split.ragged else each for each in images]))
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of unreadable images of each loaded split."""
+        """Number of unreadable images of each loaded split that has any."""
         loaded = {name: split for name, (split, _) in self._splits.items() if name in self.source.splits}
         return {name: split.left_out for name, split in loaded.items() if split.left_out}
 
@@ -239,7 +244,7 @@ class ImageData(LightningDataModule):
         return math.ceil(self.batch_size * len(self._splits["train"][1]))
 
     def _place(self) -> Placement:
-        """Return the placement of the images, which is the same on all ranks, although their free memory differs."""
+        """Return the placement of the images, the same on all ranks."""
         if self.requested_placement != "auto":
             return self.requested_placement
         if self._worked:
@@ -316,7 +321,7 @@ class ImageData(LightningDataModule):
         return self._loader("test")
 
     def predict_dataloader(self) -> GlobalBatches:
-        """Return the loader of the images to predict, each once: the test split, or `ImageFolder`'s `predict_dir`."""
+        """Return the loader of the images to predict, each once: the test split, or the source's `predict_dir`."""
         return self._loader("predict")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -100,7 +100,7 @@ class GlobalOrder:
         self.deal(equal_shares(world_size, self._parts))
 
     def deal(self, shares: Sequence[int]) -> None:
-        """Set the number of parts of each rank, from the next iteration on."""
+        """Set the number of parts of each rank; call this before iterating."""
         own = run_of(self.rank, shares)
         self._ends = range(own.start, own.stop + 1)
 

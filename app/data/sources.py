@@ -31,7 +31,7 @@ EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
 Errors = dict[int, UserError]  # errors of unreadable images, by index
-# uint8 (n, C, H, W); or height, width, and end in bytes of each image that a worker has written to a file
+# uint8 (n, C, H, W); or, for images that a worker appended to a file, each one's height, width and end (in bytes)
 Images = Tensor | list[tuple[int, int, int]]
 
 
@@ -61,7 +61,7 @@ class _Items(Dataset[Any]):
             return wrong
 
     def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
-        """Stack or write the readable images, perhaps none; return them, and the errors of the others by index."""
+        """Return a batch's readable images and its errors; append images of different sizes to the target file."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         if isinstance(self.target, str):
@@ -117,7 +117,7 @@ class Workers(DataLoader[Tensor]):
             yield images
 
     def with_errors(self) -> Iterator[tuple[Images, Errors]]:
-        """Iterate over pairs of a batch's readable images and the other images' errors, by index in the batch."""
+        """Yield each batch's readable images, and the errors of its unreadable images by index in the batch."""
         return super().__iter__()
 
 
@@ -170,7 +170,7 @@ class Split(Dataset[Tensor]):
 
         Args:
             num_workers: Number of processes that decode.
-            file: Path of the file to which images of different sizes are appended; their places are yielded instead.
+            file: Path of the file to which images of different sizes are appended; see `Images` for the result.
             wrong: Dictionary that collects the errors of unreadable images, by index; these images are skipped.
 
         Raises:
@@ -211,7 +211,7 @@ def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's images read-only, uint8 (N, C, H, W); writable pages would count as the rank's memory."""
+    """Map a file's pixels read-only as a uint8 tensor; writable pages would count as the rank's memory."""
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -226,7 +226,7 @@ class Source(ABC):
         image_shape: Shape of an image, (C, H, W).
         mean: Mean of each channel, for pixels scaled to 0…1.
         std: Standard deviation of each channel, for pixels scaled to 0…1.
-        splits: Names of the splits; without `val`, training images are held out.
+        splits: Names of the splits; without `val`, training images are held out for validation.
         files: Paths of the files, if known.
         skips: Whether unreadable images are skipped.
     """
@@ -241,7 +241,7 @@ class Source(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare the files, in one process per node before the others read.
+        """Check or download the files, in one process per node, before other processes read them.
 
         Raises:
             UserError: When files are missing and cannot be downloaded, or are corrupted.
