@@ -104,7 +104,7 @@ def test_a_busy_core(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_slow_data_on_another_node(tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *options(num_nodes=2, devices=1, max_epochs=3)]
+    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *options(num_nodes=2, devices=1, max_epochs=8)]
     (ended, _) = on_two_nodes("fit", *flags, "--run.root", tmp_path)
     out = output_of(*ended)
     check_slow(tmp_path, out, 2, "data")
