@@ -57,6 +57,9 @@ class ImageClassifier(LightningModule):
         images: Properties of the training images, from a loaded checkpoint: `class_names`, `image_shape` (C, H, W),
             `mean`, `std`, and for `EncodedImages` also `resize` and `interpolation`. None without a loaded checkpoint,
             or if the training's data module was not an `ImageData`.
+
+    Raises:
+        UserError: When there are fewer than two classes.
     """
 
     convolutional = True
@@ -80,6 +83,8 @@ class ImageClassifier(LightningModule):
         **recipe: Any,
     ) -> None:
         super().__init__()
+        if num_classes < 2:
+            raise UserError(f"the images have {num_classes} class: a classifier needs two or more")
         self.recipe, self.views = Recipe(**recipe), views
         self.network_name = network if isinstance(network, str) else type(network).__name__
         self.network = make_network(network, num_classes) if isinstance(network, str) else network

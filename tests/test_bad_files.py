@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, ROOT, App, difference, error_of, options, output_of, record_of, tiny, weights
+from harness import QUIET, ROOT, App, difference, draw_images, error_of, options, output_of, record_of, tiny, weights
 from PIL import Image
 
 from app.record import Record
@@ -113,6 +113,11 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
 
 def images_at(root: Path, **flags: object) -> list[str | Path]:
     return ["fit", "--data", "ImageFolder", "--data.root", root, *options(max_epochs=1, **flags), *QUIET]
+
+
+def test_images_of_one_class(app: App, tmp_path: Path) -> None:
+    out = error_of(*app(*images_at(draw_images(tmp_path / "cats", ("cat",), train=12))))
+    assert out.splitlines()[-1] == "error: the images have 1 class: a classifier needs two or more"
 
 
 def test_what_a_folder_of_images_must_not_hold(
