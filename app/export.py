@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
 
 
 def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
-    """Write a classifier's file, `.onnx` or `.pt2`, and return the file's probabilities for the images.
+    """Write a classifier's file, `.onnx` or `.pt2`, and return the probabilities that the file computes for images.
 
     Args:
         classifier: The classifier.

@@ -85,7 +85,7 @@ class Workers(DataLoader[Tensor]):
     Args:
         read: Function that reads an item's image, uint8 (C, H, W).
         batches: Items of each batch.
-        target: Shape of an image, (C, H, W), or path of the file to which workers append images of different sizes.
+        target: Shape (C, H, W) of all images; if sizes differ, path of the file to which workers append the images.
         num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """

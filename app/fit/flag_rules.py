@@ -32,7 +32,7 @@ MINIMA = {
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
 
-# class (or a base class) that each section's flags configure; the user chooses the classes of --model and --data
+# class that each section's flags configure; for --model and --data, a base class of the class that the user chooses
 MADE = {
     "trainer": Trainer,
     "run": Run,

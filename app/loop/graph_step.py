@@ -141,10 +141,10 @@ class Graphs:
 class GraphStep(Step):
     """Training step that replays CUDA graphs.
 
-    The first batches, and batches of another size such as an epoch's last one, run without graphs. Other batches
-    replay two graphs. The first one gathers, augments and normalises the images of `ImageData`. Batches with mixup or
-    cutmix, and batches of other data modules, are prepared without it. The second one computes the loss, adds it to the
-    sums, computes and clips gradients, and updates the weights. Hooks see no gradients.
+    The first batches, and batches of another size such as an epoch's last one, run without graphs. For all others, one
+    graph gathers, augments and normalises the images, and a second one computes the loss, adds it to the sums, computes
+    and clips gradients, and updates the weights. The first graph serves only `ImageData` without mixup and cutmix;
+    other batches are prepared by ordinary calls. Hooks see no gradients.
 
     Args:
         loop: The loop.

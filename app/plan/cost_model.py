@@ -297,8 +297,8 @@ def _seconds(
 ) -> float:
     """Predict the seconds of a step with slower devices and a slower link.
 
-    The whole step is multiplied by `compute`, communication included. Communication must be slower by `sending` alone,
-    so the link is made faster by `compute` first.
+    The prediction is for a link slower by `sending / compute`; then the whole step is multiplied by `compute`. So
+    communication is slower by `sending` alone.
 
     Args:
         strategy: `ddp` or `dp`.

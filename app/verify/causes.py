@@ -129,7 +129,7 @@ def _other_pixels(case: Case) -> bool:
 
 
 def _split(case: Case) -> Cause | None:
-    """Return a cause if one run validates samples that the other run trains on, else None."""
+    """Return a cause if one run validates on samples that the other run trains on, else None."""
     runs = case.way, case.reference
     ours, theirs = (run.evaluated for run in runs)
     here, there = ({sample for step in run.steps for sample in step.samples} for run in runs)

@@ -1,4 +1,4 @@
-"""First differences of two recordings of a training, from a step's samples to the final optimizer state."""
+"""Comparison of two recordings of a training: finds where samples, losses, weights and so on differ first."""
 
 import json
 import math
