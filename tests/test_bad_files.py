@@ -41,6 +41,7 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
     assert f"so give {tmp_path / 'mine'}" in said
 
 
+@pytest.mark.slow
 def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_root: Path) -> None:
     batch = cifar_root / "cifar-10-batches-py" / "data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-100])

@@ -116,6 +116,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [path.name for path in tmp_path.iterdir()] == [LAST]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """The newest checkpoint and the previous one are whole, and no saved checkpoint is lost."""
     place, folder, seed = tmp_path / "steps", tmp_path / "checkpoints", random.Random(0)

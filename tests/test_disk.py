@@ -88,6 +88,7 @@ def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_p
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_goes_away(tmp_path: Path) -> None:
     """The next checkpoint creates the folder again, and the run completes without the earlier files."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "30", "--run.test", "false"]

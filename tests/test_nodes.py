@@ -67,6 +67,7 @@ def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Go, tmp_pa
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_who_is_missing_is_said_and_the_wait_ends(go: Go, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     waiting = [go(tcp(port), node, nodes=3, timeout=9) for node in (0, 1)]

@@ -187,11 +187,13 @@ assert torch._dynamo.utils.__spec__.origin
 """
 
 
+@pytest.mark.slow
 def test_what_few_need_is_imported_when_something_needs_it() -> None:
     """The plots and the FLOP counter are imported before the compiler."""
     in_a_new_process(EAGER + PLOTS + COMPILES)
 
 
+@pytest.mark.slow
 def test_a_module_below_the_compiler_is_imported_first() -> None:
     code = """
 from app.system.program import set_up
@@ -203,6 +205,7 @@ assert torch._dynamo.config is config and config.__spec__.origin and config.verb
     in_a_new_process(code)
 
 
+@pytest.mark.slow
 def test_imports_have_no_side_effects() -> None:
     code = """
 import os, logging, sys, warnings

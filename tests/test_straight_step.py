@@ -300,10 +300,10 @@ RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "o
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
 
 
-LARGE = {"cifar_resnet18": [pytest.mark.slow]}
+LARGE = ("cifar_resnet18", "imagenet", "finetune", "cifar10_94")
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "sweep"]
 CONFIGS += sorted((ROOT / "configs" / "speed").glob("*.yaml"))
-CONFIGS = [pytest.param(path, id=path.stem, marks=LARGE.get(path.stem, [])) for path in CONFIGS]
+CONFIGS = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LARGE)) for path in CONFIGS]
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -52,6 +52,7 @@ def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> No
     assert (record.virtual_devices, record.shards) == (5, {1: [5], 2: [2, 3], 3: [1, 2, 2]}[ranks])
 
 
+@pytest.mark.slow
 def test_the_fast_recipe(tmp_path: Path) -> None:
     """A run on one process, and a run that is stopped on one process and resumed on two, have the same bits."""
     flags = ["--config", str(ROOT / "configs/speed/cifar10_cpu.yaml"), *tiny(90, 20, val_size=10, virtual_devices=4)]

@@ -183,7 +183,7 @@ def digest(value: Tensor) -> str:
 def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]:
     """Return ids of a batch's samples, and digests of their integer tensors.
 
-    With this application's loaders, the id is the sample's row in the data set; with others, a digest of the sample's tensors.
+    With this application's loaders, the id is the sample's row in the data set; otherwise, a digest of its tensors.
     """
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
