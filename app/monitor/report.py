@@ -169,9 +169,11 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict
     if any(line.size for line in accuracies.values()):
         figures["accuracy"] = draw_line(accuracy)
         shown.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
-    if shown and rates.size:
+    if shown and rates.size and np.ptp(rates[1]):
         figures["rate"] = draw_line(rate, height=1.6)
         shown.append('![Learning rate against epochs](rate "Learning rate")')
+    elif shown and rates.size:
+        shown.append(f"\nThe learning rate was {rates[1][0]:g} throughout.")
     return "\n".join(shown) or "No loss was logged as train_loss or val_loss."
 
 
