@@ -139,7 +139,7 @@ def decide(
         place = place.relative_to(root)
     return {
         "checkpoint": newest,
-        "may_be_finished": may_be_finished,  # a run restarted after its training still needs the test
+        "may_be_finished": may_be_finished,  # a run that was killed after training resumes for its test
         "folder": place,  # relative to --run.root if inside it, because the root may differ between nodes
         "earlier": earlier,
         "launchers": launchers,

@@ -158,7 +158,7 @@ def requeue() -> bool:
     Returns:
         Whether SLURM accepted the request; true in tasks other than 0.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends SIGUSR1 twice
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ignore SLURM's second SIGUSR1
     if os.environ["SLURM_PROCID"] != "0":
         return True
     job = os.environ["SLURM_JOB_ID"]

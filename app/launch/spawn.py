@@ -120,7 +120,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self.kill(signal.SIGKILL if again else number)
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        """Run the rank in the new process; signals end it from here on."""
+        """Run the rank in the new process. Unblock signals first, so that they end the process."""
         for number in CAUSES:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)

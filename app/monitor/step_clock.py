@@ -217,8 +217,9 @@ def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> P
     Args:
         profiled: Median of each phase over a few profiled steps.
         step: Median step time in the windows, in milliseconds.
-        rank: Rank zero's median times over all windows, or None without other ranks. Its data and wait replace the
-            profiled data and communication, because a few steps do not represent the waits for other ranks.
+        rank: Rank zero's median times over all windows; None if there is only one rank. Its data time replaces the
+            profiled data time, and its wait replaces the profiled communication, because waits for other ranks vary
+            too much to be measured in a few steps.
     """
     known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
     scale = (step - sum(known.values())) / sum(getattr(profiled, phase) for phase in PHASES if phase not in known)

@@ -199,7 +199,7 @@ class Prover:
     def _again(
         self, name: str, flags: Mapping[str, Any] | None, more: Mapping[str, Any]
     ) -> tuple[Recorded | None, Result]:
-        """Run the reference and a variant, both with additional flags.
+        """Run the reference, on one device, and a variant, both with additional flags.
 
         Args:
             name: Name of the variant.
@@ -207,8 +207,7 @@ class Prover:
             more: Additional flags.
 
         Returns:
-            Recording on one device, and the variant's result. If the run on one device fails, None and the failed
-            run's result.
+            The reference's recording and the variant's result. If the reference fails, None and its result.
         """
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
         if series not in self.references:
