@@ -84,7 +84,7 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         if num_classes < 2:
-            raise UserError(f"the images have {num_classes} class: a classifier needs two or more")
+            raise UserError(f"a classifier needs two classes or more, not {num_classes}: add a class to --data")
         self.recipe, self.views = Recipe(**recipe), views
         self.network_name = network if isinstance(network, str) else type(network).__name__
         self.network = make_network(network, num_classes) if isinstance(network, str) else network

@@ -118,7 +118,7 @@ def images_at(root: Path, **flags: object) -> list[str | Path]:
 
 def test_images_of_one_class(app: App, tmp_path: Path) -> None:
     out = error_of(*app(*images_at(draw_images(tmp_path / "cats", ("cat",), train=12))))
-    assert out.splitlines()[-1] == "error: the images have 1 class: a classifier needs two or more"
+    assert out.splitlines()[-1] == "error: a classifier needs two classes or more, not 1: add a class to --data"
 
 
 def test_what_a_folder_of_images_must_not_hold(

@@ -301,7 +301,7 @@ def small(command: str) -> list[str] | None:
     if settings.model.init_args.get("weights") == "DEFAULT":  # needs a download
         return None
     if kind == "fit":
-        longer = "--ckpt_path" in flags or settings.model.init_args.get("warmup")
+        longer = "--ckpt_path" in flags or settings.model.init_args.get("warmup")  # of up to two epochs
         flags += ["--trainer.max_epochs", "3" if longer else "1", "--run.test", "false"]
     name = settings.data.class_path.rpartition(".")[2]
     if name in ("CIFAR10", "FashionMNIST") and kind == "fit":

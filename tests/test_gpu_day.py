@@ -47,7 +47,7 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(tmp_path: Path, monkeypa
     statuses = {item: row["status"] for item, row in rows.items()}
     assert statuses == {"fails": "failed", "hangs": "cut off after 2 s", "works": "ok"}
     assert all(row["figures"] == {"a": 1} for row in rows.values())
-    assert rows["fails"]["said"] == ["it broke"]
+    assert rows["fails"]["end"] == ["it broke"]
     assert "a: 1" in (tmp_path / "out" / "results.md").read_text()
     assert len(list((tmp_path / "out").iterdir())) == 3
     with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:

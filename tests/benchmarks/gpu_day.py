@@ -26,7 +26,6 @@ CALLS = {
     "B": {"lenet": 150, "resnet": 140, "mlp": 120, "pipeline": 110},
     "C": {"gpu_tests": 180, "resume": 60, "dp": 50, "ddp_gloo": 90, "nccl": 50, "commands": 90},
 }
-OTHERS = {"suite": ALL}
 
 
 def why_not() -> str | None:
@@ -55,8 +54,8 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
                     process.wait(10)
     found = json.loads(figures.read_text()) if figures.exists() else {}
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    seconds, said = round(time.monotonic() - began, 1), lines[-12:] if status == "failed" else []
-    return {"item": item, "status": status, "seconds": seconds, "figures": found, "said": said}
+    seconds, end = round(time.monotonic() - began, 1), lines[-12:] if status == "failed" else []
+    return {"item": item, "status": status, "seconds": seconds, "figures": found, "end": end}
 
 
 def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
@@ -65,8 +64,8 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
     lines = ["| item | status | s | found |", "|---|---|---|---|"]
     for row in rows:
         found = "; ".join(f"{name}: {value}" for name, value in row["figures"].items())
-        said = " ".join(row["said"][-1:])
-        lines.append(f"| {row['item']} | {row['status']} | {row['seconds']} | {found or said} |".replace("\n", " "))
+        end = " ".join(row["end"][-1:])
+        lines.append(f"| {row['item']} | {row['status']} | {row['seconds']} | {found or end} |".replace("\n", " "))
     (folder / "results.md").write_text("\n".join(lines) + "\n")
     with tarfile.open(folder / "logs.tar.gz", "w:gz") as archive:
         archive.add(logs, "logs")
@@ -74,7 +73,7 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
 
 def main(chosen: Sequence[str], folder: Path) -> None:
     """Run calls and items, and print each one's status; exit with 1 if one failed or timed out."""
-    limits = {item: limit for call in CALLS.values() for item, limit in call.items()} | OTHERS
+    limits = {item: limit for call in CALLS.values() for item, limit in call.items()} | {"suite": ALL}
     items = [item for name in chosen or CALLS for item in CALLS.get(name, [name])]
     if unknown := [item for item in items if item not in limits]:
         raise SystemExit(f"gpu_day.sh: there is no {unknown[0]!r}: give wheels, {', '.join([*CALLS, *limits])}")
@@ -84,7 +83,7 @@ def main(chosen: Sequence[str], folder: Path) -> None:
     with tempfile.TemporaryDirectory() as logs:
         for item in items:
             left = ends - time.monotonic()
-            row = {"item": item, "seconds": 0.0, "figures": {}, "said": []}
+            row = {"item": item, "seconds": 0.0, "figures": {}, "end": []}
             if skipped := reason or ("no time left" if left < 5 else None):
                 row["status"] = f"skipped: {skipped}"
             else:
