@@ -23,7 +23,7 @@ from app.data.module import ImageData
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, WhitenedCNN, load_weights, make_network, read_weights
-from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults, set_rates
+from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults, rates_of
 from app.system.patches import expects
 from app.training_sums import Sums, log_window
 
@@ -63,6 +63,7 @@ class ImageClassifier(LightningModule):
     """
 
     convolutional = True
+    sums_losses = True  # False while a CUDA graph is captured whose backward pass begins at the single losses
     sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -219,7 +220,8 @@ class ImageClassifier(LightningModule):
         if self.micro_batch is not None:
             share = math.ceil(loader.global_count(batch_idx) / trainer.world_size)
             return self._in_parts(images, labels, batch_idx, scale, math.ceil(share / self.micro_batch))
-        return self._training_losses(images, labels, batch_idx).sum() * scale
+        losses = self._training_losses(images, labels, batch_idx)
+        return losses.sum() * scale if self.sums_losses else losses
 
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
         """Return the losses (B,) of images (B, C, H, W), and add them to the sums."""
@@ -330,7 +332,9 @@ class ImageClassifier(LightningModule):
             raise UserError("cuda_graph=True needs another loop: app.loop.graph_step.GraphLoop.put_into(trainer)")
         for config in self.trainer.lr_scheduler_configs:
             if self.recipe.schedule and isinstance(config.scheduler, LambdaLR):
-                set_rates(config.scheduler)
+                scheduler = config.scheduler
+                for group, rate in zip(scheduler.optimizer.param_groups, rates_of(scheduler), strict=True):
+                    group["lr"] = rate
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the unfinished epoch's sums over all ranks, and the properties of the images that predictions need.

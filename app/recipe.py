@@ -173,11 +173,10 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def set_rates(scheduler: LambdaLR) -> None:
-    """Set the optimizer's learning rates to those of the schedule's current step."""
-    groups = scheduler.optimizer.param_groups
-    for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = base * factor(scheduler.last_epoch)
+def rates_of(scheduler: LambdaLR, ahead: int = 0) -> list[float]:
+    """Return the learning rate of each parameter group at the schedule's current step, or some steps ahead."""
+    pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    return [float(base) * factor(scheduler.last_epoch + ahead) for base, factor in pairs]
 
 
 def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:

@@ -1,5 +1,6 @@
 """Training steps as CUDA graphs, on tapes that stand in for them, and on a GPU."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from app.errors import UserError
 from app.fit import rules
 from app.loop import graph_step
 from app.modules import CIFARCNN
+from app.monitor.step_clock import StepClock
+from app.system.lightning_patches import signal_connector
 
 __all__ = ["tapes"]
 
@@ -38,9 +41,14 @@ ONE_CYCLE += ["--model.scheduler.total_steps", "40", "--model.scheduler_interval
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow graphs on the CPU."""
+    """Allow graphs on the CPU, and several steps in one graph from the first step on."""
     monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
+    for name in ("skipped", "window"):
+        monkeypatch.setattr(StepClock, name, 0)
 
+
+# four steps in one graph, four times; eight more steps one by one
+BLOCKS = [*options(log_every_n_steps=4), "--last_checkpoint.every_n_train_steps", "8"]
 
 RUNS = {
     "sgd": SGD,
@@ -51,6 +59,8 @@ RUNS = {
     "bf16": [*SGD, "--trainer.precision", "bf16-mixed"],
     "from_host_memory": [*SGD, "--data.placement", "memory"],
     "mixed": [*SGD, "--data.mixup", "0.5", "--data.cutmix", "1.0"],
+    "blocks": [*SGD, *BLOCKS, "--model.schedule", "cosine"],
+    "blocks_clipped": [*ADAMW, *BLOCKS, *HALVED, "--trainer.gradient_clip_val", "0.5"],
 }
 
 
@@ -60,7 +70,8 @@ def test_a_graph_computes_the_same(flags: list[str], tapes: list[Graph], app: Ap
     for name, more in (("plain", []), ("graph", GRAPH)):
         output_of(*app("fit", *SMALL, *STEPS, *EVERY, *flags, *more, "--run.name", name))
     plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
-    assert [tape.replays for tape in tapes] == [24] * (1 if "--data.mixup" in flags else 2)
+    replays = [8, 8, 4, 4] if "8" in flags else [24] * (1 if "--data.mixup" in flags else 2)
+    assert [tape.replays for tape in tapes] == replays
     np.testing.assert_array_equal(losses(graph), losses(plain))
     files = [sorted((run / "checkpoints").glob("step=*.ckpt")) for run in (plain, graph)]
     assert [path.name for path in files[0]] == [path.name for path in files[1]]
@@ -82,6 +93,26 @@ def test_a_graph_goes_on_from_a_step_without_one(tapes: list[Graph], app: App, t
     resumed = tmp_path / "runs" / "graph" / "version_0" / "checkpoints"
     assert [tape.replays for tape in tapes] == [15, 15]
     assert difference(saved / "step=27.ckpt", resumed / "step=27.ckpt") == 0
+
+
+def test_a_stop_waits_for_the_end_of_a_block(
+    tapes: list[Graph], app: App, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A signal in the second of four steps stops training after the fourth, with the weights of an ordinary run."""
+    flags, train = ["fit", *SMALL, *STEPS, *EVERY, *SGD, *BLOCKS], graph_step.Graphs.train
+    output_of(*app(*flags, "--run.name", "plain"))
+
+    def signalled(graphs: graph_step.Graphs) -> torch.Tensor:
+        if graphs._step.trainer.global_step == 21:
+            signal_connector(graphs._step.trainer).noted = signal.SIGINT
+        return train(graphs)
+
+    monkeypatch.setattr(graph_step.Graphs, "train", signalled)
+    code, out = app(*flags, *GRAPH, "--run.name", "graph")
+    assert code == 130, out
+    saved, stopped = (tmp_path / "runs" / name / "version_0" / "checkpoints" for name in ("plain", "graph"))
+    assert max(stopped.glob("step=*.ckpt"), key=lambda path: int(path.stem[5:])).stem == "step=24"
+    assert difference(saved / "step=24.ckpt", stopped / "step=24.ckpt") == 0
 
 
 AVERAGING = ["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs", "0.1"]

@@ -53,21 +53,33 @@ class Rows(NamedTuple):
     """One rank's share of a global batch, before its images are gathered on the device.
 
     Attributes:
-        table: int64 (2 + k, n): each sample's row in the loader's images, its label, and its k draws.
+        epoch: int64 (2 + k, N): each sample's row in the loader's images, its label, and its k draws, in the epoch's
+            order.
+        place: Place of the n samples in the epoch's order.
         loader: Loader that keeps the images on the device.
     """
 
-    table: Tensor
+    epoch: Tensor
+    place: slice
     loader: "GlobalBatches"
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.place.stop - self.place.start
 
     def to(self, device: torch.device) -> "Rows":
         """Return the batch, which is on the device already."""
         return self
 
+    def alone(self, batches: int = 1) -> "Rows":
+        """Return the samples of this batch and of the following ones, without the rest of the epoch."""
+        start, size = self.place.start, batches * self.size
+        return Rows(self.epoch[:, start : start + size], slice(0, size), self.loader)
+
     def gather(self) -> RawBatch:
         """Gather the images."""
-        images = self.loader.images.index_select(0, self.table[0])
-        return RawBatch(images, self.table[1], self.table[2:].T if len(self.table) > 2 else None)
+        return self.loader.gather(self.epoch[:, self.place])
 
 
 class Reader:
@@ -305,11 +317,17 @@ class GlobalBatches(GlobalOrder):
 
     def _rows(self, table: Tensor, epoch: int, steps: range) -> Iterator[RawBatch | Rows]:
         for step in steps:
-            rows = Rows(self._share(table, self._place(step)), self)
+            place = self._place(step)
             if self.mixing is None and self.virtual_devices is None:
-                yield rows
+                yield Rows(table, place[0], self)
             else:
-                yield rows.gather()._replace(mix=self._mix(epoch, step, rows.table.shape[1]))
+                batch = self.gather(self._share(table, place))
+                yield batch._replace(mix=self._mix(epoch, step, len(batch.labels)))
+
+    def gather(self, table: Tensor) -> RawBatch:
+        """Gather images on the device by columns of `Rows.epoch`, int64 (2 + k, n)."""
+        images = self.images.index_select(0, table[0])
+        return RawBatch(images, table[1], table[2:].T if len(table) > 2 else None)
 
     def _mix(self, epoch: int, step: int, size: int) -> Mix | None:
         return draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and size else None

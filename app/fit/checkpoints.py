@@ -36,6 +36,11 @@ class RunCheckpoint(ModelCheckpoint):
     the newest checkpoint is kept instead of the best.
     """
 
+    @property
+    def looks_every(self) -> int:
+        """Number of steps between checkpoints; 0 without checkpoints within an epoch."""
+        return self._every_n_train_steps if self._train_time_interval is None else 1
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the scores, which Lightning would drop in a new directory."""
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})

@@ -4,22 +4,31 @@ Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-captu
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
-from app.data.batches import RawBatch, Rows
+from app.data.batches import GlobalBatches, RawBatch, Rows
 from app.errors import UserError
 from app.loop.straight_step import Step, StraightLoop, overrides
 from app.modules import ImageClassifier
+from app.recipe import rates_of
+from app.training_sums import log_window
 
+MOST = 16  # steps in one graph
+PIXELS = 2**24  # in the prepared images of one graph: more would take memory and gain nothing
 WARM_UP = 3  # number of steps before the first graph: libraries choose kernels, and the optimizer creates its state
 # hooks that act between the phases of a step
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+BATCH = ("on_train_batch_start", "on_train_batch_end")
 STEP = (*HOOKS, "training_step", "backward", "optimizer_zero_grad", "optimizer_step")
 
 
@@ -27,7 +36,10 @@ class Graph:
     """CUDA graph of a function, recorded once and replayed on the same memory.
 
     Args:
-        work: Function to record; each replay overwrites the tensors that the function has returned.
+        work: Function to record.
+
+    Attributes:
+        results: Tensors that the function has returned; each replay overwrites them.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -35,18 +47,49 @@ class Graph:
         try:
             # "thread_local", because other threads may use the GPU, such as a loader's thread that pins memory
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._results = work()
+                self.results = work()
         except RuntimeError as error:  # raise the first error: ending a failed recording raises another one
             raise (error.__context__ or error) from None
 
     def replay(self) -> Any:
         """Replay the graph, and return the recorded tensors."""
         self._graph.replay()
-        return self._results
+        return self.results
+
+
+class Block:
+    """Consecutive training steps as two CUDA graphs.
+
+    Args:
+        inputs: Batch of all steps, to copy into memory of the block.
+        prepare: Function that gathers, augments and normalises the inputs; None for a prepared batch.
+        steps: Number of steps.
+        device: Device of the graphs.
+
+    Attributes:
+        batches: For each step, images (B, C, H, W) and labels in the memory that the training graph reads.
+        training: Graph of all steps, which returns their losses (steps,); None before its capture.
+    """
+
+    training: Graph | None = None
+
+    def __init__(self, inputs: Any, prepare: Callable[[Any], Any] | None, steps: int, device: torch.device) -> None:
+        held = self._inputs = apply_to_collection(inputs, Tensor, lambda value: value.to(device, copy=True))
+        self._preparation = Graph(lambda: prepare(held)) if prepare is not None else None
+        batch = held if self._preparation is None else self._preparation.results
+        self.batches = [batch] if steps == 1 else list(zip(*(part.chunk(steps) for part in batch), strict=True))
+
+    def prepare(self, inputs: Any) -> None:
+        """Prepare the batches."""
+        for value, new in zip(self._inputs, inputs, strict=True):
+            if isinstance(new, Tensor):
+                value.copy_(new, non_blocking=True)
+        if self._preparation is not None:
+            self._preparation.replay()
 
 
 class Graphs:
-    """Memory and CUDA graphs of a training step.
+    """Memory and CUDA graphs of training steps.
 
     Args:
         step: The step to capture.
@@ -54,42 +97,57 @@ class Graphs:
     Attributes:
         loader: Loader of the batches.
         batch: Images (B, C, H, W) and labels in the memory that the training graph reads; None during the warm-up.
+        ahead: Number of steps that the device has been given before the loop has reached them.
     """
 
     batch: Any = None
-    _inputs: Any = None
-    _preparation: Graph | None = None
-    _training: Graph | None = None
+    ahead = 0
+    _block: Block
 
     def __init__(self, step: "GraphStep") -> None:
         self._step, self._preparations = step, step.preparation
         self.loader = step.trainer.train_dataloader
         self._size: int | None = getattr(self.loader, "batch_size", None)
+        # without sum and factor of each step's loss, the backward pass takes four operations less, with the same bits
+        self._from_losses = isinstance(self.loader, GlobalBatches) and step.plain_backward
         self._warm_up, self._replays = WARM_UP, 0
+        self._blocks: dict[int, Block] = {}
+        self._losses: list[Tensor] = []
         groups = step.optimizer.param_groups
         self._settings: list[Any] = []
-        self._rates = [group["lr"] for group in groups]
-        self._rates_on_device = [torch.tensor(rate, device=step.strategy.root_device) for rate in self._rates]
+        self._rates = [[group["lr"]] * MOST for group in groups]
+        device = step.strategy.root_device
+        self._rates_on_device = [torch.tensor(rates, device=device).unbind() for rates in self._rates]
 
-    def prepare(self, batch: Any) -> Any:
-        """Prepare a batch. After the warm-up, a full batch lies in the memory that the training graph reads."""
+    def prepare(self, batch: Any, steps: Callable[[Rows], int]) -> Any:
+        """Prepare a batch. After the warm-up, a full batch lies in the memory that the training graph reads.
+
+        Args:
+            batch: The batch.
+            steps: Function that returns the number of steps to run at once, beginning with a batch.
+        """
+        if self.ahead:
+            self.batch = self._block.batches[-self.ahead]
+            self.ahead -= 1
+            return self.batch
         is_raw = isinstance(batch, Rows) or (isinstance(batch, RawBatch) and batch.mix is None)
         inputs = batch if is_raw else self._prepare(batch)
-        size = batch.table.shape[1] if isinstance(batch, Rows) else len(inputs[1])
+        size = batch.size if isinstance(batch, Rows) else len(inputs[1])
         self._size = self._size or size
         if size != self._size or self._warm_up:
             self._warm_up -= size == self._size
             return self._prepare(batch) if is_raw else inputs
-        if self._inputs is None:
+        count = 1
+        if isinstance(batch, Rows):
+            count = steps(batch)
+            inputs = batch.alone(count)
+        if count not in self._blocks:
             device = self._step.strategy.root_device
-            held = self._inputs = apply_to_collection(inputs, Tensor, lambda value: value.to(device, copy=True))
-            self._preparation = Graph(lambda: self._prepare(held)) if is_raw else None
-            self.batch = held
-        for value, new in zip(self._inputs, inputs, strict=True):
-            if isinstance(new, Tensor):
-                value.copy_(new, non_blocking=True)
-        if self._preparation is not None:
-            self.batch = self._preparation.replay()
+            self._blocks[count] = Block(inputs, self._prepare if is_raw else None, count, device)
+        self._block = self._blocks[count]
+        self._block.prepare(inputs)
+        self.ahead = count - 1
+        self.batch = self._block.batches[0]
         return self.batch
 
     def _prepare(self, batch: Any) -> Any:
@@ -98,44 +156,73 @@ class Graphs:
         return batch
 
     def train(self) -> Tensor:
-        """Train on `batch`, and return its loss.
+        """Train on the batches of a block if the step is its first one; return the step's loss.
 
         Raises:
             UserError: When the optimizer's settings, apart from the learning rate, change at each step.
         """
-        optimizer, sums = self._step.optimizer, self._step.module.sums
-        groups, samples = optimizer.param_groups, sums.count + self._size
+        if not self._losses:
+            self._losses = [*self._replay().unbind()]
+        self._step.module.sums.count += self._size
+        return self._losses.pop(0)
+
+    def _replay(self) -> Tensor:
+        """Train on the batches of the block, and return the losses, (steps,)."""
+        groups, block = self._step.optimizer.param_groups, self._block
         settings = [value for group in groups for name, value in group.items() if name not in ("params", "lr")]
-        for index, group in enumerate(groups):
-            if group["lr"] != self._rates[index]:
-                self._rates[index] = group["lr"]
-                self._rates_on_device[index].fill_(group["lr"])
-        if self._training is None or settings != self._settings:
+        for group, coming in enumerate(self._coming_rates()):
+            for place, rate in enumerate(coming):
+                if rate != self._rates[group][place]:
+                    self._rates[group][place] = rate
+                    self._rates_on_device[group][place].fill_(rate)
+        if settings != self._settings:
             if self._replays == 1:
                 problem = "the scheduler changes more than the learning rate, such as the momentum, at each step"
                 remedy = "use --model.schedule, or leave cuda_graph out"
                 raise UserError(f"--model.cuda_graph true: {problem}: {remedy}")
             self._settings, self._replays = settings, 0
-            self._training = None  # frees its memory first
-            optimizer.zero_grad()
-            self._training = Graph(self._train)
-            optimizer.zero_grad()
+            for each in self._blocks.values():
+                each.training = None  # frees its memory first
+        if block.training is None:
+            self._step.optimizer.zero_grad()
+            block.training = Graph(self._train)
+            self._step.optimizer.zero_grad()
             self._step.loop.captured = True
-        self._replays += 1
-        sums.count = samples
-        return self._training.replay().clone()
+        self._replays += len(block.batches)
+        return block.training.replay().clone()
+
+    def _coming_rates(self) -> list[list[float]]:
+        """Return the learning rates of the block's steps, for each parameter group."""
+        steps = range(len(self._block.batches))
+        for config in self._step.trainer.lr_scheduler_configs if self.ahead else ():
+            if config.interval == "step":
+                rates = (rates_of(config.scheduler, step) for step in steps)
+                return [list(group) for group in zip(*rates, strict=True)]
+        return [[group["lr"] for _ in steps] for group in self._step.optimizer.param_groups]
 
     def _train(self) -> Tensor:
-        step = self._step
-        loss = step.training_step(self.batch, 0)
-        step.backward(loss)
-        step.clip_gradients()
-        for group, rate in zip(step.optimizer.param_groups, self._rates_on_device, strict=True):
-            group["lr"] = rate  # a tensor, so that a new learning rate needs no new graph
-        step.optimizer.step()
-        for group, rate in zip(step.optimizer.param_groups, self._rates, strict=True):
+        step, batches = self._step, self._block.batches
+        groups, sums, losses = step.optimizer.param_groups, step.module.sums, []
+        count, rates = sums.count, [group["lr"] for group in groups]
+        step.module.sums_losses, gradient = not self._from_losses, None
+        with sums.together() if len(batches) > 1 else nullcontext():
+            for place, batch in enumerate(batches):
+                step.optimizer.zero_grad()
+                loss = step.training_step(batch, 0)
+                if self._from_losses:
+                    gradient = torch.full_like(loss, 1 / self.loader.batch_size) if gradient is None else gradient
+                    loss.backward(gradient)
+                else:
+                    step.backward(loss)
+                step.clip_gradients()
+                for group, there in zip(groups, self._rates_on_device, strict=True):
+                    group["lr"] = there[place]  # a tensor, so that a new learning rate needs no new graph
+                step.optimizer.step()
+                losses.append(loss.detach())
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-        return loss.detach()
+        sums.count, step.module.sums_losses = count, True
+        return torch.stack(losses).sum(1) * (1 / self.loader.batch_size) if self._from_losses else torch.stack(losses)
 
 
 class GraphStep(Step):
@@ -145,6 +232,12 @@ class GraphStep(Step):
     graph gathers, augments and normalises the images, and a second one computes the loss, adds it to the sums, computes
     and clips gradients, and updates the weights. The first graph serves only `ImageData` without mixup and cutmix;
     other batches are prepared by ordinary calls. Hooks see no gradients.
+
+    With `--data.placement device`, the graphs hold up to 16 steps. The device gets these steps at the first of them;
+    the loop then counts them, and calls the hooks, without a launch. Such steps lie between two moments at which
+    something may look at the weights: the end of a logging window or an epoch, a validation, a checkpoint. A callback
+    that acts on each batch declares the number of steps between two looks as `looks_every`, 0 for never. By default,
+    it looks after each step, and graphs hold one.
 
     Args:
         loop: The loop.
@@ -157,7 +250,9 @@ class GraphStep(Step):
         if loop.graphs is None or loop.graphs.loader is not self.trainer.train_dataloader:
             loop.graphs = Graphs(self)
         self.graphs = loop.graphs
-        self.preparation = [self._part("batch_to_device", self.graphs.prepare)]
+        self.preparation = [self._part("batch_to_device", partial(self.graphs.prepare, steps=self._steps))]
+        self._watchers = [each for each in self.callbacks if overrides(each, Callback, *BATCH)]
+        self._most = self._most_steps()
         self._replay = self._part("training_step", self.graphs.train)
         self._update_without, self.update = self.update, self._update
 
@@ -167,6 +262,28 @@ class GraphStep(Step):
             return
         self.outputs = {"loss": self._replay()}
         self.on_before_optimizer_step(self.optimizer)
+
+    def _most_steps(self) -> int:
+        """Return the number of steps that one graph holds where nothing looks in between; 1 if something may."""
+        trainer, module = self.trainer, self.module
+        steps = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        foreseen = all(type(each) is LambdaLR for each in steps)
+        if type(self.profiler) is not PassThroughProfiler or overrides(module, LightningModule, *BATCH) or not foreseen:
+            return 1
+        window = log_window(trainer)
+        return min(range(1, MOST + 1), key=lambda steps: window // steps + window % steps)  # the fewest replays
+
+    def _steps(self, batch: Rows) -> int:
+        """Return the number of steps to run in one graph, beginning with a batch."""
+        trainer, progress, size = self.trainer, self.loop.batch_progress, batch.size
+        batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
+        step, every = trainer.global_step, trainer.val_check_batch or 1
+        periods = [log_window(trainer), *(getattr(each, "looks_every", 1) for each in self._watchers)]
+        room = [period - step % period for period in periods if period]
+        room += [every - batches.ready % every, self.batches - progress.current.ready]
+        room += [(batch.epoch.shape[1] - batch.place.start) // size, PIXELS // (size * batch.loader.images[0].numel())]
+        room += [trainer.max_steps - step] if trainer.max_steps >= 0 else []
+        return self._most if self._most <= min(room) else 1
 
 
 class GraphLoop(StraightLoop):
@@ -179,6 +296,11 @@ class GraphLoop(StraightLoop):
 
     graphs: Graphs | None = None
     captured = False
+
+    @property
+    def ahead(self) -> int:
+        """Number of steps that the device has been given before the loop has reached them."""
+        return self.graphs.ahead if self.graphs is not None else 0
 
     def make_step(self) -> Step:
         """Look up the hooks, and return the step.

@@ -270,6 +270,8 @@ class MetricsFile(CSVLogger):
 class RateMonitor(LearningRateMonitor):
     """Monitor that logs the learning rate once per epoch, or once per logging window if it changes on each step."""
 
+    looks_every = 0
+
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Decide whether to log once per logging window, or only once per epoch."""
         super().on_train_start(trainer, *args, **kwargs)

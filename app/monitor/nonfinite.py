@@ -32,6 +32,8 @@ class NonFinite(Callback):
         skipped: Number of skipped updates.
     """
 
+    looks_every = 0
+
     def __init__(self, action: Literal["stop", "warn", "skip"]) -> None:
         self.action = action
         self.since: int | None = None

@@ -93,6 +93,7 @@ class RunRecord(Callback):
         rate: Samples/s of the last window; None before the first window's end.
     """
 
+    looks_every = 0
     rate: float | None = None
 
     def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:

@@ -183,9 +183,14 @@ class StepClock(Callback):
     # -- phases of a few steps ------------------------------------------------------------------------------
 
     @property
+    def looks_every(self) -> int:
+        """1 until the clock has profiled its steps, then 0."""
+        return int(self._seen <= self.skipped + self.window)
+
+    @property
     def timing(self) -> bool:
         """Whether the clock may slow the current step, because it synchronises a GPU between phases."""
-        return self._cuda and self._seen <= self.skipped + self.window
+        return self._cuda and self.looks_every == 1
 
     @property
     def time_per_step(self) -> Phases | None:
