@@ -45,7 +45,8 @@ class ImageClassifier(LightningModule):
         channels_last: Store images and convolution weights as (N, H, W, C). `auto`: on a CPU, if the
             network has convolutions; on a GPU in 16 bits, if some of them have 32 channels or more.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
-        cuda_graph: Replay training steps as CUDA graphs, with a few launches for each step; only on a single GPU.
+        cuda_graph: Replay training steps as CUDA graphs; only on a single GPU. With the images on the GPU
+            (`--data.placement device`), a graph holds up to 16 steps.
         matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
         views: Test-time augmentation: evaluate an image by the mean logits of several views. `mirror` adds the mirror
             image. `shift` adds two copies moved by one pixel, up left and down right, and mirrors all three: 6 views.

@@ -1,4 +1,4 @@
-"""Training step as two CUDA graphs: the first prepares the batch, the second trains on it.
+"""Training steps as two CUDA graphs: the first prepares the batches, the second trains on them.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-capture.
 """

@@ -363,10 +363,9 @@ class ShardedLoop(StraightLoop):
         warnings.filterwarnings("ignore", r"It is recommended to use `self\.log")
         return ShardedStep(self)
 
-    def on_batch_start(self, batch: Any) -> None:
-        """Set the batch and its size for `self.log`."""
-        super().on_batch_start(batch)
-        self._results.batch_size = self.samples
+    def on_batch_start(self, batch: Any, size: int | None = None) -> None:
+        """Set the batch and its number of samples for `self.log`."""
+        super().on_batch_start(batch, self.samples)
 
     def teardown(self) -> None:
         """Drop the sums, because they belong to the strategy's model."""

@@ -71,12 +71,12 @@ class LoggingLoop(_TrainingEpochLoop):
         """Whether a callback, such as StochasticWeightAveraging, makes Lightning skip the backward pass."""
         return self.automatic_optimization._skip_backward
 
-    def on_batch_start(self, batch: Any) -> None:
-        """Set the batch, and the flag of the epoch's first batch, for `self.log`."""
+    def on_batch_start(self, batch: Any, size: int | None = None) -> None:
+        """Set the batch, its size if known, and the flag of the epoch's first batch, for `self.log`."""
         connector, results = self.trainer._logger_connector, self._results
         connector._first_loop_iter = connector._first_loop_iter is None
         connector._current_fx = None  # set by the first call of `self.log`
-        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
+        results.batch, results.batch_size, results.dataloader_idx = batch, size, None
 
     def on_batch_end(self, accumulating: bool) -> None:
         """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
