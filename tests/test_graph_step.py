@@ -151,10 +151,13 @@ def test_the_cause_of_a_failed_capture_is_shown(monkeypatch: pytest.MonkeyPatch)
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
+    overrides: list[bool] = []
+    monkeypatch.setattr(torch.autograd.graph, "set_override_stale_capture_stream", overrides.append, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", invalidated)
     with pytest.raises(torch.OutOfMemoryError):
         graph_step.Graph(full)
+    assert overrides == [True, False]
 
 
 @on_gpu

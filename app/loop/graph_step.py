@@ -44,12 +44,17 @@ class Graph:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        # autograd may remember the warm-up's stream, which a recording must not wait for; torch 2.11 has no override
+        override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", lambda enabled: None)
+        override(True)
         try:
             # "thread_local", because other threads may use the GPU, such as a loader's thread that pins memory
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self.results = work()
         except RuntimeError as error:  # raise the first error: ending a failed recording raises another one
             raise (error.__context__ or error) from None
+        finally:
+            override(False)
 
     def replay(self) -> Any:
         """Replay the graph, and return the recorded tensors."""
