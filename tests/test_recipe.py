@@ -229,7 +229,9 @@ def test_schedules() -> None:
 def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
     flags = [*tiny(40, 8, model="CIFARCNN", val_size=0), *options(max_epochs=2, test=False, log_every_n_steps=1)]
     schedule = ["--model.schedule", "cosine", "--model.warmup", "1ep", "--trainer.accumulate_grad_batches", "2"]
-    out = output_of(*app("fit", *flags, *schedule, "--trainer.enable_model_summary", "true", "--run.name", "x"))
+    chosen = [*options(flip=True, mixup=0.2), "--model.ema", "0.9", "--trainer.enable_model_summary", "true"]
+    out = output_of(*app("fit", *flags, *schedule, *chosen, "--run.name", "x"))
+    assert "recipe     ema 0.9, flip True, mixup 0.2\n" in out
     assert "SGD, lr 0.001, momentum 0.9; cosine over 6 steps, 3 of them warm-up" in out
     rates = pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv")["lr-SGD"].dropna()
     steps = [0.00025, 0.0005, 0.00075, 0.001, 0.00075, 0.00025]

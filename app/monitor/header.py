@@ -1,5 +1,6 @@
 """Header printed before training: network, images, devices, batch, optimizer, folder and tracker."""
 
+import inspect
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +20,7 @@ from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
 from app.monitor.run_record import resolved_configuration
 from app.networks import title
-from app.recipe import rate
+from app.recipe import Recipe, rate
 from app.record import Record
 from app.record.words import batch, threads, way_of_running
 
@@ -81,6 +82,8 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         schedules = [each for each in trainer.lr_scheduler_configs if each.scheduler.optimizer is optimizer]
         then = "".join(f"; {_schedule(each.scheduler, each.interval)}" for each in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
+    if chosen := ", ".join(f"{name} {value}" for name, value in _chosen(trainer.lightning_module, data).items()):
+        yield "recipe", chosen
     yield "precision", str(record.precision)
     if trainer.logger is not None:  # not `trainer.log_dir`, which waits for all ranks
         yield "folder", str(trainer.logger.log_dir)
@@ -88,6 +91,24 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         yield "tracked", tracker.where()
 
 
+def _chosen(model: LightningModule, data: Any) -> dict[str, Any]:
+    """Return the loss, averaging and augmentation settings that differ from the defaults, by their flags' names."""
+    settings: dict[str, Any] = {}
+    if isinstance(model, ImageClassifier):
+        usual = {name: each.default for name, each in inspect.signature(Recipe).parameters.items()}
+        recipe = vars(model.recipe) | {"no_decay": ",".join(sorted(model.recipe.no_decay)) or None}
+        settings = {name: recipe[name] for name in RECIPE if recipe[name] != usual[name]}
+        settings |= {"views": model.views} if model.views else {}
+    if isinstance(data, ImageData):
+        transform, (mixup, cutmix) = data.transform, data.mixing
+        flip = "alternate" if data.alternate else transform.flip
+        given = {"flip": flip, "crop_padding": transform.crop_padding, "cutout": transform.cutout}
+        given |= {"mixup": mixup, "cutmix": cutmix, "augment": " ".join(type(each).__name__ for each in data.augment)}
+        settings |= {name: value for name, value in (given | {"balance": data.balance}).items() if value}
+    return settings
+
+
+RECIPE = ("loss", "label_smoothing", "class_weights", "no_decay", "head_lr", "norm_bias_lr", "freeze", "ema")
 VERBS = {"train": "train", "val": "validate"}
 SHOWN = ("lr", "momentum", "betas", "weight_decay")  # optimizer settings to print, unless zero
 
