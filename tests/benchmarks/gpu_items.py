@@ -130,6 +130,8 @@ def profile() -> Any:
 class Watch(Callback):
     """Callback that counts synchronizations by line in steps 60 to 90, and profiles steps 100 to 130."""
 
+    looks_every = 10  # so that a CUDA graph may hold ten steps
+
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
         self.counts: dict[str, float] = {}
