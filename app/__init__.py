@@ -25,12 +25,12 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         (fewer shards for slow ranks), course (time series), results (of a test or prediction),
                         nonfinite, progress_bar, loggers, header and summary (printed at the start and the end), report
                         (its page)
-    launch              processes: their start (elastic, with torch's agent; spawn), how they meet (rendezvous,
-                        cluster_environment) and agree (agree), and their end (signals, failures, watchdog, process)
+    launch              processes: start (elastic: torch's agent; spawn), connection (rendezvous,
+                        cluster_environment), agreement (agree), end (signals, failures, watchdog, process)
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
                         tree (sums over shards)
-    loop                straight_step (a fast training step), step_patches, graph_step (this step as CUDA graphs),
-                        shards (of a batch, for virtual devices), buffers
+    loop                straight_step (a fast training step), step_patches (Lightning's private names), graph_step (the
+                        step as CUDA graphs), shards (the step over virtual devices), buffers (of the module)
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (data sets), image_files (the user's own), hugging_face, synthetic (drawn), geometry
                         (sizes and crops), cache (decoded once, mapped), shares (a rank's share of the global order),

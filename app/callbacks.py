@@ -33,7 +33,7 @@ class BatchShapes(Callback):
 
         def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or not output.ndim:
-                return  # the training step's output: under DDP, Lightning calls that step through forward
+                return  # under DDP, forward also runs the training step, whose output is a loss
             shapes = _shapes(args, kwargs, output)
             lines = [
                 f"rank {trainer.global_rank}, replica {index}: input {given} -> output {made}"
@@ -64,7 +64,7 @@ class BatchShapes(Callback):
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _print
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and warn if they saw no batch."""
         if not self._seen:
             rank_zero_warn(f"BatchShapes saw no batch: {type(pl_module).__name__} never calls self(batch) in its step")
         for handle in self._handles:

@@ -148,7 +148,7 @@ def _accelerators() -> Check:
 
 
 def _cores() -> Check:
-    """Check processor and memory."""
+    """Report the processor and the free memory."""
     usable, cores, memory = usable_cores(), os.cpu_count() or 1, psutil.virtual_memory()
     free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
     return Check("processor", "green", f"{hardware()['cpu']}, {usable} of {cores} cores, {free}")

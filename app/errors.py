@@ -79,7 +79,7 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-PARTS = "--data.micro_batch"  # prefix of an out-of-memory error's note, which proposes a micro-batch size
+PARTS = "--data.micro_batch"  # prefix of the note that proposes a micro-batch size after an out-of-memory error
 # torch's out-of-memory messages, for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",

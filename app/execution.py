@@ -88,15 +88,15 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
 
 
 def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, captured: bool = False) -> Optimizer:
-    """Return the optimizer; SGD, Adam and AdamW get a fused update on a GPU or in a CUDA graph.
+    """Return the optimizer with its fastest update: fused for SGD, Adam and AdamW on a GPU or in a CUDA graph.
 
-    An implementation that the user chose stays. Under float16's loss scaler, an unfused update reads from the device
-    once per step.
+    Keep an implementation that the user chose. Clipping under float16's loss scaler rules out a fused update; an
+    unfused update then reads from the device once per step.
 
     Args:
         optimizer: An optimizer that has not stepped.
         device: Device of the weights.
-        clips_scaled: Whether gradients are clipped under float16's loss scaler, which rules out a fused update.
+        clips_scaled: Whether gradients are clipped under float16's loss scaler.
         captured: Whether a CUDA graph captures the update.
 
     Raises:

@@ -1,7 +1,7 @@
 """Command `python -m app export`: writes a trained classifier as one file, for ONNX Runtime or torch.
 
-The graph takes uint8 images (B, C, H, W), of any number B, and returns class probabilities (B, classes). It contains
-the normalisation, and the file contains the names of the classes.
+The graph maps uint8 images (B, C, H, W) to class probabilities (B, classes), for any batch size B. The graph includes
+the normalisation. The file also holds the class names.
 """
 
 import json

@@ -27,7 +27,7 @@ class Prediction(NamedTuple):
     Attributes:
         names: Names of the classes, the most likely first.
         probabilities: Their probabilities.
-        file: Path of the image; None for an array or a tensor.
+        file: Path of the image; None for a PIL image, an array or a tensor.
     """
 
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Classifier(nn.Module):
             A `Prediction` for a single image; a list of them for a folder, a list or a batch.
 
         Raises:
-            UserError: When an image cannot be read or is not uint8, or k is not between 1 and the number of classes.
+            UserError: When an image is unreadable or not uint8, or k is below 1 or above the number of classes.
         """
         if not 1 <= k <= len(self.class_names):
             raise UserError(f"k={k}: the model has {len(self.class_names)} classes")
@@ -116,8 +116,8 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
         device: Device to compute on; by default the accelerator, if there is one.
 
     Raises:
-        UserError: When there is no checkpoint or no config.yaml beside it, or the checkpoint is not of an
-            `ImageClassifier` trained on an `ImageData`.
+        UserError: When the checkpoint or the run's config.yaml is missing, the checkpoint is not of an
+            `ImageClassifier` trained on an `ImageData`, or the network's module is not trusted.
     """
     file = checkpoint_of(Path(run))
     checkpoint, folder = read(file), file.parent

@@ -64,7 +64,7 @@ class ImageClassifier(LightningModule):
     """
 
     convolutional = True
-    sums_losses = True  # False while a CUDA graph is captured whose backward pass begins at the single losses
+    sums_losses = True  # False during the capture of a CUDA graph that starts the backward pass from each sample's loss
     sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -128,7 +128,7 @@ class ImageClassifier(LightningModule):
         return self
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that averages the weights."""
+        """Return the callback that averages the weights, if `ema` is set."""
         decay, trainer = self.recipe.ema, self.trainer
         if decay is None or trainer.state.fn != "fit":
             return []
@@ -324,7 +324,7 @@ class ImageClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def on_train_start(self) -> None:
-        """Set the learning rate by this run's schedule: the checkpoint's run may have had another length.
+        """Set the learning rate by this run's schedule, because a resumed run may have had another length before.
 
         Raises:
             UserError: When `cuda_graph` is true and the Trainer has a loop without graphs.
@@ -340,7 +340,7 @@ class ImageClassifier(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the unfinished epoch's sums over all ranks, and the properties of the images that predictions need.
 
-        From the sums, a resumed epoch logs the mean over the whole epoch. Collective, like `Trainer.save_checkpoint`.
+        A resumed epoch needs the sums to log the mean over the whole epoch. Collective, like `Trainer.save_checkpoint`.
         """
         checkpoint["epoch_sums"] = self.sums.of_epoch(self.trainer)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -379,7 +379,7 @@ class CIFARCNN(ImageClassifier):
 
 
 class FashionMLP(ImageClassifier):
-    """Multilayer perceptron for FashionMNIST; repeating each image widens its first layer.
+    """Multilayer perceptron for FashionMNIST; copies of each image widen the first layer.
 
     Args:
         repeats: Number of copies of each image; the input layer is 28·28·repeats wide.

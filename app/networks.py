@@ -31,7 +31,7 @@ class LeNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 6, 5),
-            nn.MaxPool2d(2),  # before ReLU: same values, but ReLU costs a quarter
+            nn.MaxPool2d(2),  # before ReLU: same values, at a quarter of ReLU's cost
             nn.ReLU(),
             nn.Conv2d(6, 16, 5),
             nn.MaxPool2d(2),
@@ -55,7 +55,7 @@ class LeNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """Multilayer perceptron over a flattened image, repeated to scale the input layer.
+    """Multilayer perceptron over copies of a flattened image; more copies widen the input layer.
 
     With ``repeats`` N, the input is 28·28·N wide. The first layer's parameters grow with N, and so do the gradients
     that data parallelism communicates. Each batch is repeated on the device; the data set is not.
@@ -110,7 +110,7 @@ def resnet18_cifar(num_classes: int) -> nn.Module:
 class WhitenedCNN(nn.Module):
     """CNN for small images whose first layer whitens patches of 2×2 pixels, and does not train.
 
-    The other convolutions begin as the identity, as far as their channels allow.
+    The other convolutions are initialised to copy their input channels; further output channels start at random.
     Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", https://arxiv.org/abs/2404.00498.
 
     Args:
@@ -317,7 +317,7 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
 
 
 def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
-    """Load weights into a network, except into a head of another size, and return a message about the weights.
+    """Load weights into a network, and return a message. A head of another size keeps its own weights.
 
     Args:
         network: The network.

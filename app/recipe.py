@@ -97,7 +97,7 @@ class Recipe:
             raise UserError(f"--model.warmup {warmup}: give steps, such as 500, or epochs, such as 5ep")
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return this recipe. A real copy would copy the Trainer, too, to which jsonargparse's functions refer."""
+        """Return this recipe itself. A copy would include the Trainer, because jsonargparse's functions refer to it."""
         return self
 
     def criterion(self, logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
@@ -165,7 +165,7 @@ class Recipe:
             warmup = int(0.3 * steps)
         if warmup >= max(steps, 1):
             raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
-        # a partial, because checkpoints do not store its arguments, so that a resumed run may have another length
+        # a partial: checkpoints do not store its arguments, so a resumed run may have another length
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 
@@ -205,7 +205,7 @@ _AVERAGING = "lightning.pytorch.callbacks.weight_averaging:WeightAveraging"
 
 @expects(f"{_AVERAGING}._average_model", f"{_AVERAGING}._latest_update_step", "torch:_foreach_lerp_")
 class MovingAverage(EMAWeightAveraging):
-    """Lightning's exponential moving average of the weights, without a device read or a call per tensor.
+    """Lightning's exponential moving average of the weights, updated in one call and without a device read.
 
     Args:
         decay: Decay at each optimizer step.
@@ -217,7 +217,7 @@ class MovingAverage(EMAWeightAveraging):
         self._decay = decay
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._counts: list[tuple[Tensor, Tensor]] = []  # integer buffers of average and model, which are copied
+        self._counts: list[tuple[Tensor, Tensor]] = []  # pairs of integer buffers (average, model), to copy
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Update the average after an optimizer step."""
@@ -246,14 +246,14 @@ def _falling(done: float) -> float:
 def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Module]:
     """Exclude blocks from training, and return the modules to keep in evaluation mode.
 
-    A block is a child of the network that has parameters. Of an `nn.Sequential`, each layer with parameters is a block.
+    A block is a child module with parameters. In a child `nn.Sequential`, each layer with parameters is a block.
 
     Args:
         network: The network.
         blocks: Number of blocks from the input, or `backbone` for all parameters except the head's.
 
     Raises:
-        UserError: When nothing would train.
+        UserError: When no block would be left to train.
     """
     if blocks == "backbone":
         head = head_of(network)[1]

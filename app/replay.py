@@ -214,7 +214,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:
-    """Return the first and the last step of the range in which the loss becomes non-finite, or else rises most.
+    """Return the first and the last step of the range with the first non-finite loss, or else the sharpest rise.
 
     Raises:
         UserError: When the run logged no per-step losses.

@@ -35,7 +35,7 @@ class Sums:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Add the batches of this context at its end, with as many operations as for one batch."""
+        """Collect the batches added in this context, and add them at its end as one batch."""
         self._held = held = list[tuple[Tensor, Tensor, Tensor]]()
         yield
         self._held = None

@@ -32,7 +32,7 @@ class Variant:
 
     Attributes:
         name: Name in reports.
-        arguments: Arguments of `python -m app`, from `fit` on.
+        arguments: Arguments of `python -m app`, beginning with `fit`.
         settings: Resolved configuration with defaults.
         lacking: Description of the devices that this machine lacks for the variant, or None.
     """
@@ -90,7 +90,7 @@ class Variant:
         """Return the commands that run the variant, one line per node.
 
         Args:
-            threads: CPU threads to set, unless the environment sets them.
+            threads: CPU threads of a node whose environment does not set them; None sets nothing.
         """
         nodes = [{"OMP_NUM_THREADS": str(threads)} | node if threads else node for node in self.nodes()]
         meet = ["--cluster.init_method", "tcp://127.0.0.1:29500", "--cluster.node_rank"] if len(nodes) > 1 else []

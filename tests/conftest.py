@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
         set_up()
         config.pluginmanager.import_plugin("shared_fixtures")
         category = "lightning.pytorch.utilities.warnings.PossibleUserWarning"
-        # pyproject.toml would make xdist's main process import the category, too
+        # not in pyproject.toml, because xdist's main process would then import the category, too
         config.addinivalue_line("filterwarnings", f"ignore::{category}")
 
 

@@ -1,4 +1,4 @@
-"""Fork server: a process that has imported everything runs commands in its forks, for all of pytest's workers."""
+"""Fork server for all of pytest's workers: a process that imports everything once, and runs commands in forks."""
 
 import gc
 import importlib

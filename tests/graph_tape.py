@@ -1,6 +1,7 @@
 """Stand-in for CUDA graphs on the CPU: records the operations of a step, and replays them without Python.
 
-Like a CUDA graph, it forbids reads, repeats every Python number of the capture, and computes nothing while it captures.
+Like a CUDA graph, a tape forbids reads during a capture, leaves memory unchanged by it, and replays Python's numbers as
+constants.
 """
 
 from collections.abc import Iterator

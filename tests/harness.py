@@ -38,7 +38,7 @@ from PIL import Image
 from app.fit.run_options import Run
 from app.launch.process import STARTER
 
-App = Callable[..., tuple[int, str]]  # the fixture `app`: exit code, and what it printed
+App = Callable[..., tuple[int, str]]  # type of the fixture `app`, which returns exit code and output
 Signal = tuple[int, float] | None  # number of a signal, and the seconds after which it is sent
 Environment = Mapping[str, str | None]  # None removes the variable
 
@@ -96,7 +96,7 @@ def output_of(code: int, out: str) -> str:
 
 
 def error_of(code: int, out: str) -> str:
-    """Return the error line of a command, which must be its only one and its last line."""
+    """Return a command's error line. Check that it is the only one, and the last line of the output."""
     assert code == 2, out
     assert "Traceback" not in out
     lines = [line for line in out.splitlines() if line.startswith("error: ")]
@@ -106,7 +106,7 @@ def error_of(code: int, out: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nobody listens now."""
+    """Return a free port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -230,7 +230,7 @@ def family(mark: str) -> set[int]:
 
 
 def listening(processes: Iterable[int]) -> set[str]:
-    """Return the addresses on which processes listen, in each process's own network namespace, unlike psutil."""
+    """Return the addresses on which processes listen. Unlike psutil, read each process's own network namespace."""
     found = set()
     for place in (Path(f"/proc/{pid}") for pid in processes):
         with suppress(OSError):  # it has ended
@@ -284,7 +284,7 @@ class Running:
             assert not listening(family(self.mark)) & {"0.0.0.0", "::"}
 
     def on_loopback(self) -> str:
-        """Return the output; its processes must have listened, and only on the loopback interface."""
+        """Wait for the end, and return the output. Check that the run listened, and only on the loopback interface."""
         seen, out = set(), ""
         while self.process.returncode is None:
             seen |= listening(family(self.mark))
@@ -295,7 +295,7 @@ class Running:
         return out
 
     def end(self, seconds: float = 120) -> str:
-        """Wait for the end, and return the output; no process may remain a little later."""
+        """Wait for the end, and return the output. Check that all processes of the run end within 10 s more."""
         out, _ = self.process.communicate(timeout=seconds)
         awaited(lambda: not family(self.mark), 10)
         return out
@@ -355,7 +355,7 @@ class Forked:
 
 
 class ForkServer:
-    """Connection to the fork server, which runs its commands one at a time, hundreds in minutes.
+    """Connection to the fork server. Runs commands one at a time, hundreds in a few minutes.
 
     Args:
         folder: Folder of the output file, which each command overwrites.
@@ -382,7 +382,7 @@ class ForkServer:
     def run(
         self, *args: str | Path, seconds: float = 60, signal_after: Signal = None, env: Environment | None = None
     ) -> tuple[int, str]:
-        """Return exit code, negative for a signal, and output; optionally send a signal after some seconds.
+        """Run a command; return its exit code, negative after a signal, and output. Optionally, send it a signal.
 
         Raises:
             TimeoutError: When the command does not end in time.
@@ -415,7 +415,7 @@ def _server() -> ForkServer:
 def fork_app(*args: str | Path, timeout: int = 240, env: Environment | None = None) -> tuple[int, str]:
     """Run a command line as `start_app` does, but 5 s faster: in a fork of a process that has imported everything.
 
-    For tests in which the start of processes does not matter. Under `ddp_fork`, the ranks are forks, too.
+    Tests use it unless they test the start of processes. Under `ddp_fork`, the ranks are forks, too.
     """
     return _server().run(*args, seconds=timeout, env={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})})
 

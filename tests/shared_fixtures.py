@@ -25,7 +25,7 @@ from harness import ROOT, TINY, draw_images, fork_run, leave_undrawn, remember_s
 from app.cli import main
 
 remember_signatures()
-gc.freeze()  # garbage collection over all imported modules would take a fifth of the time
+gc.freeze()  # otherwise garbage collection would scan all imported modules, a fifth of the tests' time
 atexit.register(gc.unfreeze)  # otherwise nanobind, on which triton is built, reports leaks
 
 
@@ -44,13 +44,13 @@ def drawn() -> None:
 
 @pytest.fixture(autouse=True)
 def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread per process and no tracker, and remove what earlier tests left behind."""
+    """Use one thread per process and no tracker, and unset variables that earlier tests may have set."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
         leave_undrawn(monkeypatch.setattr)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, for later deterministic runs, too
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic runs; cuBLAS reads it only once
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     left = ("APP_DEBUG", "APP_TRUST", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
     for name in (*left, "MASTER_ADDR", "MASTER_PORT"):

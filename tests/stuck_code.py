@@ -38,7 +38,7 @@ class SharesItsCore(Callback):
         self.busy = [context.Process(target=never_ends, daemon=True) for _ in range(2 * last)]
         for each in self.busy:
             each.start()
-        if last:  # because other programs may slow the first rank's core, too
+        if last:  # slow this rank clearly, because other programs may slow rank 0
             os.nice(8)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

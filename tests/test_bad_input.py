@@ -1,4 +1,4 @@
-"""Inputs that once caused a traceback or ran foreign code: now one line, exit code 2, and no code runs."""
+"""Inputs that once caused a traceback or ran foreign code. Each must cause one line, exit code 2, and run no code."""
 
 import os
 from pathlib import Path

@@ -91,7 +91,7 @@ def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
-    """Both names are then hard links to one file, where rename(2) would do nothing and leave a third name."""
+    """Both names are hard links to one file. rename(2) does nothing between them, so a temporary name could remain."""
     last, before = tmp_path / LAST, tmp_path / PREVIOUS
     CheckpointFiles().save_checkpoint(content(1), last)
     before.hardlink_to(last)

@@ -1,4 +1,4 @@
-"""Command lines: valid ones, and the errors of wrong ones: one line, exit code 2, never a traceback."""
+"""Valid command lines, and wrong ones, which cause one line, exit code 2, and no traceback."""
 
 import re
 import shlex

@@ -55,7 +55,7 @@ def rings(rank: int, store: str) -> None:
 
 
 def test_ring_all_reduce(tmp_path: Path) -> None:
-    torch.testing.assert_close(0.0, 0.0)  # imports once what each fork would import
+    torch.testing.assert_close(0.0, 0.0)  # import torch.testing's modules once, not in each fork
     torch.multiprocessing.start_processes(rings, (str(tmp_path / "store"),), nprocs=8, start_method="fork")
 
 

@@ -74,7 +74,7 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step
             count += 1
 
     in_second_epoch(patch, lambda: sys.setprofile(profile))
-    gc.disable()  # hypothesis's callback at each collection would count
+    gc.disable()  # otherwise hypothesis's callback at each collection would count
     try:
         code, out = app("fit", *TWO_EPOCHS, *flags)
     finally:
@@ -237,7 +237,7 @@ def test_a_recipe_costs_half_a_step_at_most(app: App, monkeypatch: pytest.Monkey
 
 
 def test_a_captured_step(tapes: list[Graph], app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen steps are the copies of batch and losses, and two graphs: 34 kernels a step. A GPU waits for none."""
+    """Two graphs hold the kernels of sixteen steps, 34 per step, so that a GPU does not wait for their launches."""
     monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
     monkeypatch.setattr(Graph, "replay", lambda self: None)
     flags = [*LENET, *options(placement="device", log_every_n_steps=16), "--model.cuda_graph", "true"]

@@ -44,7 +44,7 @@ CONFIGS = sorted(path for kind in KINDS for path in ROOT.glob(f"configs/**/{kind
 DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
 PROGRAMS = "python|pip|apptainer|docker|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
 START = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) ")
-# values for placeholders: from a fixture, or any valid ones
+# values of the documents' placeholders: paths from fixtures, or any valid values
 PLACES = {"MY_IMAGES": "images", "NEW_IMAGES": "images/test", "ROOT": "images", "HOST": "127.0.0.1", "PORT": "29400"}
 PLACES |= {"HOST:PORT": "127.0.0.1:29400", "tcp://HOST:PORT": "tcp://127.0.0.1:29400"}
 # SLURM's own flags, which tests/test_slurm.py checks with SLURM's parser
@@ -301,7 +301,7 @@ def small(command: str) -> list[str] | None:
     if settings.model.init_args.get("weights") == "DEFAULT":  # needs a download
         return None
     if kind == "fit":
-        longer = "--ckpt_path" in flags or settings.model.init_args.get("warmup")  # of up to two epochs
+        longer = "--ckpt_path" in flags or settings.model.init_args.get("warmup")  # warm-ups last up to two epochs
         flags += ["--trainer.max_epochs", "3" if longer else "1", "--run.test", "false"]
     name = settings.data.class_path.rpartition(".")[2]
     if name in ("CIFAR10", "FashionMNIST") and kind == "fit":

@@ -86,7 +86,7 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """Both our agent and torchrun restart it."""
+    """Our agent and torchrun each restart the killed rank."""
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
     flags += options(max_epochs=30, test=False)

@@ -1,4 +1,4 @@
-"""Flags that change how a model is executed, and its results only by rounding."""
+"""Flags that change a model's execution, but its results only by rounding."""
 
 import shutil
 from pathlib import Path

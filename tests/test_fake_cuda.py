@@ -25,7 +25,7 @@ __all__ = ["fake_cuda", "tapes"]
 
 
 def test_a_tape_is_as_strict_as_a_graph(tapes: list[Graph]) -> None:
-    """It computes nothing while it captures, repeats Python's numbers, and forbids reads."""
+    """A capture forbids reads and leaves memory unchanged; a replay uses the capture's Python numbers."""
     total, step = torch.zeros(1), 1.0
     with torch.cuda.graph(tape := torch.cuda.CUDAGraph()):
         total.add_(step)

@@ -241,7 +241,7 @@ def test_a_long_run(tmp_path: Path, tally: Tally) -> None:
             time.sleep(0.05)
         out = run.end()
     assert run.process.returncode == 0, out
-    early, late = states[len(states) // 4], states[-2]  # after the last epoch, the pictures are drawn
+    early, late = states[len(states) // 4], states[-2]  # not the last state, because drawing pictures takes memory
     for (memory, threads, files), (memory_late, threads_late, files_late) in zip(early, late, strict=True):
         assert memory_late - memory < 16 * 2**20
         assert (threads_late, files_late) <= (threads + 1, files + 2)

@@ -1,4 +1,4 @@
-"""GPU measurements of tests/benchmarks: skipped without a GPU, cut off in time; `.ci/run` runs all with small sizes."""
+"""GPU measurements of tests/benchmarks: skipped without a GPU, limited in time; `.ci/run` runs all with small sizes."""
 
 import json
 import os

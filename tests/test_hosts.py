@@ -41,7 +41,7 @@ def torchrun(processes: int, nodes: str = "2") -> list[str]:
 
 
 def two_nodes(hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None) -> list[Process]:
-    """Start a run of two nodes by plain addresses."""
+    """Start a run of two nodes that meet at a TCP address."""
     both = enumerate((hosts.hosts["h1"], hosts.hosts["h2"]))
     return [fit(host, "--run.root", root, *TCP, "--cluster.node_rank", node, *flags, env=env) for node, host in both]
 
@@ -176,7 +176,7 @@ def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Ne
     processes[node].send_signal(signal.SIGCONT)  # nsenter stops together with its child
     out = ended(processes, 10)
     assert f"{SILENCE}rank {node} is in step " in out[1 - node]
-    assert f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]  # gradients or vote
+    assert f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]  # gradients or answers
     assert ", stopped (SIGSTOP); the other ranks timed out, and it was killed" in out[node]
     assert all(process.returncode for process in processes)
     assert "Traceback" not in "".join(out) or way == "torchrun"  # torchrun prints its own traceback

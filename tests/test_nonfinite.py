@@ -1,4 +1,4 @@
-"""An infinite or NaN loss: the run stops with its step, batch and rank, saves no such weights, or skips the step."""
+"""An infinite or NaN loss: the run names step, batch and rank, and stops without saving bad weights, or skips it."""
 
 from pathlib import Path
 from typing import Any

@@ -123,7 +123,7 @@ def test_batch_shapes_under_dp(app: App) -> None:
     out = output_of(*app("fit", *SMALL, "--data.batch_size", "30", *on_cpu("dp", 2), *SHAPES))
     said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     expected = []
-    for n in (4, 15, 2):  # half of: the sanity check's batch, a batch, the last batch of 64 - 2 · 30
+    for n in (4, 15, 2):  # images per replica: half of 8 (sanity check), 30, and 4 (last batch)
         expected += [f"rank 0, replica {index}: input [{n}, 3, 32, 32] -> output [{n}, 10]" for index in (0, 1)]
         expected += [f"gathered: [{2 * n}, 10]"]
     assert said == expected

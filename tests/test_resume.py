@@ -1,6 +1,6 @@
 """A stopped and resumed run ends with the weights of an uninterrupted one, bit for bit on the CPU.
 
-The run resumes from a checkpoint that an uninterrupted run has written.
+Some tests stop a run. Others resume from a checkpoint that an uninterrupted run has written within an epoch.
 """
 
 import fcntl

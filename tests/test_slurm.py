@@ -63,7 +63,7 @@ def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
     job = submit(slurm, stopped, *EXACT, shape=SHAPE, WANDB_MODE="offline")
     trained(slurm, job, stopped, 3)
-    # as `--signal=SIGUSR1@90` does before the time limit: the run requeues the job
+    # the signal that `--signal=SIGUSR1@90` sends before the time limit; the run then requeues the job
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
     slurm.start_again(job)
     trained(slurm, job, stopped, 6)

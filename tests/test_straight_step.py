@@ -295,7 +295,7 @@ def test_what_is_left_to_lightning(reason: str, settings: dict[str, Any], tmp_pa
 
 # -- through the command ----------------------------------------------------------------------------------------
 
-# without on_save_checkpoint, because a checkpoint contains seconds
+# without on_save_checkpoint, because a checkpoint contains measured times, which differ between runs
 RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
 

@@ -1,4 +1,4 @@
-"""Models, data and callbacks of a user; most know nothing of this application."""
+"""Models, data and callbacks of a user: classes of plain Lightning, and subclasses of this application's."""
 
 import json
 import os
@@ -236,7 +236,7 @@ class Normalises(TheirModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), self.net)  # of the last batch only
+        self.net = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), self.net)  # statistics of the last batch
         self.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:

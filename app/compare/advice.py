@@ -42,8 +42,8 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     """Recommend the fastest variant, or report a tie.
 
     Two variants differ if the ranges of their runs do not overlap and their medians differ by more than either range.
-    A variant with a single run has no range, so single runs decide nothing. Among equally fast variants, recommend the
-    one with the fewest devices.
+    Otherwise, they tie. Among variants that tie with the fastest, recommend the one with the fewest devices. If every
+    variant has a single run, recommend the fastest, with a warning that its lead may be chance.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -92,9 +92,9 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    Each second that a core spends on another program delays a run by at most one second. Therefore, on a quiet machine,
-    a run that lacked the fraction s of a core speeds up by at most the factor 1 / (1 - s). A run that lacked a whole
-    core has no such bound.
+    Each second that a core spends on another program delays a run by at most one second. A run that lacked the
+    fraction s of a core would thus be faster by at most the factor 1 / (1 - s) on a quiet machine. For a run that
+    lacked a whole core, this factor has no bound.
 
     Args:
         table: Table of `app.compare.results.tabulate`.

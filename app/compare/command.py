@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
         arguments: The arguments after `compare`.
 
     Returns:
-        Exit code: 0 when every variant was measured or skipped, 1 when one failed.
+        Exit code: 1 when a variant failed, hung, or did not reach its first step; else 0.
 
     Raises:
         UserError: For invalid settings, or when no variant can run here.
@@ -133,13 +133,13 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     experiment.configs += configs
     replaced = {name for file in configs for name in read_yaml(file)}
     replaced |= {name for name in typed if typed[name] != experiment.flags.get(name)}
-    replaced &= {"model", "data"}  # settings of the experiment's class do not fit another class
+    replaced &= {"model", "data"}  # the experiment's arguments of a class do not fit another class
     experiment.flags = {name: v for name, v in experiment.flags.items() if name.partition(".")[0] not in replaced}
     return options, experiment, typed
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Return the settings that all runs of one report share; other settings begin a new report."""
+    """Return the settings that all runs of a report share. `compare` with other settings begins a new report."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},

@@ -98,7 +98,7 @@ def expand(experiment: Experiment, flags: Mapping[str, Any]) -> list[Variant]:
         flags: Flags of `fit` from the command line, added to every variant.
 
     Raises:
-        UserError: When the experiment has no variants, or `fit` rejects one.
+        UserError: When a setting is invalid, the experiment has no variants, or `fit` rejects a variant.
     """
     for name in ("configs", "flags", "variants", "grid", "exclude", "repeats", "warmup_epochs", "time_limit"):
         if getattr(experiment, name) is None:

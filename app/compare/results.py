@@ -86,8 +86,8 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     - Times, losses, accuracies: medians over the runs.
     - Peak memory: maximum over the runs.
     - speed_up: samples/s divided by the baseline's.
-    - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. NaN for other variants with the
-      baseline's device count; NaN for all other variants if the baseline uses all cores of a CPU.
+    - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. Another variant's efficiency is
+      NaN if it has as many devices as the baseline, or if the baseline uses all cores of a CPU.
     - less_accurate: 1 if val_acc is below the baseline's by more than chance explains, else 0.
     - Phases of a step: milliseconds, measured in a few steps, and scaled to add up to the step time of samples_per_s.
     """

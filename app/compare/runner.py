@@ -115,7 +115,7 @@ class Runner:
     def _keep(self, outcome: Outcome, repeat: int, record: Record) -> None:
         """Keep the record of a run that completed, or that stopped at the time limit.
 
-        If a stopped run ended in the warm-up, its throughput is that of the warm-up.
+        If a run was stopped during the warm-up, compute its throughput from the warm-up's windows after the first.
         """
         outcome.records[repeat] = record
         if record.status == "completed":

@@ -42,7 +42,7 @@ class RawBatch(NamedTuple):
     mix: Mix | None = None
 
     def to(self, device: torch.device) -> "RawBatch":
-        """Copy the batch to a device; the copy of pinned memory is asynchronous."""
+        """Copy the batch to a device; copies from pinned memory are asynchronous."""
         later = device.type == "cuda"
         draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
         images, labels = (each.to(device, non_blocking=later) for each in (self.images, self.labels))
@@ -87,8 +87,9 @@ class Reader:
 
     Args:
         split: The images.
-        crop: Function that crops an image from uint8 (C, h, w) to (C, H, W), with torch's global random state; or None.
-        augment: Modules that augment an image, uint8 (C, H, W), with torch's global random state, and keep its shape.
+        crop: Function that crops an image from uint8 (C, h, w) to (C, H, W), or None. It may use torch's global random
+            state, like `augment`.
+        augment: Modules that augment an image, uint8 (C, H, W), and keep its shape.
     """
 
     def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
@@ -333,7 +334,7 @@ class GlobalBatches(GlobalOrder):
         return draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and size else None
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Return a copy of some rows. A GPU's copy is in pinned memory, so that transfers overlap with computation."""
+        """Return a copy of some rows; for a GPU, in pinned memory, so that the transfer overlaps with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)

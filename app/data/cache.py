@@ -1,8 +1,8 @@
 """Cache of decoded images: one file per split, memory-mapped by every rank.
 
 A file holds a header (JSON, one page), pixels, labels and file names (JSON). Images of different sizes are stored as
-(h, w, C) in any order, with their sizes and places before the labels. The header's key describes the source; a file
-with another key is rebuilt.
+(h, w, C), in any order; their heights, widths and end offsets precede the labels. The header's key describes the
+source. A file with another key is rebuilt.
 """
 
 import errno
@@ -65,7 +65,7 @@ class ImageCache:
             return None
 
     def write(self, source: Source, split: SplitName, num_workers: int) -> None:
-        """Decode a split into its file, unless the file exists.
+        """Decode a split into its file, unless an up-to-date file exists.
 
         Args:
             source: The source of the images.
@@ -117,7 +117,7 @@ class ImageCache:
             file.write(json.dumps(header).encode().ljust(HEADER))
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
-        """Return the path of a split's cache file, and the key that the file has if it is up to date."""
+        """Return the path of a split's cache file, and the key of an up-to-date file."""
         place = os.path.commonpath([min(files), max(files)])
         if split == "predict" and getattr(source, "predict_dir", None) is None:
             split = "test"

@@ -152,7 +152,7 @@ class Synthetic(ImageData):
     """Data module of the embedded data set: seeded drawings of ten shapes, in the size of CIFAR-10 or FashionMNIST.
 
     Args:
-        like: Data set whose image shape and normalisation to use.
+        like: Data set that defines the image shape and the normalisation.
         size: Number of training images; 60,000 is FashionMNIST's. The test split has a fifth as many.
         data_seed: Seed of the images, independent of the seed of split and order.
         **kwargs: As for `ImageData`.

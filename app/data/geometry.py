@@ -1,4 +1,4 @@
-"""Sizes of images between file and network: resize, crop, and the size of training images before the random crop."""
+"""Resizing and cropping of images, from the file to the network."""
 
 import math
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # torchvision's defaults
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of images between file and network.
+    """Resizing and cropping of images, from the file to the network.
 
     Args:
         size: Height and width of the images that the network gets.
-        resize: Shorter side before the centre crop; None: the smallest that covers `size`; `squash`: no crop.
+        resize: Shorter side before the centre crop. None: the smallest side that covers `size`. `squash`: resize to
+            `size` without a crop.
         interpolation: Interpolation of all resizing.
         crop: Training crop.
         scale: Range of the area of `random_resized`, relative to the image's area.
@@ -57,7 +58,7 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that a training image should cover, so that its random crop finds enough pixels."""
+        """Height and width that a resized training image should cover before its random crop."""
         side = self.cache_size or round(1.15 * max(self._cover))
         return (side, side) if self.crop == "random_resized" else self._cover
 

@@ -258,7 +258,7 @@ def sorted_names(labels: Iterable[str]) -> list[str]:
 
 
 def files_in(places: Iterable[str]) -> list[str]:
-    """Return the files, and the image files in the folders, in order.
+    """Return each given file, and the image files below each given folder, in order.
 
     Raises:
         UserError: When a folder is missing or holds no images.

@@ -38,7 +38,8 @@ class ImageData(LightningDataModule):
     Args:
         source: The source of the images.
         batch_size: Size of the global batch, over all ranks: a count, or a fraction of the training set.
-        micro_batch: Images per forward pass of a rank in training. A smaller number gives the same step in less memory.
+        micro_batch: Maximum number of images in a rank's forward pass. A smaller number gives the same training step in
+            less memory, except that BatchNorm normalises each micro-batch by itself.
         val_size: Training images held out for validation, a count or a fraction, if the source has no validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
             same tensor on the accelerator. `auto`: `disk` for `augment`, for a random crop, and for images above
@@ -50,8 +51,8 @@ class ImageData(LightningDataModule):
         crop_padding: Augmentation: width in pixels of a border that is added before a random crop.
         flip: Augmentation: mirror half of the images; `alternate` mirrors each image in every other epoch.
         cutout: Augmentation: side in pixels of a random square that is set to the mean.
-        augment: Augmentation by the worker processes, image by image, on the CPU: one or a list of torchvision's v2
-            transforms, such as `RandAugment`, or of your own modules by their import path. Needs the placement `disk`.
+        augment: Augmentation by the worker processes, image by image, on the CPU: a v2 transform of torchvision such as
+            `RandAugment`, the import path of your own module, or a list of these. Needs the placement `disk`.
         mixup: Augmentation: blend each image with another. The weight is drawn from a beta distribution with this
             parameter, such as 0.2.
         cutmix: Augmentation: paste a box of another image into each image. The box's area is drawn from a beta
@@ -144,7 +145,7 @@ class ImageData(LightningDataModule):
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
-            reason = error.strerror or str(error).split("OSError: ")[-1].strip()  # a worker sends its traceback
+            reason = error.strerror or str(error).split("OSError: ")[-1].strip()  # a worker's error has a traceback
             refused = f"cannot be kept in {self.cache.folder} ({reason})"
             if self.source.skips:
                 message = f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
@@ -223,7 +224,7 @@ class ImageData(LightningDataModule):
         """Return evenly spaced training images, transformed as for evaluation: float32 (n, C, H, W).
 
         Args:
-            count: Smallest number of images; if there are fewer, all are returned.
+            count: Minimum number of images; a smaller split is returned whole.
         """
         split, rows = self._splits["train"]
         images = (split[row] for row in rows[:: max(len(rows) // count, 1)].tolist())

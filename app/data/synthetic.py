@@ -124,7 +124,7 @@ class SyntheticSource(Source):
     images of its split.
 
     Args:
-        like: Data set whose image size and normalisation to use.
+        like: Data set that defines the image shape and the normalisation.
         size: Number of training images; the test split has a fifth as many.
         seed: Seed of the images.
     """

@@ -21,9 +21,9 @@ class Choices(NamedTuple):
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: For each vertical crop position, the flat index in the padded image of each row's start, (crops, H).
-        columns: For mirrored and plain images and each horizontal crop position, the padded image's column of each
-            output column, (2, crops, W).
+        rows: Flat index in the padded image where each output row starts, by vertical crop position, (crops, H).
+        columns: Column of the padded image for each output column, by flip (mirrored, plain) and horizontal crop
+            position, (2, crops, W).
         hole_rows: Mask of the rows that cutout covers, for each centre, bool (H, H).
         hole_columns: Mask of the columns that cutout covers, for each centre, bool (W, W).
     """

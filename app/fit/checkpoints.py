@@ -38,7 +38,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @property
     def looks_every(self) -> int:
-        """Number of steps between checkpoints; 0 without checkpoints within an epoch."""
+        """Steps between two checkpoints within an epoch: 0 without such checkpoints, 1 if a time decides."""
         return self._every_n_train_steps if self._train_time_interval is None else 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class RunCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save if training stops within an epoch.
+        """Save within an epoch, if a checkpoint is due or training stops.
 
         After an epoch's last step, `on_train_epoch_end` saves instead, once the validation has ended. A checkpoint from
         before the validation would make a resumed run skip the validation.

@@ -163,9 +163,10 @@ class CLI(Flags):
         self._agree(config.cluster.timeout)
 
     def _explained(self, error: Exception) -> str:
-        """Return an error's message, with the flag that caused the error if it is found.
+        """Return an error's message, with the flag that caused the error if this flag is known.
 
-        This is the flag that created the failing object, else the first flag whose name and value the message contains.
+        The cause is the flag that created the failing object. Otherwise, it is the first flag whose name and value the
+        message contains.
         """
         while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename and (
             cause := error.__cause__ or error.__context__  # the exception that jsonargparse wrapped

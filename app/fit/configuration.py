@@ -30,8 +30,8 @@ from app.system.patches import expects
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
-# exceptions that jsonargparse raises for odd values; not `Exception`, because `capture_parser` returns its
-# parser by an exception, which must propagate
+# exceptions that jsonargparse raises for odd values. `Exception` would be too wide: `capture_parser` returns its parser
+# by raising an exception, which must propagate
 PARSING = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
@@ -47,8 +47,8 @@ SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    `--model` and `--data` get their default class only if the user chooses none. Settings of a replaced default would
-    remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    `--model` and `--data` get their default class only if the user chooses none. Otherwise, the default's settings
+    would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -82,7 +82,7 @@ class Flags(LightningCLI):
         """Do nothing, because Lightning's method would replace the requested model's settings by the checkpoint's."""
 
     def _dump_config(self) -> None:
-        """Set `config_dump`, from which Lightning takes model and data hyperparameters; do not validate it again."""
+        """Set `config_dump`, Lightning's source of hyperparameters, without validating the config again."""
         if not hasattr(self, "config_dump"):
             text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, skip_validation=True)
             self.config_dump = yaml.safe_load(text)[self.config.subcommand]
@@ -113,7 +113,7 @@ class Flags(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the requested command, with the arguments that get no flag; Lightning builds a parser for it only."""
+        """Return the requested command and its arguments without a flag; Lightning then builds only this parser."""
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

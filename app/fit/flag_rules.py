@@ -32,7 +32,7 @@ MINIMA = {
 MAXIMA = {"seed_everything": 2**32 - 1}  # numpy's largest seed
 LARGEST = 2**63 - 1  # torch's largest integer
 
-# class that each section's flags configure; for --model and --data, a base class of the class that the user chooses
+# class that each section's flags configure; the user chooses the classes of the other sections, --model and --data
 MADE = {
     "trainer": Trainer,
     "run": Run,

@@ -50,7 +50,7 @@ ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 
 @expects("argparse:HelpFormatter._format_action_invocation", "argparse:HelpFormatter._expand_help")
 class _Formatter(argparse.HelpFormatter):
-    """Help formatter: a flag with its value, description and default."""
+    """Help formatter that prints each flag with its value, description and default."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)

@@ -139,7 +139,7 @@ def decide(
         place = place.relative_to(root)
     return {
         "checkpoint": newest,
-        "may_be_finished": may_be_finished,  # a run that was killed after training resumes for its test
+        "may_be_finished": may_be_finished,  # a run killed between training and test resumes for its test
         "folder": place,  # relative to --run.root if inside it, because the root may differ between nodes
         "earlier": earlier,
         "launchers": launchers,
@@ -152,8 +152,8 @@ def _folder(
     """Return the folder of this run, and the record of the earlier training that this run continues, or None.
 
     `fit` continues in a run's folder if it resumes from the run's newest checkpoint with the same settings. Otherwise,
-    it creates a new folder. Other commands create a folder inside the checkpoint's run, or a new folder if that run is
-    unknown or does not match `--run.name` and `--run.root`.
+    it creates a new folder. Other commands create a folder inside the folder of the checkpoint's run. If this run is
+    unknown, or does not match `--run.name` and `--run.root`, every command creates a new folder.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
     is_chosen = run.name is not None or run.root != Run.root

@@ -98,7 +98,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
         timeout: Seconds to wait for another rank.
 
     Raises:
-        UserError: When ranks are missing at the deadline.
+        UserError: When ranks are missing at the deadline, or the process group cannot be created.
     """
     strategy: Any = trainer.strategy
     environment: ClusterEnvironment | None = getattr(strategy, "cluster_environment", None)

@@ -63,7 +63,7 @@ def launch_id() -> str | None:
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run; true under torchrun, whose count omits some restarts."""
+    """Return whether a launcher may have restarted this run; true under torchrun, which does not count all restarts."""
     launcher = launched()
     if launcher is None:
         return False

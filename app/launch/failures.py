@@ -123,8 +123,8 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         was_stopped = code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         has_lost = message.startswith(RankLostError.__name__)
-        # a message with ANOTHER does not name the lost node, so one that names it comes first; a timeout's message
-        # comes before SIGKILL, because it names the hung rank that was killed
+        # a message that names the lost node comes before one with ANOTHER; a timeout comes before SIGKILL, because its
+        # message names the hung rank, which the watchdog has killed
         return was_stopped, has_lost, has_lost and ANOTHER in message, code == -signal.SIGKILL, rank
 
     cause = min(failures, key=order)

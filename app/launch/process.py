@@ -15,14 +15,14 @@ from app.errors import UserError
 
 # environment variables
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
-STARTER = "APP_STARTER"  # process id of the `compare`, `plan`, `verify` or `doctor` that started this run
+STARTER = "APP_STARTER"  # process id of the command, such as `compare`, that started this run
 SPAWNED = "APP_SPAWNED"  # set for the processes of SpawnLauncher; app/__init__.py reads it
 BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
 TRUST = "APP_TRUST"  # modules of `--trust`, separated by commas
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
-# variables of launchers; a run that finds one of them waits for other processes
+# variables of launchers; if one is left over, a run would wait for other processes
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")

@@ -80,7 +80,7 @@ class Deadline:
             self.due = min(2 * self.due, self.due + 30)
 
     def within(self, call: Callable[[], T], missing: str, quiet: bool = False) -> T:
-        """Return a blocking function's result; run it in a thread, and abandon the thread at the deadline."""
+        """Call a blocking function in a thread, and return its result. Abandon the thread and raise at the deadline."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -98,7 +98,7 @@ class Deadline:
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
     """Host a store that listens on `address` only, or on all addresses if no interface of this machine has `address`.
 
-    This happens behind NAT, and on Debian, where a machine's own name may resolve to 127.0.1.1.
+    An interface may lack the address behind NAT, or on Debian, where a machine's own name may resolve to 127.0.1.1.
 
     Args:
         address: Name or address of this machine for the other processes.
@@ -131,7 +131,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
 
 
 def reach_store(address: str, port: int) -> TCPStore:
-    """Connect to another process's store; fail at once if nothing listens, where torch would retry and log."""
+    """Connect to another process's store. Raise at once if no program listens, because torch would retry and log."""
     socket.create_connection((address, port), timeout=5).close()
     return TCPStore(address, port, timeout=timedelta(seconds=5))
 

@@ -126,7 +126,7 @@ class StopTogether(Callback):
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
-        if isinstance(loader, DataLoader):  # in a user's loader, too, workers must not receive an agent's signals
+        if isinstance(loader, DataLoader):  # workers of a user's loader must not receive an agent's signals, either
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(

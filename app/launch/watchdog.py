@@ -3,8 +3,8 @@
 The other ranks time out after `--cluster.timeout`. Without a watchdog, a hung rank would run forever, and occupy its
 GPU and its port.
 
-Shortly before the timeout, each watchdog makes its rank write the Python stacks of its threads. The other ranks read
-these files, so that their error can name the hung rank.
+Shortly before the timeout, the watchdog of a rank without progress makes this rank write the Python stacks of its
+threads. The other ranks read these files, so that their error can name the hung rank.
 
 The watchdog runs this file as a script, so the file imports only the standard library.
 """

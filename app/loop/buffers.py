@@ -1,4 +1,4 @@
-"""Snapshot of a module's buffers, so that the forward pass of each shard of a batch starts from the same values."""
+"""Snapshot of a module's buffers, so that each shard's forward pass starts from the same values."""
 
 from collections.abc import Sequence
 from typing import Any

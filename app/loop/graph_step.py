@@ -24,7 +24,7 @@ from app.recipe import rates_of
 from app.training_sums import log_window
 
 MOST = 16  # steps in one graph
-PIXELS = 2**24  # in the prepared images of one graph: more would take memory and gain nothing
+PIXELS = 2**24  # maximum number of channel values in one graph's prepared images: more would only take memory
 WARM_UP = 3  # number of steps before the first graph: libraries choose kernels, and the optimizer creates its state
 # hooks that act between the phases of a step
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -44,7 +44,7 @@ class Graph:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # autograd may remember the warm-up's stream, which a recording must not wait for; torch 2.11 has no override
+        # a recording must not wait for the warm-up's stream, which autograd may remember; torch 2.11 lacks the setting
         override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", lambda enabled: None)
         override(True)
         try:
@@ -85,7 +85,7 @@ class Block:
         self.batches = [batch] if steps == 1 else list(zip(*(part.chunk(steps) for part in batch), strict=True))
 
     def prepare(self, inputs: Any) -> None:
-        """Prepare the batches."""
+        """Copy the inputs into the block's memory, and prepare the batches."""
         for value, new in zip(self._inputs, inputs, strict=True):
             if isinstance(new, Tensor):
                 value.copy_(new, non_blocking=True)
@@ -102,7 +102,7 @@ class Graphs:
     Attributes:
         loader: Loader of the batches.
         batch: Images (B, C, H, W) and labels in the memory that the training graph reads; None during the warm-up.
-        ahead: Number of steps that the device has been given before the loop has reached them.
+        ahead: Number of steps that the block includes, but the loop has not reached.
     """
 
     batch: Any = None
@@ -113,7 +113,7 @@ class Graphs:
         self._step, self._preparations = step, step.preparation
         self.loader = step.trainer.train_dataloader
         self._size: int | None = getattr(self.loader, "batch_size", None)
-        # without sum and factor of each step's loss, the backward pass takes four operations less, with the same bits
+        # start the backward pass from each sample's loss: this saves four operations per step, and keeps the same bits
         self._from_losses = isinstance(self.loader, GlobalBatches) and step.plain_backward
         self._warm_up, self._replays = WARM_UP, 0
         self._blocks: dict[int, Block] = {}
@@ -129,7 +129,7 @@ class Graphs:
 
         Args:
             batch: The batch.
-            steps: Function that returns the number of steps to run at once, beginning with a batch.
+            steps: Function that returns the number of steps to run in one graph, beginning with the given batch.
         """
         if self.ahead:
             self.batch = self._block.batches[-self.ahead]
@@ -161,7 +161,7 @@ class Graphs:
         return batch
 
     def train(self) -> Tensor:
-        """Train on the batches of a block if the step is its first one; return the step's loss.
+        """Return the step's loss. On a block's first step, train on all batches of the block.
 
         Raises:
             UserError: When the optimizer's settings, apart from the learning rate, change at each step.
@@ -233,16 +233,16 @@ class Graphs:
 class GraphStep(Step):
     """Training step that replays CUDA graphs.
 
-    The first batches, and batches of another size such as an epoch's last one, run without graphs. For all others, one
-    graph gathers, augments and normalises the images, and a second one computes the loss, adds it to the sums, computes
-    and clips gradients, and updates the weights. The first graph serves only `ImageData` without mixup and cutmix;
-    other batches are prepared by ordinary calls. Hooks see no gradients.
+    The first batches, and batches of another size such as an epoch's last one, run without graphs. For all others, a
+    first graph gathers, augments and normalises the images. A second graph computes the loss, adds it to the sums,
+    computes and clips gradients, and updates the weights. The first graph serves only `ImageData` without mixup and
+    cutmix; other batches are prepared by ordinary calls. Hooks see no gradients.
 
-    With `--data.placement device`, the graphs hold up to 16 steps. The device gets these steps at the first of them;
-    the loop then counts them, and calls the hooks, without a launch. Such steps lie between two moments at which
-    something may look at the weights: the end of a logging window or an epoch, a validation, a checkpoint. A callback
-    that acts on each batch declares the number of steps between two looks as `looks_every`, 0 for never. By default,
-    it looks after each step, and graphs hold one.
+    With `--data.placement device`, a graph holds up to 16 steps. The first of these steps launches the graph; in the
+    others, the loop only counts the step and calls the hooks. Only a graph's last step may be followed by an event that
+    reads the weights: the end of a logging window or an epoch, a validation, a checkpoint. If a callback overrides a
+    batch hook, its attribute `looks_every` is the number of steps between two reads, 0 for never. Without this
+    attribute, the callback may read after each step, and a graph holds one step.
 
     Args:
         loop: The loop.
@@ -269,7 +269,10 @@ class GraphStep(Step):
         self.on_before_optimizer_step(self.optimizer)
 
     def _most_steps(self) -> int:
-        """Return the number of steps that one graph holds where nothing looks in between; 1 if something may."""
+        """Return the number of steps per graph with the fewest replays per logging window.
+
+        Return 1 with a profiler, a batch hook of the module, or a scheduler whose rates are unknown in advance.
+        """
         trainer, module = self.trainer, self.module
         steps = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
         foreseen = all(type(each) is LambdaLR for each in steps)
@@ -304,7 +307,7 @@ class GraphLoop(StraightLoop):
 
     @property
     def ahead(self) -> int:
-        """Number of steps that the device has been given before the loop has reached them."""
+        """Number of steps that the current block includes, but the loop has not reached."""
         return self.graphs.ahead if self.graphs is not None else 0
 
     def make_step(self) -> Step:

@@ -111,7 +111,7 @@ class StraightLoop(LoggingLoop):
         step(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step. Lightning's own method handles the end of an epoch, validation and schedulers."""
+        """Count the step; call Lightning's method where more is due: validation, schedulers, or the end of an epoch."""
         trainer, progress, every = self.trainer, self.batch_progress, self.trainer.val_check_batch
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         if (
@@ -389,6 +389,7 @@ class Step:
         """Return the loss and the outputs for a `training_step` result that is not a tensor.
 
         Raises:
+            UserError: When the step returned None in a run of several processes.
             MisconfigurationException: When the step returned neither a dictionary with a loss nor None.
         """
         if output is None:

@@ -268,7 +268,7 @@ class MetricsFile(CSVLogger):
 
 @expects(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_stats")
 class RateMonitor(LearningRateMonitor):
-    """Monitor that logs the learning rate once per epoch, or once per logging window if it changes on each step."""
+    """Monitor that logs the learning rate per epoch, or per logging window if a scheduler changes it on each step."""
 
     looks_every = 0
 
@@ -297,8 +297,8 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False, skip_validation=True)
-        # ddp_spawn pickles this callback into a pipe to each new process. The parser and the config take 200 kB, more
-        # than the pipe holds: the parent would wait for each process to start before it starts the next one
+        # ddp_spawn pickles this callback into a pipe to each new process. Parser and config take 200 kB, more than the
+        # pipe holds. With them, the parent would wait until a process reads the pipe, before it starts the next process
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

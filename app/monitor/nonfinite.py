@@ -18,9 +18,9 @@ NONE = 2**62  # stands for "all losses are finite"; larger than any batch index
 class NonFinite(Callback):
     """Callback that detects a non-finite loss or non-finite weights, and stops the run, warns, or skips updates.
 
-    Each rank keeps a logging window's losses on the device and reads them at the window's end, and before a checkpoint
-    is written. The action `stop` also checks the weights before they are saved. The action `skip` also checks gradients
-    on each step, with an all-reduce of one number; in float16, it leaves this check to the gradient scaler.
+    Each rank keeps the losses on the device. It reads them at the end of a logging window or an epoch, and before a
+    checkpoint is written. The action `stop` also checks the weights before they are saved. The action `skip` checks
+    gradients on each step, too, with an all-reduce of one number; in float16, the gradient scaler does this instead.
 
     Args:
         action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with non-finite gradients, on
@@ -56,7 +56,7 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._checked_step:  # in this step, `app.modules` reads the device, too
+        if step % self._window == 0 and step != self._checked_step:  # `app.modules` reads the device here, too
             self._checked_step = step
             self._check(trainer)
 

@@ -203,7 +203,10 @@ class RunRecord(Callback):
     # -- training -------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the model and its execution settings, and reset the accelerator's peak memory."""
+        """Record the model and its execution settings, and reset the accelerator's peak memory.
+
+        If unreadable images are skipped, also check that all nodes read the same images; the check is collective.
+        """
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
             (_, first), *others = gather_objects((trainer.node_rank, data.content))

@@ -222,9 +222,8 @@ def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> P
     Args:
         profiled: Median of each phase over a few profiled steps.
         step: Median step time in the windows, in milliseconds.
-        rank: Rank zero's median times over all windows; None if there is only one rank. Its data time replaces the
-            profiled data time, and its wait replaces the profiled communication, because waits for other ranks vary
-            too much to be measured in a few steps.
+        rank: Rank zero's median times over all windows; None if there is only one rank. Its data time and
+            its wait replace the profiled data and communication: these vary too much to be measured in a few steps.
     """
     known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
     scale = (step - sum(known.values())) / sum(getattr(profiled, phase) for phase in PHASES if phase not in known)

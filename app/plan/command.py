@@ -209,8 +209,8 @@ def _require_links(options: Namespace, devices: int, cuda: bool) -> None:
     The measurement needs two processes, each with its own GPU or cores.
 
     Raises:
-        UserError: When a node has more devices than this machine, unless `--bandwidth` and `--latency` are given; or
-            when a node has a single device, unless these or `--node_bandwidth` and `--node_latency` are given.
+        UserError: When flags are missing. Nodes with more devices than this machine need `--bandwidth` and `--latency`.
+            Nodes with a single device need these two, or `--node_bandwidth` and `--node_latency`.
     """
     per_node = options.per_node or devices
     network = options.bandwidth is not None and options.latency is not None

@@ -1,7 +1,7 @@
 """Cost model of scaling: step time on 1…N devices × nodes, from a step on one device and the links between devices.
 
-On one device, a step with b images takes data(b) + forward(b) + backward(b) + update + rest. The first three are linear
-in b, fitted to measured steps; their offset is the cost of launching.
+On one device, a step with b images takes data(b) + forward(b) + backward(b) + update + rest. The first three are lines
+in b, fitted to measured steps. A line's offset is its launch time.
 
 ddp: each of N devices computes b = B/N images of a global batch B. DDP groups the gradients into buckets. A bucket is
 reduced over a ring once its last gradient is ready, one bucket after the other:
@@ -297,8 +297,8 @@ def _seconds(
 ) -> float:
     """Predict the seconds of a step with slower devices and a slower link.
 
-    The prediction is for a link slower by `sending / compute`; then the whole step is multiplied by `compute`. So
-    communication is slower by `sending` alone.
+    First predict the step with a link that is slower by `sending / compute`, then multiply the whole step by `compute`.
+    Computation thus becomes slower by `compute`, and communication by `sending`.
 
     Args:
         strategy: `ddp` or `dp`.

@@ -18,7 +18,10 @@ ENOUGH = 0.5  # a variant is recommended only above this efficiency
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
-    """Return the row with the largest `speed_up_low` among those with an `efficiency_low` above `ENOUGH`."""
+    """Return the row with the largest `speed_up_low`.
+
+    Only rows that share the batch equally, and whose `efficiency_low` is above `ENOUGH`, are candidates.
+    """
     return table[table["shared_equally"] & (table["efficiency_low"] > ENOUGH)].nlargest(1, "speed_up_low").iloc[0]
 
 

@@ -1,4 +1,4 @@
-"""Functions that run `python -m app fit` in separate processes, and return the record that it writes.
+"""Functions that run `python -m app fit` in separate processes, and return the run's record.
 
 `compare`, `verify`, `plan`, `replay` and `doctor` run `fit` this way, because a new process has a fresh accelerator,
 its own threads, and default settings.

@@ -195,7 +195,7 @@ def set_device(module: LightningModule, device: torch.device) -> None:
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
 )
 class DDPWithHooks(DDPStrategy):
-    """Lightning's DDP strategy, with two corrections.
+    """Lightning's DDP strategy, with three corrections.
 
     Communication hooks work on every device. Lightning registers them only on CUDA, and drops them silently elsewhere.
     Source: strategies/ddp.py, `_register_ddp_hooks`.
@@ -204,16 +204,18 @@ class DDPWithHooks(DDPStrategy):
     stay, so that each backward pass waits for that stream. Source:
     https://github.com/Lightning-AI/pytorch-lightning/pull/21746.
 
+    With gloo, DDP has a process group of its own. Lightning uses the default group, which the user's code shares.
+
     At an upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter
     a new stream?
     """
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
-        # a separate group: in a shared one, gloo aborts if a collective call of DDP meets one of the user's code
+        # a separate group, because gloo aborts if it matches a collective call of DDP with one of the user's code
         if distributed.is_initialized() and distributed.get_backend() == "gloo":
             level = distributed.get_debug_level()
-            # OFF, because at level DETAIL the new group is a wrapper, on which torch's DDP logger crashes
+            # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the wrapper
             distributed.set_debug_level(distributed.DebugLevel.OFF)
             group = distributed.new_group(backend="gloo", timeout=self._timeout)
             distributed.set_debug_level(level)

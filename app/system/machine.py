@@ -120,7 +120,7 @@ def _control_groups() -> list[Path]:
 def driver() -> str | None:
     """Return the version of NVIDIA's driver, or None.
 
-    `torch.utils.collect_env` fails, because nvidia-smi 610 no longer prints the heading that it expects.
+    `torch.utils.collect_env` fails, because it expects a heading that nvidia-smi 610 no longer prints.
     """
     return next(iter(_nvidia_smi("driver_version")), None)
 

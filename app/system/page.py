@@ -115,7 +115,7 @@ def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2,
 
 
 def draw_line(paint: Callable[[Axes], None], height: float = 3.2) -> Figure:
-    """Draw a line plot with fixed margins, because computing them doubles the time.
+    """Draw a line plot with fixed margins, because computing the margins would double the drawing time.
 
     The margins have room for numbers on the left and for the lines' names on the right.
 

@@ -7,5 +7,5 @@ from rich.console import Console
 
 
 def make_console(**options: Any) -> Console:
-    """Return a console with the terminal's width; a file or a pipe has none, so it gets 110 columns."""
+    """Return a console as wide as the terminal, or 110 columns wide if stdout is a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else 110, **options)

@@ -10,8 +10,8 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
-# `maker` stops its search at these frames: an optimizer, strategy or precision plugin calls loops and autograd, but is
-# not the cause of their errors
+# `maker` stops its search at frames of Lightning's loops and of autograd: an optimizer, strategy or precision plugin
+# calls them, but does not cause their errors
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 # beginning of a traceback, with the sentence that links it to the previous one in a chain
@@ -42,7 +42,7 @@ def users_part(text: str) -> str | None:
 
 
 def maker(error: BaseException) -> str | None:
-    """Return flag and class of the object that raised an error, such as `--data.augment RandomCrop`, or None."""
+    """Return the flag and class of the object that raised an error, such as `--data.augment RandomCrop`, or None."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         file, cls = frame.f_code.co_filename, type(frame.f_locals.get("self"))
         if file.startswith(OURS) or STEP.match(file) or _is_users(file):

@@ -26,7 +26,7 @@ def same_training(
         model: Import path of the LightningModule.
         data: Import path of the LightningDataModule.
         flags: Flags of `fit`, without dashes: `{"data.batch_size": 32}`.
-        ways: Flags of `fit` of each further variant, by its name, such as `{"ddp × 3": {"trainer.devices": 3}}`.
+        ways: Further variants: their flags of `fit` by variant name, such as `{"ddp × 3": {"trainer.devices": 3}}`.
         steps: Number of optimizer steps of each run.
         quick: Whether to run only these variants: ddp on two processes, stop and resume, and `ways`.
 

@@ -31,7 +31,7 @@ class Case(NamedTuple):
     Attributes:
         reference: Recording of the reference.
         way: Recording of the variant.
-        differences: First difference in each column of the table, such as `loss`.
+        differences: Difference in each column of the table, such as `loss`; see `differences`.
         replicas: Number of devices that share a batch.
     """
 
@@ -211,7 +211,7 @@ def _rates(case: Case) -> Cause | None:
 
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
-    """Yield causes of a difference after a batch was split or a run resumed: BatchNorm's statistics, random numbers."""
+    """Yield causes that arise when a batch is split or a run is resumed: BatchNorm's statistics and random numbers."""
     facts, resumed = case.way.facts, case.way.resumed_at is not None
     is_same_order = "samples" not in case.differences or _other_pixels(case)
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):
@@ -234,7 +234,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
 
 
 def _gradients(case: Case) -> Iterator[Cause]:
-    """Yield causes of different losses or gradients: hooks of parameters, and averages that weigh samples unequally."""
+    """Yield causes of different losses or gradients: parameter hooks, means of unequal shares, and sums as losses."""
     way, reference, differences = case.way, case.reference, case.differences
     place = differences.get("gradients") or differences.get("loss")
     if "samples" in differences or place is None or place.step is None:

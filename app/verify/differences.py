@@ -106,7 +106,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference of a run from the reference.
+    """Difference of a run from the reference: at the first step that differs, or the largest after training.
 
     Attributes:
         where: Step, parameter or metric.
@@ -134,7 +134,11 @@ def apart(here: float, there: float, scale: float = 1.0) -> float:
 
 
 def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Difference]:
-    """Return a variant's first difference from the reference, by column; equal columns are absent."""
+    """Return a variant's difference from the reference by column; equal columns are absent.
+
+    Samples, learning rate, loss and gradients have the first step that differs. Weights, evaluation and optimizer have
+    the largest difference after training.
+    """
     columns: dict[str, Difference] = {}
     for name, look in (("samples", _samples), ("learning rate", _rates), ("loss", _losses), ("gradients", _gradients)):
         pairs = zip(way.steps, reference.steps, strict=False)

@@ -28,7 +28,7 @@ class Settings:
 
     Args:
         steps: Number of optimizer steps of each run.
-        ways: Flags of `fit` of each further variant, by its name.
+        ways: Further variants: their flags of `fit` by variant name.
         quick: Run only one device, two processes, and stop and resume.
         bits: Require the same bits, and print the first operation whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
@@ -296,7 +296,7 @@ def _without_figures(cause: Cause) -> str:
 
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Return a copy of a cause with its effect on the loss. The effect is known from a repetition without some causes.
+    """Return a copy of a cause with its effect on the loss, measured by a repetition with some causes removed.
 
     Args:
         cause: The cause.

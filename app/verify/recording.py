@@ -183,7 +183,8 @@ def digest(value: Tensor) -> str:
 def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]:
     """Return ids of a batch's samples, and digests of their integer tensors.
 
-    With this application's loaders, the id is the sample's row in the data set; otherwise, a digest of its tensors.
+    With this application's loaders, the id is the sample's row in the data set, and digests are omitted. With other
+    loaders, the id is a digest of the sample's tensors.
     """
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
@@ -199,7 +200,7 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """Strip a sequence's padding. Of an integer that repeats at the end, only the first occurrence remains."""
+    """Cut a sequence of integers after the first element of its padding, the value that repeats at the end."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
     return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]

@@ -24,7 +24,7 @@ class Result:
         name: Name of the variant.
         command: Arguments of `python -m app`, from `fit` on.
         recorded: Recording of the run; None for a failed or skipped run.
-        differences: First difference from one device, by column.
+        differences: Difference from one device, by column; see `app.verify.differences.differences`.
         causes: Known causes of the differences.
         first_operation: First operation whose output bits differ; only with `--bits true`.
         rounding: Differences that are only rounding, by column.
@@ -134,7 +134,7 @@ class Verdict:
         return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
 
     def explained(self) -> Iterator[str]:
-        """Yield lines that explain the table. Variants with the same fault share a block; equal variants have none."""
+        """Yield lines that explain the table: a block for each fault, and for each variant with rounding or a skip."""
         faults: dict[str, list[Result]] = {}
         for result in self.results:
             if not result.same or result.rounding or result.skipped:

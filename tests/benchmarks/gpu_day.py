@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TRIED = os.environ.get("GPU_DAY_DEVICE") == "cpu"
-PATIENCE = 3 if TRIED else 1  # factor of the time limits; on the CPU, times are not results
+PATIENCE = 3 if TRIED else 1  # factor of the time limits; longer on the CPU, where times are not results
 ALL = 520  # time limit of a call in seconds
 # items of each call, with their time limits in seconds
 CALLS = {

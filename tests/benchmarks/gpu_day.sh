@@ -2,8 +2,8 @@
 # Test and measure on a bare machine with one GPU and no network.
 #
 #   gpu_day.sh wheels     before, where there is a network: download the wheels that such a machine lacks into .wheels
-#   gpu_day.sh A          4 minutes: versions, each way to run a step, and what makes the host wait
-#   gpu_day.sh B          9 minutes: speed beside loops by hand and the hardware's limits
+#   gpu_day.sh A          4 minutes: versions, each way to run a step, and host synchronizations
+#   gpu_day.sh B          9 minutes: speed, compared with hand-written loops and the hardware's limits
 #   gpu_day.sh C          9 minutes: the GPU tests, exactness, and the other commands
 #   gpu_day.sh ITEM …     some of their items, or `suite`: the ordinary tests with the GPU hidden
 #

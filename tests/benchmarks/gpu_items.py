@@ -281,7 +281,10 @@ def resnet() -> None:
 
 
 def mlp() -> None:
-    """The MLP at two widths, as a share of the roofline: six FLOP per weight and sample at a large product's rate."""
+    """Rates of the MLP at two input widths, as shares of the roofline.
+
+    The roofline is the FLOP rate of a large matrix product. A sample costs six FLOP per weight.
+    """
     side = 512 if CPU else 8192
     peaks = {}
     for name, dtype in (("float32", torch.float32), ("TF32", torch.float32), ("bf16", torch.bfloat16)):
