@@ -36,7 +36,7 @@ from app.networks import title
 from app.parallel import SplitForward
 from app.record import Record
 from app.system.lightning_patches import strategy_name
-from app.system.machine import hardware, peak_memory, versions
+from app.system.machine import hardware, peak_memory, time_when_done, versions
 from app.training_sums import log_window
 
 
@@ -259,7 +259,7 @@ class RunRecord(Callback):
         self._last_step = time.perf_counter()
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
-        now = _time_when_done(trainer)
+        now = time_when_done(trainer.strategy.root_device)
         first = self.rate is None and not self._warmup_epochs
         self.rate = self._window_samples / (now - self._window_start)
         self._epoch_rates.append(self.rate)
@@ -277,13 +277,13 @@ class RunRecord(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restart the window that validation interrupted."""
         self._validated = not trainer.sanity_checking
-        self._begin_window(_time_when_done(trainer))
+        self._begin_window(time_when_done(trainer.strategy.root_device))
         if trainer.state.fn == "validate":
             self.record.validation = _metrics(trainer, "val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row. `_close_epoch` adds the metrics later, because Lightning logs them after this hook."""
-        self._last_step = _time_when_done(trainer)
+        self._last_step = time_when_done(trainer.strategy.root_device)
         seconds = round(self._last_step - self._epoch_start, 3)
         rate = round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None
         self._open_epoch = records.Epoch(
@@ -420,13 +420,6 @@ def _continued(before: list[list[float]], points: list[list[float]], earlier: fl
 def _batches(trainer: Trainer) -> int:
     """Return the number of training batches of all epochs so far."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
-
-
-def _time_when_done(trainer: Trainer) -> float:
-    """Synchronise the device, and return the time in seconds."""
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(trainer.strategy.root_device)
-    return time.perf_counter()
 
 
 def _count(batch: Any) -> int:
