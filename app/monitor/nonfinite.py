@@ -84,9 +84,8 @@ class NonFinite(Callback):
             optimizer.zero_grad(set_to_none=True)
             self.skipped += 1
             if self.skipped == 1:
-                rank_zero_info(
-                    f"the gradients of step {trainer.global_step + 1} are not finite: skipping such steps from here on"
-                )
+                step = trainer.global_step + 1
+                rank_zero_info(f"the gradients of step {step} are not finite: skipping such steps from here on")
 
     def _check(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
         """Check the losses since the last check, and the weights to save. Collective.

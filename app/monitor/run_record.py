@@ -286,9 +286,8 @@ class RunRecord(Callback):
         self._last_step = time_when_done(trainer.strategy.root_device)
         seconds = round(self._last_step - self._epoch_start, 3)
         rate = round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None
-        self._open_epoch = records.Epoch(
-            trainer.current_epoch, trainer.is_last_batch, seconds, rate, self._learning_rate
-        )
+        epoch, whole = trainer.current_epoch, trainer.is_last_batch
+        self._open_epoch = records.Epoch(epoch, whole, seconds, rate, self._learning_rate)
         self._epoch_validated, self._validated = self._validated, False
 
     def _close_epoch(self, trainer: Trainer) -> None:
@@ -340,10 +339,8 @@ class RunRecord(Callback):
             ranks = self._clock.ranks
             record.ranks, record.others_cores, memory = ranks.ranks, ranks.others_cores, ranks.memory.points
         earlier = sum(part.train_s or 0.0 for part in record.parts)
-        record.course = records.Course(
-            _continued(self._before.samples_per_s, self._course.points, earlier),
-            _continued(self._before.memory_gib, memory, earlier),
-        )
+        rates_over_time = _continued(self._before.samples_per_s, self._course.points, earlier)
+        record.course = records.Course(rates_over_time, _continued(self._before.memory_gib, memory, earlier))
         record.steps, record.threads = trainer.global_step, torch.get_num_threads()
         record.steps_per_epoch = trainer.num_training_batches
         if self._first_step is not None:
@@ -353,9 +350,8 @@ class RunRecord(Callback):
         if windows:
             rates, batches, _ = zip(*windows, strict=True)
             median = statistics.median(rates)
-            record.throughput = records.Throughput(
-                round(median, 1), round(min(rates), 1), round(max(rates), 1), len(rates)
-            )
+            low, middle, high = (round(rate, 1) for rate in (min(rates), median, max(rates)))
+            record.throughput = records.Throughput(middle, low, high, len(rates))
             if profiled:
                 rank = record.ranks[0] if record.ranks and trainer.world_size > 1 else None
                 record.time_per_step = phases_of_windows(profiled, 1000 * statistics.median(batches) / median, rank)
