@@ -280,10 +280,8 @@ class TorchvisionSource(Source):
         if all(file.exists() for file in self.files):
             return
         name, remedy = self.dataset.__name__, f"name another directory than {self.root!r} with --data.root"
-        with downloading(
-            f"no {name} in {self.files[0].parent}, and it could not be downloaded",
-            f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}",
-        ):
+        problem = f"no {name} in {self.files[0].parent}, and it could not be downloaded"
+        with downloading(problem, f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}"):
             self.dataset(self.root, download=True)
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
