@@ -218,10 +218,9 @@ def _require_links(options: Namespace, devices: int, cuda: bool) -> None:
         return
     flag = f"--per_node {options.per_node}: " if options.per_node else ""
     has = f"{devices} GPU(s)" if cuda else f"cores for {devices} process(es) of this training; see --run.threads"
-    raise UserError(
-        f"{flag}this machine has {has}: give --per_node, --bandwidth and --latency of another machine, or "
-        "--node_bandwidth and --node_latency between machines like this one"
-    )
+    remedy = "give --per_node, --bandwidth and --latency of another machine"
+    other = "--node_bandwidth and --node_latency between machines like this one"
+    raise UserError(f"{flag}this machine has {has}: {remedy}, or {other}")
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:
