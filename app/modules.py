@@ -199,11 +199,6 @@ class ImageClassifier(LightningModule):
             metrics.update(value=self.recipe.criterion(logits, labels), preds=logits, target=labels)
         return logits
 
-    def _training_score(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses (B,) and logits (B, classes) of images (B, C, H, W)."""
-        logits = self(images)
-        return self.recipe.criterion(logits, targets, self.class_weights), logits
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss, scaled so that its mean over ranks and accumulated batches is the mean over all samples."""
         images, labels = batch
@@ -227,13 +222,14 @@ class ImageClassifier(LightningModule):
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
         """Return the losses (B,) of images (B, C, H, W), and add them to the sums."""
         try:
-            losses, logits = self._training_score(images, labels)
+            logits = self(images)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
             remedy = "use --data.drop_last true, or another --data.batch_size or --data.micro_batch"
             problem = f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm"
             raise UserError(f"{problem}: {remedy}") from error
+        losses = self.recipe.criterion(logits, labels, self.class_weights)
         self.sums.add(losses.detach(), logits, labels)
         return losses
 

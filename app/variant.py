@@ -15,7 +15,7 @@ from jsonargparse import Namespace
 from app.errors import UserError
 from app.fit.configuration import resolve
 from app.fit.resolved import Resolved
-from app.runs.starter import CommandLine
+from app.runs.starter import on_nodes
 from app.system.machine import usable_cores
 
 # flags that `compare` and `verify` set themselves
@@ -93,10 +93,7 @@ class Variant:
             threads: CPU threads of a node whose environment does not set them; None sets nothing.
         """
         nodes = [{"OMP_NUM_THREADS": str(threads)} | node if threads else node for node in self.nodes()]
-        meet = ["--cluster.init_method", "tcp://127.0.0.1:29500", "--cluster.node_rank"] if len(nodes) > 1 else []
-        ranks = [[*meet, str(rank)] if meet else [] for rank in range(len(nodes))]
-        lines = (str(CommandLine([*self.arguments, *rank], node)) for rank, node in zip(ranks, nodes, strict=True))
-        return " &\n".join(lines)
+        return " &\n".join(map(str, on_nodes(self.arguments, nodes, "tcp://127.0.0.1:29500")))
 
 
 def typed(value: Any) -> str:

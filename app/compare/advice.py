@@ -134,9 +134,8 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
     if result.recommended is None:
         return sentences
     if rows["global_batch"].nunique() > 1:
-        sentences.append(
-            "The global batches of the variants differ, and so does the number of steps per epoch: compare losses, too."
-        )
+        caution = "The global batches of the variants differ, and so does the number of steps per epoch"
+        sentences.append(f"{caution}: compare losses, too.")
     sentences += [
         f"**{plain(variant)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
         for variant, slow in rows["slow_rank"].dropna().items()
@@ -196,10 +195,8 @@ def _limit(row: pd.Series) -> list[str]:
     fullest, name = row[["memory_main_percent", "memory_others_percent"]].max(), plain(row.name)
     sentences = []
     if fullest >= NEARLY_FULL:
-        sentences.append(
-            f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try `--trainer.precision bf16-mixed` or a "
-            "smaller `--data.batch_size`."
-        )
+        remedy = "`--trainer.precision bf16-mixed` or a smaller `--data.batch_size`"
+        sentences.append(f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try {remedy}.")
     if row["rest_ms"] >= 0:  # NaN, hence false, if no step was timed
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
         limit, remedy = bottleneck(times, row["accelerator"] == "cuda", row["placement"])

@@ -52,12 +52,9 @@ def pictures(
     rows, drawn = ranked(table), {}
     if len(rows):
         rates = {outcome.variant.name: outcome.medians for outcome in outcomes}
-        drawn["throughput"] = Picture(
-            "Samples/s of each variant: the median of the runs",
-            partial(_throughput, rows=rows, rates=rates, baseline=baseline, recommended=recommended),
-            6.4,
-            1.2 + 0.36 * len(rows),
-        )
+        paint = partial(_throughput, rows=rows, rates=rates, baseline=baseline, recommended=recommended)
+        title = "Samples/s of each variant: the median of the runs"
+        drawn["throughput"] = Picture(title, paint, width=6.4, height=1.2 + 0.36 * len(rows))
     diverged = set(table.loc[table["not_finite_since"].notna(), "variant"])
     lines = curves([outcome for outcome in outcomes if outcome.variant.name not in diverged])
     if lines:
@@ -66,11 +63,9 @@ def pictures(
         drawn["loss_epoch"] = Picture(_coinciding(alike, len(lines)), paint)
     timed = rows.dropna(subset=["rest_ms"]).rename(columns={f"{phase}_ms": phase for phase in PHASES})
     if len(timed):
-        drawn["step"] = Picture(
-            "Where the time of a step goes, on rank zero",
-            partial(stacked_bars, labels=list(map(_short, timed.index)), phases=PHASES, rows=list(timed.itertuples())),
-            height=1.3 + 0.3 * len(timed),
-        )
+        labels, steps = list(map(_short, timed.index)), list(timed.itertuples())
+        paint = partial(stacked_bars, labels=labels, phases=PHASES, rows=steps)
+        drawn["step"] = Picture("Where the time of a step goes, on rank zero", paint, height=1.3 + 0.3 * len(timed))
     return drawn
 
 

@@ -51,7 +51,9 @@ def write_report(
     if not places and "throughput" in drawn:
         drawn["throughput"] = drawn["throughput"]._replace(title=result.conclusion)
     summary = {"said": result.conclusion, "taken": result.recommended}  # keys of results.json
-    _write_results(results, outcomes, commands, {**head, "baseline": baseline, "verdict": summary}, folder)
+    results.to_csv(folder / "results.csv", index=False)
+    rows = _rows(results, outcomes, commands)
+    write_json(folder / "results.json", {**head, "baseline": baseline, "verdict": summary, "variants": rows})
     files = {picture.title: folder / f"{name}.png" for name, picture in drawn.items()}
     for picture, file in zip(drawn.values(), files.values(), strict=True):
         file.write_bytes(png(draw(picture.paint, picture.width, picture.height, picture.title)))
@@ -82,15 +84,13 @@ def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _write_results(
-    results: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str], head: dict[str, Any], folder: Path
-) -> None:
-    results.to_csv(folder / "results.csv", index=False)
+def _rows(results: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str]) -> list[dict[Any, Any]]:
+    """Return the variants of results.json."""
     rows = results.astype(object).where(results.notna(), None).to_dict("records")
     for row, outcome in zip(rows, outcomes, strict=True):
         runs = [record.run_dir for record in outcome.records.values()]
         row.update(command=commands[outcome.variant.name], reason=outcome.reason, tail=outcome.tail, runs=runs)
-    write_json(folder / "results.json", {**head, "variants": rows})
+    return rows
 
 
 def _command(outcome: Outcome) -> str:

@@ -48,7 +48,7 @@ class ImageCache:
         try:
             with open_file(path) as file:
                 header = json.loads(file.read(HEADER))
-                shape, names, left_out = header["shape"], header["names"], header["left_out"]
+                shape, names = header["shape"], header["names"]
                 pixels, count = math.prod(shape), header["count"]
                 columns = 1 if len(shape) == 4 else 4  # only labels, or heights, widths, ends and labels
                 size = HEADER + pixels + 8 * columns * count + names
@@ -58,9 +58,10 @@ class ImageCache:
                 file.seek(HEADER + pixels)
                 table = np.frombuffer(file.read(8 * columns * count), np.int64).reshape(columns, count)
                 values, files = torch.from_numpy(table.copy()), json.loads(file.read(names))
-                if columns == 4:
-                    return RaggedSplit(images, values, files, left_out)
-                return Split(images, values[0], files, mapped=True, left_out=left_out)
+                ragged = columns == 4
+                split = RaggedSplit(images, values, files) if ragged else Split(images, values[0], files, mapped=True)
+                split.left_out = header["left_out"]
+                return split
         except (OSError, ValueError, LookupError, TypeError):  # missing, or not a file of this cache
             return None
 

@@ -68,7 +68,7 @@ class FileSplit(Split):
     ) -> None:
         self.names, self.labels = names, torch.tensor(labels, dtype=torch.int64)
         self.image_shape, self.geometry, self.ragged = image_shape, geometry, ragged
-        self.mapped, self.left_out, self._images = False, 0, None
+        self.mapped, self._images = False, None
 
     def _open(self, index: int) -> Image.Image:
         return Image.open(self._name(index))

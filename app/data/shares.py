@@ -48,20 +48,16 @@ def run_of(rank: int, shares: Sequence[int]) -> range:
 
 def shards_beyond(virtual_devices: int, batch_size: int) -> str:
     """Return the error message for a global batch with fewer samples than shards."""
-    return (
-        f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards: give "
-        f"{batch_size} or less, or a larger batch"
-    )
+    problem = f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards"
+    return f"{problem}: give {batch_size} or less, or a larger batch"
 
 
 def unequal_shares(batch_size: int, world_size: int) -> str:
     """Return the error message for a global batch that the world size does not divide."""
     below = batch_size - batch_size % world_size
     nearest = f"{below} or {below + world_size}" if below else f"{world_size}"
-    return (
-        f"a global batch of {batch_size} cannot be shared equally by {world_size} ranks: use --data.batch_size "
-        f"{nearest}, or another --trainer.devices"
-    )
+    problem = f"a global batch of {batch_size} cannot be shared equally by {world_size} ranks"
+    return f"{problem}: use --data.batch_size {nearest}, or another --trainer.devices"
 
 
 class GlobalOrder:

@@ -129,23 +129,18 @@ class Split(Dataset[Tensor]):
         labels: int64 (N,).
         names: File names, if any.
         mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
-        left_out: Number of images that could not be read.
 
     Attributes:
         ragged: Geometry of the training crop if items have different sizes (C, h, w); else None.
+        left_out: Number of images that could not be read.
     """
 
     ragged: Geometry | None = None
+    left_out = 0
 
     def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        names: Sequence[str] | None = None,
-        mapped: bool = False,
-        left_out: int = 0,
+        self, images: Tensor, labels: Tensor, names: Sequence[str] | None = None, mapped: bool = False
     ) -> None:
-        self.left_out = left_out
         self._images: Tensor | None = images
         self.labels, self.names, self.mapped = labels, names, mapped
         self.image_shape: Sequence[int] = images.shape[1:]
@@ -190,11 +185,10 @@ class RaggedSplit(Split):
         pixels: Pixels of all images as (h, w, C), uint8 (bytes,).
         values: Heights, widths, ends in `pixels`, and labels, int64 (4, N).
         names: File names, if any.
-        left_out: Number of images that could not be read.
     """
 
-    def __init__(self, pixels: Tensor, values: Tensor, names: Sequence[str] | None, left_out: int) -> None:
-        super().__init__(pixels, values[3], names, mapped=True, left_out=left_out)
+    def __init__(self, pixels: Tensor, values: Tensor, names: Sequence[str] | None) -> None:
+        super().__init__(pixels, values[3], names, mapped=True)
         self._places = values[:3].T
 
     def __getitem__(self, index: int) -> Tensor:
@@ -286,10 +280,8 @@ class TorchvisionSource(Source):
         if all(file.exists() for file in self.files):
             return
         name, remedy = self.dataset.__name__, f"name another directory than {self.root!r} with --data.root"
-        with downloading(
-            f"no {name} in {self.files[0].parent}, and it could not be downloaded",
-            f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}",
-        ):
+        problem = f"no {name} in {self.files[0].parent}, and it could not be downloaded"
+        with downloading(problem, f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}"):
             self.dataset(self.root, download=True)
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102

@@ -218,11 +218,7 @@ def read_earlier(path: Path) -> Record:
 
 
 def check_checkpoint(
-    path: str,
-    model: LightningModule,
-    data: LightningDataModule,
-    resumed_by: Trainer | None,
-    may_be_finished: bool = False,
+    path: str, model: LightningModule, data: LightningDataModule, resumed_by: Trainer | None, may_be_finished: bool
 ) -> None:
     """Check that a checkpoint fits model and data; before resuming, also check optimizer and training limits.
 

@@ -37,7 +37,7 @@ from app.launch.process import end_in_order, end_undisturbed, trust_flags
 from app.launch.rendezvous import NodeRendezvous
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
-from app.monitor.loggers import Tracker, make_loggers, tracking_mode
+from app.monitor.loggers import make_loggers, trackers, tracking_mode
 from app.monitor.run_record import RunRecord
 from app.record import Record
 from app.system import lightning_patches
@@ -144,7 +144,7 @@ class CLI(Flags):
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
-            self.exit_code = launch(self.argv, self.processes, rendezvous, config.cluster, fail)
+            self.exit_code = launch(self.argv, self.processes, rendezvous, fail)
             return
         try:
             super().instantiate_classes()
@@ -280,9 +280,8 @@ class CLI(Flags):
         several = trainer.world_size > 1 and not isinstance(launcher, SpawnLauncher)
         if isinstance(launcher, SpawnLauncher):
             launcher.stacks = stacks
-            for logger in trainer.loggers if start_method(trainer.strategy) == "fork" else []:
-                if isinstance(logger, Tracker):
-                    logger.share_with_forks()
+            for tracker in trackers(trainer.loggers) if start_method(trainer.strategy) == "fork" else []:
+                tracker.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             try:

@@ -76,9 +76,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 @expects("argparse:ArgumentParser._actions")
-def page(
-    parser: ArgumentParser, settings: ArgumentParser, classes: Mapping[str, str], section: str | None = None
-) -> str:
+def page(parser: ArgumentParser, settings: ArgumentParser, classes: dict[str, str], section: str | None = None) -> str:
     """Return the help page of a command, or of one section of its settings.
 
     Args:

@@ -13,7 +13,7 @@ from app.launch.elastic import STOPPED, note
 from app.launch.process import end_undisturbed, requeue
 from app.launch.signals import cause
 from app.launch.spawn import SpawnLauncher
-from app.monitor.loggers import Tracker
+from app.monitor.loggers import trackers
 from app.monitor.run_record import RunRecord
 from app.monitor.summary import report
 from app.record import Record, mark_failed
@@ -93,9 +93,8 @@ def close(
         end_undisturbed()
     if fitted and (directory := record_of(trainer, callback).run_dir):
         write_report(directory)
-    for logger in trainer.loggers:
-        if isinstance(logger, Tracker):
-            logger.finish()
+    for tracker in trackers(trainer.loggers):
+        tracker.finish()
     record = record_of(trainer, callback)
     if record.run_dir and (record.status == "completed" or record.train_s is not None):
         is_tested = record.tested or record.test

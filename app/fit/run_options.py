@@ -96,17 +96,12 @@ EXECUTION = (  # suffixes of flags in TRAINING that a resumed run may change: pa
 
 
 def decide(
-    subcommand: str,
-    config: Namespace,
-    dump: Callable[[], str],
-    checkpoint: str | None,
-    command: str,
-    launchers: list[str],
+    stage: str, config: Namespace, dump: Callable[[], str], checkpoint: str | None, command: str, launchers: list[str]
 ) -> dict[str, Any]:
     """Decide the run's checkpoint and folder, on rank zero.
 
     Args:
-        subcommand: `fit`, `validate`, `test` or `predict`.
+        stage: `fit`, `validate`, `test` or `predict`.
         config: Resolved configuration.
         dump: Function that returns the configuration as YAML.
         checkpoint: Value of `--ckpt_path`, or None.
@@ -124,7 +119,7 @@ def decide(
     for pattern in ("version_*", "version_*/checkpoints"):
         for folder in Path(root, name).glob(pattern):
             remove_parts(folder)
-    restarts = subcommand == "fit" and may_resume()  # a launcher may have restarted this run
+    restarts = stage == "fit" and may_resume()  # a launcher may have restarted this run
     newest = newest_checkpoint(root, name, (command, launchers)) if restarts else None
     if newest is None and checkpoint == "auto":
         newest = newest_checkpoint(root, name, None)
@@ -134,7 +129,7 @@ def decide(
     elif checkpoint not in (None, "auto"):
         newest = find_checkpoint(str(checkpoint), [str(file) for file in config.config or []], root, name)
     is_kept = is_recorded(config.trainer)
-    place, earlier = _folder(subcommand, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
+    place, earlier = _folder(stage, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
     if place is not None and place.is_relative_to(root):
         place = place.relative_to(root)
     return {
@@ -147,7 +142,7 @@ def decide(
 
 
 def _folder(
-    subcommand: str, run: Namespace, new: Path, checkpoint: str | None, dump: Callable[[], str]
+    stage: str, run: Namespace, new: Path, checkpoint: str | None, dump: Callable[[], str]
 ) -> tuple[Path, Record | None]:
     """Return the folder of this run, and the record of the earlier training that this run continues, or None.
 
@@ -159,8 +154,8 @@ def _folder(
     is_chosen = run.name is not None or run.root != Run.root
     if used is None or not (used / "run.json").exists() or (is_chosen and used.parent.resolve() != new.resolve()):
         return _held(claim_version(new)), None
-    if subcommand != "fit":
-        return _held(claim_version(used, subcommand)), None
+    if stage != "fit":
+        return _held(claim_version(used, stage)), None
     record, file = read_earlier(used / "run.json"), used / "config.yaml"
     flags, before = _settings(dump()), _settings(file.read_text() if file.is_file() else "")
     reason = next((f"--{name} differs" for name in flags if before.get(name, flags[name]) != flags[name]), None)

@@ -18,6 +18,7 @@ from app.launch.rendezvous import Deadline, host_store, reach_store
 from app.system.interconnect import own_addresses, use_interface_to, use_loopback
 
 STORE = "app/store"  # key of rank zero's port in the agents' store
+Decision = dict[str, Any]  # rank zero's decision, picklable
 
 
 def gather_objects(mine: Any) -> list[Any]:
@@ -43,11 +44,8 @@ def host_group(timeout: timedelta) -> Any:
 
 
 def agree(
-    decide: Callable[[list[str]], dict[str, Any]],
-    check: Callable[[dict[str, Any]], None],
-    node: int,
-    settings: dict[str, str],
-) -> dict[str, Any]:
+    decide: Callable[[list[str]], Decision], check: Callable[[Decision], None], node: int, settings: dict[str, str]
+) -> Decision:
     """Let rank zero decide, and every rank check the decision. Collective.
 
     Args:
@@ -67,7 +65,7 @@ def agree(
             if here != there:
                 place = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
                 raise UserError(f"--{flag} is {here} on node 0 and {there} on {place}: give the same")
-    decided: dict[str, Any] | UserError = {}
+    decided: Decision | UserError = {}
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         try:
             decided = decide(sorted(set(filter(None, ids))))

@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from app.errors import EXIT_CODES, RankError, RankLostError, UserError
 from app.launch.failures import explain, lost, message_of, root_cause
 from app.launch.process import AGENT, heard, restored_signals
-from app.launch.rendezvous import Cluster, NodeRendezvous
+from app.launch.rendezvous import NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
@@ -33,19 +33,14 @@ rendezvous_handler_registry.register("nodes", lambda parameters: parameters.conf
 
 
 def launch(
-    argv: Sequence[str],
-    processes: int,
-    rendezvous: NodeRendezvous,
-    cluster: Cluster,
-    on_failure: Callable[[str, str], None],
+    argv: Sequence[str], processes: int, rendezvous: NodeRendezvous, on_failure: Callable[[str, str], None]
 ) -> int:
     """Start this node's ranks, and wait for them.
 
     Args:
         argv: Arguments of `python -m app`.
         processes: Number of this node's ranks.
-        rendezvous: Rendezvous with the other nodes.
-        cluster: Settings of the launch.
+        rendezvous: Rendezvous with the other nodes, and the settings of the launch.
         on_failure: Function called with the run's directory and the reason when a rank of this node fails.
 
     Returns:
@@ -56,6 +51,7 @@ def launch(
         RankError: When a rank failed otherwise.
     """
     error: UserError | RankError
+    cluster = rendezvous.cluster
     # our own temporary folder, because torch would not delete the one that it creates
     with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as temporary, _agent(processes, cluster.timeout):
         folder = Path(cluster.log_dir or temporary)

@@ -140,7 +140,7 @@ class NodeRendezvous(StaticTCPRendezvous):
     """Rendezvous of nodes at one address, or of a single node. `app.fit.rules` has checked the flags.
 
     Args:
-        cluster: The flags of the rendezvous.
+        cluster: The flags of rendezvous and launch.
         num_nodes: Number of nodes.
         devices: Number of devices per node, equal on all nodes.
 
@@ -149,7 +149,7 @@ class NodeRendezvous(StaticTCPRendezvous):
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
-        self.method = cluster.init_method or "env://"
+        self.cluster, self.method = cluster, cluster.init_method or "env://"
         url, env = urlsplit(self.method), os.environ
         self.file = Path(url.path) if url.scheme == "file" and num_nodes > 1 else None
         address, port = url.hostname or "", url.port or 0

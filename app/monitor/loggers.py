@@ -120,9 +120,8 @@ class Tracker(WandbLogger):
             try:
                 return super().experiment
             except Exception as error:
-                rank_zero_info(
-                    f"Weights & Biases does not start ({one_line(str(error))}): {fallback or 'without it'} from here on"
-                )
+                then = f"{fallback or 'without it'} from here on"
+                rank_zero_info(f"Weights & Biases does not start ({one_line(str(error))}): {then}")
             # a new id, because wandb considers the failed run's id in use
             self.id, self.mode = trial() or uuid.uuid4().hex[:8], "offline"
             tracker_settings(self).update(mode=self.mode, id=self.id, resume=None)

@@ -84,9 +84,8 @@ class NonFinite(Callback):
             optimizer.zero_grad(set_to_none=True)
             self.skipped += 1
             if self.skipped == 1:
-                rank_zero_info(
-                    f"the gradients of step {trainer.global_step + 1} are not finite: skipping such steps from here on"
-                )
+                step = trainer.global_step + 1
+                rank_zero_info(f"the gradients of step {step} are not finite: skipping such steps from here on")
 
     def _check(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
         """Check the losses since the last check, and the weights to save. Collective.
@@ -119,10 +118,9 @@ class NonFinite(Callback):
             callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
             files = [Path(c.best_model_path) for c in callbacks if Path(c.best_model_path).is_file()]
             newest = f", and resume from {max(files, key=lambda path: path.stat().st_mtime)}" if files else ""
-            raise UserError(
-                f"{problem}: lower the learning rate, give --trainer.gradient_clip_val or another --trainer.precision"
-                f"{newest}; --run.on_nonfinite warn continues anyway, and skip omits such updates"
-            )
+            remedy = f"lower the learning rate, give --trainer.gradient_clip_val or another --trainer.precision{newest}"
+            other = "--run.on_nonfinite warn continues anyway, and skip omits such updates"
+            raise UserError(f"{problem}: {remedy}; {other}")
         if self.since is None and self.action == "warn":
             self.since = trainer.current_epoch
             rank_zero_info(f"{problem}: lower the learning rate, or take another --trainer.precision")

@@ -330,10 +330,8 @@ def stacked_bars(axes: Axes, labels: Sequence[str], phases: Sequence[str], rows:
     times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
     shares = times / np.maximum(times.sum(0), 1e-9)
     for phase, widths, share, left in zip(phases, times, shares, times.cumsum(0) - times, strict=True):
-        name = phase.replace("_", " + ")
-        bars = axes.barh(
-            labels, widths, left=left, color=PHASE_COLOURS[phase], edgecolor=page.PAPER, height=0.65, label=name
-        )
+        bars = axes.barh(labels, widths, left=left, color=PHASE_COLOURS[phase], edgecolor=page.PAPER, height=0.65)
+        bars.set_label(phase.replace("_", " + "))
         written = [f"{part:.0%}" if part >= 0.08 else "" for part in share]
         axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)

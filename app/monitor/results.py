@@ -49,9 +49,8 @@ class PredictionWriter(Callback):
         path, files, labels = Path(directory, "predictions.csv"), split.names, split.labels.tolist()
         known = min(labels) >= 0
         more = [f"{column}{place + 1}" for place in range(1, len(rows[0][1])) for column in ("name", "probability")]
-        lines: list[list[Any]] = [
-            ["file" if files else "index", "predicted", "name", "probability", *["label"] * known, *more]
-        ]
+        head = ["file" if files else "index", "predicted", "name", "probability", *["label"] * known, *more]
+        lines: list[list[Any]] = [head]
         for index, *best in rows:
             cells = [cell for p, label in zip(*best, strict=True) for cell in (data.class_names[label], f"{p:.6f}")]
             line = [files[index] if files else index, best[1][0], *cells[:2], *[labels[index]] * known]
@@ -106,10 +105,7 @@ class TestFigures(Callback):
         from app.monitor.report import draw_confusion_matrix, draw_images
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
-        rows = [
-            (loader.split[row], names[label], names[predicted], confidence)
-            for confidence, row, predicted, label in worst
-        ]
+        rows = [(loader.split[row], names[label], names[predicted], share) for share, row, predicted, label in worst]
         captions = [f"{label}\npredicted {predicted}, {share:.0%}" for _, label, predicted, share in rows]
         pictures = [Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")]
         counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))

@@ -36,7 +36,7 @@ from app.networks import title
 from app.parallel import SplitForward
 from app.record import Record
 from app.system.lightning_patches import strategy_name
-from app.system.machine import hardware, peak_memory, versions
+from app.system.machine import hardware, peak_memory, time_when_done, versions
 from app.training_sums import log_window
 
 
@@ -262,7 +262,7 @@ class RunRecord(Callback):
         self._last_step = time.perf_counter()
         if self._window_steps < min(log_window(trainer), trainer.num_training_batches):
             return
-        now = _time_when_done(trainer)
+        now = time_when_done(trainer.strategy.root_device)
         first = self.rate is None and not self._warmup_epochs
         self.rate = self._window_samples / (now - self._window_start)
         self._epoch_rates.append(self.rate)
@@ -280,18 +280,17 @@ class RunRecord(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restart the window that validation interrupted."""
         self._validated = not trainer.sanity_checking
-        self._begin_window(_time_when_done(trainer))
+        self._begin_window(time_when_done(trainer.strategy.root_device))
         if trainer.state.fn == "validate":
             self.record.validation = _metrics(trainer, "val")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the epoch's row. `_close_epoch` adds the metrics later, because Lightning logs them after this hook."""
-        self._last_step = _time_when_done(trainer)
+        self._last_step = time_when_done(trainer.strategy.root_device)
         seconds = round(self._last_step - self._epoch_start, 3)
         rate = round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None
-        self._open_epoch = records.Epoch(
-            trainer.current_epoch, trainer.is_last_batch, seconds, rate, self._learning_rate
-        )
+        epoch, whole = trainer.current_epoch, trainer.is_last_batch
+        self._open_epoch = records.Epoch(epoch, whole, seconds, rate, self._learning_rate)
         self._epoch_validated, self._validated = self._validated, False
 
     def _close_epoch(self, trainer: Trainer) -> None:
@@ -343,10 +342,8 @@ class RunRecord(Callback):
             ranks = self._clock.ranks
             record.ranks, record.others_cores, memory = ranks.ranks, ranks.others_cores, ranks.memory.points
         earlier = sum(part.train_s or 0.0 for part in record.parts)
-        record.course = records.Course(
-            _continued(self._before.samples_per_s, self._course.points, earlier),
-            _continued(self._before.memory_gib, memory, earlier),
-        )
+        rates_over_time = _continued(self._before.samples_per_s, self._course.points, earlier)
+        record.course = records.Course(rates_over_time, _continued(self._before.memory_gib, memory, earlier))
         record.steps, record.threads = trainer.global_step, torch.get_num_threads()
         record.steps_per_epoch = trainer.num_training_batches
         if self._first_step is not None:
@@ -356,9 +353,8 @@ class RunRecord(Callback):
         if windows:
             rates, batches, _ = zip(*windows, strict=True)
             median = statistics.median(rates)
-            record.throughput = records.Throughput(
-                round(median, 1), round(min(rates), 1), round(max(rates), 1), len(rates)
-            )
+            low, middle, high = (round(rate, 1) for rate in (min(rates), median, max(rates)))
+            record.throughput = records.Throughput(middle, low, high, len(rates))
             if profiled:
                 rank = record.ranks[0] if record.ranks and trainer.world_size > 1 else None
                 record.time_per_step = phases_of_windows(profiled, 1000 * statistics.median(batches) / median, rank)
@@ -423,13 +419,6 @@ def _continued(before: list[list[float]], points: list[list[float]], earlier: fl
 def _batches(trainer: Trainer) -> int:
     """Return the number of training batches of all epochs so far."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
-
-
-def _time_when_done(trainer: Trainer) -> float:
-    """Synchronise the device, and return the time in seconds."""
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(trainer.strategy.root_device)
-    return time.perf_counter()
 
 
 def _count(batch: Any) -> int:

@@ -16,6 +16,7 @@ from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDAT
 from app.monitor.rank_times import RankTimes
 from app.parallel import SplitForward
 from app.record import PHASES, Phases, RankTime
+from app.system.machine import time_when_done
 from app.training_sums import log_window
 
 NAMES = (*PHASES, "forward", "backward", "launch")
@@ -264,18 +265,13 @@ class _PhaseProfiler(PassThroughProfiler):
             ]
         self.restart()
 
-    def now(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def restart(self) -> None:
         self._spent = dict.fromkeys(NAMES, 0.0)
-        self._began = self.now()
+        self._began = time_when_done(self.device)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase in the step that ends here, and start the next step."""
-        spent, whole = self._spent, self.now() - self._began
+        spent, whole = self._spent, time_when_done(self.device) - self._began
         spent["forward_backward"] = spent["forward"] + spent["backward"]
         spent["rest"] = max(whole - sum(spent[phase] for phase in PHASES), 0.0)
         self.restart()
@@ -289,16 +285,16 @@ class _PhaseProfiler(PassThroughProfiler):
     def start(self, action_name: str) -> None:
         name = action_name.rsplit(".", 1)[-1]
         if name in ACTIONS and self.trainer.training:
-            self._begun[name] = self.now()
+            self._begun[name] = time_when_done(self.device)
 
     def stop(self, action_name: str) -> None:
         name = action_name.rsplit(".", 1)[-1]
         if name == "on_before_optimizer_step":  # the last hook before the update
-            self._begun["optimizer"] = self.now()
+            self._begun["optimizer"] = time_when_done(self.device)
         if name not in ACTIONS or name not in self._begun:
             return
         issued, phase = time.perf_counter(), ACTIONS[name]  # the host is done; the device may still compute
-        seconds = self.now() - self._begun[name]
+        seconds = time_when_done(self.device) - self._begun[name]
         waited = self.wait() if name == "backward" else 0.0
         self._spent[phase] += seconds - waited
         self._spent["communication"] += waited
@@ -309,10 +305,11 @@ class _PhaseProfiler(PassThroughProfiler):
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         captured = self.cuda and torch.cuda.is_current_stream_capturing()  # synchronising is illegal during capture
         if "optimizer" in self._begun and not captured:
-            self._spent["optimizer"] += self.now() - self._begun.pop("optimizer")
+            self._spent["optimizer"] += time_when_done(self.device) - self._begun.pop("optimizer")
 
     def _on_scatter(self, *_: Any) -> None:
-        self._marks = [self.now()]  # DDP's forward runs this hook twice; the second call replaces the first
+        # DDP's forward runs this hook twice; the second call replaces the first
+        self._marks = [time_when_done(self.device)]
 
     def _mark(self, *_: Any) -> None:
         if self.cuda:
@@ -323,7 +320,7 @@ class _PhaseProfiler(PassThroughProfiler):
         marks, self._marks = self._marks, []
         if marks and self.trainer.training:
             began, *replicas = marks
-            overhead = self.now() - began - (max(replicas) - min(replicas))
+            overhead = time_when_done(self.device) - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
             for phase in ("forward", "launch"):  # both times span the module's whole forward, overhead included
                 self._spent[phase] -= overhead

@@ -116,9 +116,8 @@ class SplitForward(Traits, Strategy):
         finally:
             del module.__dict__["forward"]
         if self._forwards == before:
-            problem = (
-                f"dp splits {type(module).__name__}.forward over the devices, but its step never calls self(batch)"
-            )
+            name = type(module).__name__
+            problem = f"dp splits {name}.forward over the devices, but its step never calls self(batch)"
             remedy = "call self(...) in the step, or use --trainer.strategy ddp"
             raise UserError(f"{problem}, so only one device would work: {remedy}")
         return result

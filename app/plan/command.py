@@ -110,9 +110,8 @@ def run(arguments: list[str]) -> int:
     counts = _counts(most if machines.node_link else min(most, machines.per_node), machines.per_node)
     table = predict(basis.step, basis.batch, counts, machines, options.scale_batch).assign(threads=basis.threads)
     if most < options.max_devices:
-        basis.cautions.append(
-            f"A batch of {basis.batch} has no images for more than {most} devices: see `--scale_batch true`."
-        )
+        caution = f"A batch of {basis.batch} has no images for more than {most} devices"
+        basis.cautions.append(f"{caution}: see `--scale_batch true`.")
 
     folder = claim_version(Path(options.root, "plan"))
     command = str(CommandLine(["plan", *arguments]))
@@ -219,10 +218,9 @@ def _require_links(options: Namespace, devices: int, cuda: bool) -> None:
         return
     flag = f"--per_node {options.per_node}: " if options.per_node else ""
     has = f"{devices} GPU(s)" if cuda else f"cores for {devices} process(es) of this training; see --run.threads"
-    raise UserError(
-        f"{flag}this machine has {has}: give --per_node, --bandwidth and --latency of another machine, or "
-        "--node_bandwidth and --node_latency between machines like this one"
-    )
+    remedy = "give --per_node, --bandwidth and --latency of another machine"
+    other = "--node_bandwidth and --node_latency between machines like this one"
+    raise UserError(f"{flag}this machine has {has}: {remedy}, or {other}")
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:

@@ -1,6 +1,5 @@
 """Measurement of a training step, and of the times at which its gradients are ready, on one device."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from app.modules import ImageClassifier
 from app.plan.cost_model import Timed
 from app.record import Record
 from app.runs import run_fit
+from app.system.machine import time_when_done
 
 ONE_DEVICE = (  # flags of a short, quiet run of 30 steps
     *("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto", "--trainer.max_epochs=-1"),
@@ -125,25 +125,20 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
     wanted = [parameter for parameter in network.parameters() if parameter.requires_grad]
     ready: dict[Tensor, float] = {}
 
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def note(parameter: Tensor) -> None:
-        ready[parameter] = now()
+        ready[parameter] = time_when_done(device)
 
     for parameter in wanted:
         parameter.register_post_accumulate_grad_hook(note)
     passes = []
     for _ in range(12):
         ready.clear()
-        began = now()
+        began = time_when_done(device)
         with autocast:
             loss = model.recipe.criterion(network(images), labels).mean()
-        turned = now()
+        turned = time_when_done(device)
         loss.backward()
-        backward = now() - turned
+        backward = time_when_done(device) - turned
         shares = [(ready.get(parameter, turned) - turned) / backward for parameter in wanted]
         passes.append([turned - began, backward, *shares])
     forward, backward, *shares = np.mean(passes[2:], axis=0).tolist()

@@ -86,11 +86,8 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
     """Yield paragraphs about the measurements, the given figures, and the cost model."""
     buckets = ", ".join(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}" for bucket in step.buckets)
     links = {"in a node": machines.link if machines.per_node > 1 else None, "between nodes": machines.node_link}
-    speeds = ", ".join(
-        f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} µs {place}"
-        for place, link in links.items()
-        if link
-    )
+    known = [(link.bandwidth / 1e9, link.latency * 1e6, place) for place, link in links.items() if link]
+    speeds = ", ".join(f"{bandwidth:.3g} GB/s and {latency:.3g} µs {place}" for bandwidth, latency, place in known)
     yield (
         f"Step: {plain(source)}. It took {step.spread[0]:.2f} to {step.spread[1]:.2f} times the fitted time. "
         f"Buckets of gradients, and when in the backward pass they are ready: {buckets}."

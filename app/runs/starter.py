@@ -55,10 +55,21 @@ def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str
         nodes: Environment variables of each node.
     """
     arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
+    return on_nodes(arguments, nodes, f"file://{(folder / 'rendezvous').resolve()}")
+
+
+def on_nodes(arguments: Sequence[str], nodes: Sequence[Mapping[str, str]], place: str) -> list[CommandLine]:
+    """Return a command's lines, one for each node.
+
+    Args:
+        arguments: Arguments of `python -m app`.
+        nodes: Environment variables of each node.
+        place: Rendezvous of several nodes, as for `--cluster.init_method`.
+    """
     if len(nodes) == 1:
-        return [CommandLine(arguments, nodes[0])]
-    arguments += ["--cluster.init_method", f"file://{(folder / 'rendezvous').resolve()}", "--cluster.node_rank"]
-    return [CommandLine([*arguments, str(rank)], variables) for rank, variables in enumerate(nodes)]
+        return [CommandLine([*arguments], nodes[0])]
+    meeting = [*arguments, "--cluster.init_method", place, "--cluster.node_rank"]
+    return [CommandLine([*meeting, str(rank)], variables) for rank, variables in enumerate(nodes)]
 
 
 def run_fit(

@@ -16,6 +16,8 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
+from app.system.machine import time_when_done
+
 NOBODY = ("192.0.2.1", 9)  # an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
 
@@ -118,9 +120,7 @@ def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
             distributed.barrier()
             began = time.perf_counter()
             distributed.all_reduce(buffer)
-            if cuda:
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
+            times.append(time_when_done(device) - began)
         measured.append((size, float(np.median(times[3:]))))
     distributed.destroy_process_group()
     if rank == 0:

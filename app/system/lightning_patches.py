@@ -150,9 +150,8 @@ class Restoring(_CheckpointConnector):
             if not self.trainer.ckpt_path:
                 raise
             reason = f"{type(error).__name__}: {one_line(str(error))[:200]}"
-            raise UserError(
-                f"--ckpt_path {self.trainer.ckpt_path} cannot be restored ({reason}): give another one"
-            ) from error
+            problem = f"--ckpt_path {self.trainer.ckpt_path} cannot be restored ({reason})"
+            raise UserError(f"{problem}: give another one") from error
 
 
 @expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")

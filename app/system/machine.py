@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -43,11 +44,15 @@ def nccl() -> str | None:
 
 def _commit() -> str | None:
     """Return the commit of this package's checkout, with `-dirty` if modified; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12") or None
+
+
+def _output(*command: str) -> str:
+    """Return a program's output; an empty string if the program is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
 
 
 def hardware() -> dict[str, Any]:
@@ -92,6 +97,13 @@ def busy_seconds(cores: Collection[int] = ()) -> float:
     return sum(seconds for each in times for name, seconds in each._asdict().items() if name not in idle)
 
 
+def time_when_done(device: torch.device) -> float:
+    """Wait until a GPU has finished its work, and return the time in seconds; on other devices, do not wait."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def own_seconds() -> float:
     """Return the CPU seconds of this process and its children."""
     total = sum(psutil.Process().cpu_times()[:4])  # user and system time, then those of ended children
@@ -127,12 +139,8 @@ def driver() -> str | None:
 
 def _nvidia_smi(field: str) -> list[str]:
     """Return a field of each GPU; an empty list without a driver."""
-    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in output.splitlines() if line.strip()]
+    lines = _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:

@@ -49,6 +49,8 @@ class Case(NamedTuple):
 ORDER, SHARDS = ("run.global_order", "true"), ("run.virtual_devices", "4")  # flags of `fit` that remove many causes
 OURS = "--run.global_order true: ranks share one permutation and every batch of it"
 BITS = "--run.virtual_devices 4 (not for dp)"
+# default cause of different bits
+ROUNDING = Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)
 
 
 def causes(case: Case) -> list[Cause]:
@@ -83,10 +85,9 @@ def _samples(case: Case) -> Cause | None:
         return _lost_order(case, place.step)
     shares = [[str(s) for step in way.epoch(0) for b in step.ranks[r]["samples"] for s in b] for r in range(world)]
     if world > 1 and shares[0] and all(Counter(share) == Counter(shares[0]) for share in shares):
-        return Cause(
-            f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of {world} ranks",
-            "leave --trainer.use_distributed_sampler on, or have an iterable data set give each rank its share",
-        )
+        text = f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of {world} ranks"
+        remedy = "leave --trainer.use_distributed_sampler on, or have an iterable data set give each rank its share"
+        return Cause(text, remedy)
     if is_per_rank:
         return Cause(
             f"the batch size is that of each rank: {len(here.samples)} samples a step, {len(there.samples)} in the "
@@ -101,16 +102,12 @@ def _samples(case: Case) -> Cause | None:
             "seed the sampler alike on all ranks",
         )
     if _same_order(way) and not _same_order(reference):
-        return Cause(
-            "every epoch has the same order: the sampler's set_epoch is never called",
-            "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start",
-        )
+        text = "every epoch has the same order: the sampler's set_epoch is never called"
+        return Cause(text, "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start")
     ours, theirs = way.facts["sampler"], reference.facts["sampler"]
     by = f": here by {ours}, there by {theirs}" if ours != theirs else ""
-    return Cause(
-        f"samples come in another order{by}: the same training only on average",
-        f"draw one permutation from the seed, and divide it among the ranks: {OURS}",
-    )
+    text = f"samples come in another order{by}: the same training only on average"
+    return Cause(text, f"draw one permutation from the seed, and divide it among the ranks: {OURS}")
 
 
 def _other_pixels(case: Case) -> bool:
@@ -137,10 +134,8 @@ def _split(case: Case) -> Cause | None:
     if not (more and fewer and ({*more} & there or {*fewer} & here)):
         return None
     owner, others = "process" if len(case.way.ranks) > 1 else "run", min(more.total(), theirs.total())
-    return Cause(
-        f"each {owner} draws its own split: {others} of {theirs.total()} validation samples differ",
-        "seed random_split's generator: generator=torch.Generator().manual_seed(0)",
-    )
+    text = f"each {owner} draws its own split: {others} of {theirs.total()} validation samples differ"
+    return Cause(text, "seed random_split's generator: generator=torch.Generator().manual_seed(0)")
 
 
 def _same_order(recorded: Recorded) -> bool:
@@ -157,10 +152,8 @@ def _lost_order(case: Case, number: int) -> Cause:
     change = "draws new samples"
     if match is not None:
         change = f"{'repeats' if match < number else 'skips to'} those of step {match + 1}"
-    return Cause(
-        f"the order of samples is lost on resume: step {number + 1} {change}",
-        f"use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or {OURS}",
-    )
+    text = f"the order of samples is lost on resume: step {number + 1} {change}"
+    return Cause(text, f"use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or {OURS}")
 
 
 def _rates(case: Case) -> Cause | None:
@@ -169,10 +162,8 @@ def _rates(case: Case) -> Cause | None:
     if place is None:
         return None
     if way.facts["accumulate"] > reference.facts["accumulate"]:
-        return Cause(
-            f"the learning rate advances with each of the {way.facts['accumulate']} batches that a step accumulates",
-            "advance it once per optimizer step, as Lightning does with interval: step",
-        )
+        text = f"the learning rate advances with each of the {way.facts['accumulate']} batches that a step accumulates"
+        return Cause(text, "advance it once per optimizer step, as Lightning does with interval: step")
     number = place.step or 0
     pairs = zip(way.steps[number].rates, reference.steps[number].rates, strict=False)
     ratios = {round(here / there, 6) for here, there in pairs if there}
@@ -180,33 +171,26 @@ def _rates(case: Case) -> Cause | None:
     first = next((step.number for step in reference.steps if any(step.rates)), 0)
     if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
         by = "the number of ranks" if ratio == len(way.ranks) else "a setting that differs"
-        return Cause(
-            f"the learning rate is {ratio:g} times the reference's from the first step on: it is scaled by {by}",
-            "keep it if the global batch is the same; scale it only with the global batch",
-        )
+        text = f"the learning rate is {ratio:g} times the reference's from the first step on: it is scaled by {by}"
+        return Cause(text, "keep it if the global batch is the same; scale it only with the global batch")
     if way.resumed_at is not None and place.step is not None and place.step >= way.resumed_at:
-        return Cause(
-            f"the schedule is lost on resume: {place}",
-            "return the scheduler from configure_optimizers, so that Lightning saves it; or save its state",
-        )
+        text = f"the schedule is lost on resume: {place}"
+        remedy = "return the scheduler from configure_optimizers, so that Lightning saves it; or save its state"
+        return Cause(text, remedy)
     for mine, theirs in zip(way.facts["schedulers"], reference.facts["schedulers"], strict=False):
         name, interval = mine["class"], mine["interval"]
         ours, wanted = ([len(run.epoch(epoch)) for epoch in (0, 1)] for run in (way, reference))
         if interval == "epoch" and ours != wanted:
-            return Cause(
-                f"{name} advances with each epoch, which has {ours[0]} steps, {wanted[0]} in the reference",
-                "advance it with each step, or keep the global batch",
-            )
+            text = f"{name} advances with each epoch, which has {ours[0]} steps, {wanted[0]} in the reference"
+            return Cause(text, "advance it with each step, or keep the global batch")
         total = next((key for key in theirs["state"] if "total" in key or "T_max" in key), "")
         here, there = (state["state"].get(total, 0) for state in (mine, theirs))
         if here == there and interval == "step":
             total = "estimated_stepping_batches"
             here, there = (run.facts["estimated_steps"] for run in (way, reference))
         if here != there:
-            return Cause(
-                f"{name} is counted in this process's steps: its {total} is {here:g}, {there:g} in the reference",
-                "compute its length from the global batch and the size of the data set",
-            )
+            text = f"{name} is counted in this process's steps: its {total} is {here:g}, {there:g} in the reference"
+            return Cause(text, "compute its length from the global batch and the size of the data set")
     return None
 
 
@@ -217,10 +201,8 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):
         return
     if facts["batchnorm"] and case.splits:
-        yield Cause(
-            f"BatchNorm normalises each replica's part of a batch by itself: {_some(facts['batchnorm'])}",
-            f"{BITS}; or GroupNorm",
-        )
+        text = f"BatchNorm normalises each replica's part of a batch by itself: {_some(facts['batchnorm'])}"
+        yield Cause(text, f"{BITS}; or GroupNorm")
     draws = bool(facts["dropout"]) or any(rank.get("draws") for rank in case.way.ranks)
     if draws and (case.splits or resumed):
         source = f"dropout ({_some(facts['dropout'])})" if facts["dropout"] else "random numbers in the step"
@@ -259,10 +241,8 @@ def _gradients(case: Case) -> Iterator[Cause]:
             f"batch; or {OURS}",
         )
     elif world > 1 and "loss" in differences and apart(here.loss * world, there.loss) < 1e-4:
-        yield Cause(
-            f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the reference",
-            "return the mean over samples: ddp averages the ranks' gradients",
-        )
+        text = f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the reference"
+        yield Cause(text, "return the mean over samples: ddp averages the ranks' gradients")
 
 
 def _state(case: Case) -> Iterator[Cause]:
@@ -271,10 +251,8 @@ def _state(case: Case) -> Iterator[Cause]:
     first, trained = way.ranks[0]["digests"], way.ranks[0]["parameters"]
     names = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
     if parameters := [name for name in names if name in trained]:
-        yield Cause(
-            f"parameters differ between ranks at the end: {_some(parameters)} were changed outside of the optimizer",
-            "change them on all ranks alike, or broadcast them",
-        )
+        text = f"parameters differ between ranks at the end: {_some(parameters)} were changed outside of the optimizer"
+        yield Cause(text, "change them on all ranks alike, or broadcast them")
     if "samples" not in differences:
         names += [place.where for place in weights_apart(reference, way, TOLERANCE)]
     layers = tuple(f"{layer}." for layer in way.facts["batchnorm"])
@@ -288,15 +266,11 @@ def _state(case: Case) -> Iterator[Cause]:
     if not lost or not numbers or "samples" in differences:
         return
     if way.resumed_at is not None:
-        yield Cause(
-            f"state that is in no checkpoint: {_some(lost)}",
-            "save it in on_save_checkpoint or in a callback's state_dict, or keep it in a buffer",
-        )
+        text = f"state that is in no checkpoint: {_some(lost)}"
+        yield Cause(text, "save it in on_save_checkpoint or in a callback's state_dict, or keep it in a buffer")
     elif way.facts["strategy"] == "dp":
-        yield Cause(
-            f"attributes that forward sets are lost with dp's replicas: {_some(lost)}",
-            "return them from forward, and set them in training_step; or use ddp",
-        )
+        text = f"attributes that forward sets are lost with dp's replicas: {_some(lost)}"
+        yield Cause(text, "return them from forward, and set them in training_step; or use ddp")
 
 
 def _evaluation(case: Case) -> Iterator[Cause]:
@@ -332,8 +306,3 @@ def _evaluation(case: Case) -> Iterator[Cause]:
 def _some(names: list[str]) -> str:
     """Join up to three names, such as `a, b, c and 2 more`; return `none` for an empty list."""
     return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def rounding() -> Cause:
-    """Return the default cause of different bits: the order of summation."""
-    return Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)

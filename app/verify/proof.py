@@ -12,7 +12,7 @@ import torch
 from app.errors import UserError
 from app.runs import run_fit
 from app.variant import RESERVED, Variant
-from app.verify.causes import ORDER, SHARDS, Case, Cause, causes, rounding
+from app.verify.causes import ORDER, ROUNDING, SHARDS, Case, Cause, causes
 from app.verify.differences import EXACT, TOLERANCE, Recorded, differences, effect, first_operation, largest
 from app.verify.verdict import Result, Verdict
 
@@ -64,9 +64,8 @@ class Prover:
             if flag in RESERVED:
                 raise UserError(f"--{flag} is set by verify itself: leave it out")
             if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
-                raise UserError(
-                    f"--{flag} is a flag of the variants: leave it out, or add a variant of your own by --ways"
-                )
+                remedy = "leave it out, or add a variant of your own by --ways"
+                raise UserError(f"--{flag} is a flag of the variants: {remedy}")
         self.settings, self.configs, self.typed, self.folder = settings, list(configs), typed, folder
         self.say: Callable[[str], None] = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
@@ -184,7 +183,7 @@ class Prover:
             if self.settings.bits and result.differences:
                 result.first_operation = first_operation(reference, result.recorded)
                 if not result.causes and variant.settings.run.virtual_devices is None:
-                    result.causes = [rounding()]
+                    result.causes = [ROUNDING]
         return result
 
     def _resume(self, reference: Recorded, more: Mapping[str, Any], series: str = "") -> Result:

@@ -259,9 +259,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Return public attributes of submodules and of the user's callbacks, by name: numbers, and tensors as norms."""
-    owners: list[tuple[str, Any]] = [
-        (name, each) for name, each in module.named_modules() if not isinstance(each, Metric)
-    ]
+    owners: list[tuple[str, Any]] = [pair for pair in module.named_modules() if not isinstance(pair[1], Metric)]
     callbacks: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
     theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in ("app", "lightning")]
     owners += [(type(each).__name__, each) for each in theirs]
