@@ -21,12 +21,14 @@ import yaml
 from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
 from harness import ROOT, TINY, draw_images, fork_run, leave_undrawn, remember_signatures
+from torch.utils import data
 
 from app.cli import main
 
 remember_signatures()
 gc.freeze()  # otherwise garbage collection would scan all imported modules, a fifth of the tests' time
 atexit.register(gc.unfreeze)  # otherwise nanobind, on which triton is built, reports leaks
+data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # instead of 5 s: a worker whose loader is garbage is not told to end
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,7 +14,10 @@ import pytest
 import torch
 from harness import QUIET, ROOT, App, difference, draw_images, error_of, options, output_of, record_of, tiny, weights
 from PIL import Image
+from test_data import attach
 
+from app.data import ImageFolder
+from app.errors import UserError
 from app.record import Record
 
 REPLACE = "replace it, or --data.on_bad_image skip"
@@ -77,7 +80,7 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.name", "x"))
     good = tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt"
     other = ["--model.network", "resnet18", "--ckpt_path", good]
-    for command in ("fit", "validate", "test", "predict"):
+    for command in ("fit", "test"):
         assert "of another model than CIFARCNN: network.conv1.weight" in error_of(*app(command, *SMALL, *other))
     bad = tmp_path / "bad.ckpt"
     for content in (good.read_bytes()[:2000], b"", b"text"):
@@ -121,6 +124,13 @@ def test_images_of_one_class(app: App, tmp_path: Path) -> None:
     assert out.splitlines()[-1] == "error: a classifier needs two classes or more, not 1: add a class to --data"
 
 
+def rejection(root: Path, **flags: Any) -> str:
+    """Return the error of reading a folder of images."""
+    with pytest.raises(UserError) as error:
+        attach(ImageFolder(str(root), num_workers=0, **flags))
+    return str(error.value)
+
+
 def test_what_a_folder_of_images_must_not_hold(
     app: App, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,14 +146,14 @@ def test_what_a_folder_of_images_must_not_hold(
         (odd, f"{odd} is a link to {odd}, which is missing"),
     ):
         odd.symlink_to(target)
-        assert problem in error_of(*app(*images_at(image_root)))
+        assert problem in rejection(image_root)
         odd.unlink()
     (image_root / "val").symlink_to("gone")
-    assert f"{image_root / 'val'} is a link to gone, which is missing" in error_of(*app(*images_at(image_root)))
+    assert f"{image_root / 'val'} is a link to gone, which is missing" in rejection(image_root)
     (image_root / "val").unlink()
     empty = image_root / "train" / "emu"
     empty.mkdir()
-    assert f"{empty} holds no images" in error_of(*app(*images_at(image_root)))
+    assert f"{empty} holds no images" in rejection(image_root)
     empty.rmdir()
     scandir = os.scandir
 
@@ -153,7 +163,7 @@ def test_what_a_folder_of_images_must_not_hold(
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", denied)  # because a superuser may read all folders
-    assert "train/dog cannot be read (Permission denied)" in error_of(*app(*images_at(image_root)))
+    assert "train/dog cannot be read (Permission denied)" in rejection(image_root)
 
 
 def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> None:
@@ -162,10 +172,9 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     (cats / "00.jpg").write_bytes(b"")
     (cats / "01.jpg").write_bytes((cats / "02.jpg").read_bytes()[:300])
     (image_root / "train" / "dog" / "zz.png").write_bytes(b"text")
-    flags = {"on_bad_image": "skip", "cache": tmp_path / "cache"}
-    said = error_of(*app(*images_at(image_root, cache=tmp_path / "cache")))
-    assert f"error: {cats / '00.jpg'} cannot be read (not an image): {REPLACE}" in said
-    assert "remove --data.cache off" in error_of(*app(*images_at(image_root, on_bad_image="skip", cache="off")))
+    flags = {"on_bad_image": "skip", "cache": str(tmp_path / "cache")}
+    assert rejection(image_root) == f"{cats / '00.jpg'} cannot be read (not an image): {REPLACE}"
+    assert "remove --data.cache off" in rejection(image_root, on_bad_image="skip", cache="off")
     runs = []
     for version, way in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
         out = output_of(*app(*images_at(image_root, **flags), *way))
@@ -177,7 +186,7 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     assert difference(*runs) == 0
     for image in (image_root / "train").rglob("*.*"):
         image.write_bytes(b"")
-    assert "none of 38 images can be read" in error_of(*app(*images_at(image_root, **flags)))
+    assert "none of 38 images can be read" in rejection(image_root, **flags)
 
 
 def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None:

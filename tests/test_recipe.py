@@ -116,7 +116,7 @@ def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Pat
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
     own = ["--data", "ImageFolder", "--data.root", folder, *options(max_epochs=1, test=False, accelerator="cpu")]
     net = ["--model", "ImageClassifier", "--model.network", "resnet18_cifar"]
-    output_of(*app("fit", *own, *net, *options(size=36, resize=40, mean=[0.4, 0.5, 0.6]), "--run.name", "first"))
+    output_of(*app("fit", *own, *net, *options(size=12, resize=16, mean=[0.4, 0.5, 0.6]), "--run.name", "first"))
     first = tmp_path / "runs/first/version_0"
     draw_images(folder, ("eel",), train=12)
     tuned = [*net, "--model.weights", last_of(first), "--model.freeze", "backbone", "--run.name", "second"]
@@ -124,7 +124,7 @@ def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Pat
     assert "120 tensors loaded, fc starts anew for another number of classes" in out
     second = tmp_path / "runs/second/version_0"
     data = yaml.safe_load((second / "config.yaml").read_text())["data"]["init_args"]
-    assert (data["size"], data["resize"], data["mean"]) == ([36, 36], 40, [0.4, 0.5, 0.6])
+    assert (data["size"], data["resize"], data["mean"]) == ([12, 12], 16, [0.4, 0.5, 0.6])
     before, after = weights(first), weights(second)
     changed = {name for name in before if before[name].shape != after[name].shape}
     assert changed == {"network.fc.weight", "network.fc.bias"}

@@ -320,6 +320,7 @@ def test_every_config(
     if "network: resnet50" in config.read_text():
         flags += ["--model.network", "resnet18", *options(size=32, resize=36)]
     flags += ["--model.warmup", "1ep"] if "warmup: 2ep" in config.read_text() else []
+    flags += ["--model.repeats", "1"] if "FashionMLP" in config.read_text() else []
     flags += options(max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x")
     flags += ["--run.virtual_devices", "null"]  # because Lightning's step has no virtual devices
     assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)

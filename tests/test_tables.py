@@ -50,15 +50,18 @@ def test_labels_of_a_table_are_read_again(image_root: Path, table: pd.DataFrame)
         assert data._splits["train"][0].labels[0] == ["8", "9", "10", "11"].index(first)
 
 
-def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path) -> None:
+def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) -> None:
     csv = image_root / "all.csv"
 
-    def said(*flags: str) -> str:
-        return error_of(*app("fit", "--data", "ImageTable", "--data.csv", csv, *flags, *FLAGS))
+    def said(**columns: str) -> str:
+        with pytest.raises(UserError) as error:
+            attach(ImageTable(str(csv), num_workers=0, **columns))
+        return str(error.value)
 
     columns = "but file, label, split: give one to --data."
-    assert f"{csv} has no column species, {columns}label_column" in said("--data.label_column", "species")
-    assert f"{csv} has no column fold, {columns}split_column" in said("--data.split_column", "fold")
+    assert f"{csv} has no column species, {columns}label_column" in said(label_column="species")
+    fold = ["--data", "ImageTable", "--data.csv", csv, "--data.split_column", "fold"]
+    assert f"{csv} has no column fold, {columns}split_column" in error_of(*app("fit", *fold, *FLAGS))
     for row, column, value, problem in (
         (2, "file", "", "line 4 has no file"),
         (3, "label", "", "line 5 has label '', which no training image has"),

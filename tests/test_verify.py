@@ -67,7 +67,8 @@ def test_a_right_one(way: str, tmp_path: Path) -> None:
 
 RATE = {"learning rate"}
 FAULTS: list[tuple[str, str, str, set[str], str]] = [
-    ("Model", "Stock", "ddp", {"samples"}, "the batch size is that of each rank: 16 samples a step, 8 in the"),
+    ("Model", "Stock", "ddp", {"samples", "evaluation"}, "the batch size is that of each rank: 16 samples a step, 8 in|"
+     "1 of 21 samples are evaluated twice: the shares are padded"),
     ("Model", "Halved", "ddp", {"samples"}, "another order: here by DistributedSampler, there by RandomSampler"),
     ("Model", "Unshared", "ddp", {"samples"}, "every rank sees all samples: the same 61 in the first epoch on each"),
     ("Model", "SeedOfTheRank", "ddp", {"samples"}, "ranks draw their shares from different permutations"),
@@ -75,7 +76,6 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
     ("Model", "SplitByChance", "ddp", {"evaluation"}, "each process draws its own split: "),
     ("Model", "SplitByChance", "dp", {"evaluation"}, "each run draws its own split: "),
     ("Model", "Noisy", "ddp", {"samples"}, "the same samples with other pixels: augmentation uses the global"),
-    ("Model", "Stock", "ddp", {"evaluation"}, "1 of 21 samples are evaluated twice: the shares are padded"),
     ("Model", "DropsLast", "ddp", {"evaluation"}, "1 of 21 samples are not evaluated"),
     ("LogsItsOwn", "Data", "ddp", {"evaluation"}, "each rank has its own val_loss: logged without sync_dist"),
     ("MeanOfMeans", "Data", "ddp", {"evaluation"}, "a mean of the ranks' values, of unequal shares: val_loss"),
@@ -104,7 +104,8 @@ FAULTS: list[tuple[str, str, str, set[str], str]] = [
 def test_a_mistake_is_named(model: str, data: str, way: str, columns: set[str], said: str, tmp_path: Path) -> None:
     found, named = Runs(tmp_path, model, data).case(way)
     assert columns <= found.keys(), found
-    assert any(said in cause.text for cause in named), [cause.text for cause in named]
+    for text in said.split("|"):
+        assert any(text in cause.text for cause in named), [cause.text for cause in named]
     assert all(cause.remedy for cause in named)
 
 

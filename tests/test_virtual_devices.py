@@ -172,8 +172,7 @@ def test_shares_without_virtual_devices(tmp_path: Path) -> None:
     """A rank's mean loss is weighted by its share of the smaller last batch, and a rank without a sample takes part."""
     flags = [*PLAIN, "--data.size", "10", "--model.normalized", "false", "--data.batch_size", "9"]
     flags += ["--trainer.enable_model_summary", "true"]
-    one, *others = (train(tmp_path / str(devices), flags, devices) for devices in (1, 2, 3))
-    assert max(difference(one, other) for other in others) <= 1e-6
+    assert difference(*(train(tmp_path / str(devices), flags, devices) for devices in (1, 2))) <= 1e-6
 
 
 REFUSED = {
