@@ -89,9 +89,9 @@ def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
         return [node.result() for node in nodes]
 
 
-def output_of(code: int, out: str) -> str:
-    """Return the output of a command, which must have succeeded."""
-    assert code == 0, out
+def output_of(code: int, out: str, expected: int = 0) -> str:
+    """Return the output of a command, which must have succeeded, or have ended with the expected exit code."""
+    assert code == expected, out
     return out
 
 
@@ -120,6 +120,12 @@ def losses(run_dir: Path) -> np.ndarray:
 def record_of(run: Path) -> dict[str, Any]:
     """A run's record."""
     return json.loads((run / "run.json").read_text())
+
+
+def record(root: Path, version: int = 0) -> dict[str, Any]:
+    """Record of the only run below a folder; before the run has one, no epochs."""
+    run = next(root.glob(f"*/version_{version}/run.json"), None)
+    return record_of(run.parent) if run else {"epochs": []}
 
 
 def last_of(run: Path) -> Path:
@@ -268,20 +274,19 @@ class Running:
     def record(self) -> dict[str, Any]:
         return record_of(self.directory) if (self.directory / "run.json").exists() else {"epochs": []}
 
-    def get(self, name: str, whom: str) -> None:
+    def get(self, name: str, whom: str) -> "Running":
         """Send a signal to the first process (`main`), to its `group`, or to `all` of the run."""
-        if whom == "group":
-            os.killpg(self.process.pid, getattr(signal, name))
-            return
         for pid in family(self.mark) if whom == "all" else [self.process.pid]:
             with suppress(ProcessLookupError):
-                os.kill(pid, getattr(signal, name))
+                (os.killpg if whom == "group" else os.kill)(pid, getattr(signal, name))
+        return self
 
-    def trained(self, epochs: int) -> None:
+    def trained(self, epochs: int) -> "Running":
         """Wait until the run has trained some epochs or has ended; no process may listen on all interfaces."""
         awaited(lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 240)
         if not self.launcher:
             assert not listening(family(self.mark)) & {"0.0.0.0", "::"}
+        return self
 
     def on_loopback(self) -> str:
         """Wait for the end, and return the output. Check that the run listened, and only on the loopback interface."""
@@ -294,11 +299,11 @@ class Running:
         assert all(ipaddress.ip_address(address).is_loopback for address in seen), seen
         return out
 
-    def end(self, seconds: float = 120) -> str:
-        """Wait for the end, and return the output. Check that all processes of the run end within 10 s more."""
+    def end(self, seconds: float = 120, code: int | None = None) -> str:
+        """Wait for the end, check the exit code, and return the output. All processes must end within 10 s more."""
         out, _ = self.process.communicate(timeout=seconds)
         awaited(lambda: not family(self.mark), 10)
-        return out
+        return output_of(self.process.returncode, out, self.process.returncode if code is None else code)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -25,12 +27,7 @@ SMALL = tiny()
 
 
 def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import urllib.request
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise urllib.error.URLError("no network in tests")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=URLError("no network in tests")))
     for data, file in (("CIFAR10", "cifar-10-python.tar.gz"), ("FashionMNIST", "train-images-idx3-ubyte.gz")):
         model = "FashionMLP" if data == "FashionMNIST" else "CIFARCNN"
         said = error_of(*app("fit", "--model", model, "--data", data, "--data.root", tmp_path / "none"))

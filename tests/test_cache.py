@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -193,9 +194,6 @@ def test_a_half_file_goes(image_root: Path, cache: Path) -> None:
 def test_no_room_for_a_cache(
     obstacle: str, image_root: Path, cache: Path, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     reason = "No space left on device"
     if obstacle == "no folder":
         cache.touch()
@@ -205,7 +203,7 @@ def test_no_room_for_a_cache(
         monkeypatch.setattr("app.data.cache.shutil.disk_usage", lambda place: usage)
         reason = "over half of the free space"
     else:
-        monkeypatch.setattr("app.data.cache.remove_parts", refuse)
+        monkeypatch.setattr("app.data.cache.remove_parts", Mock(side_effect=OSError(errno.ENOSPC, reason)))
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
     out = output_of(*app("fit", *flags))
     (said,) = [line for line in out.splitlines() if "Decoded images cannot be kept" in line]

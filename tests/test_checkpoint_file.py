@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     files_ = CheckpointFiles()
     for step in range(4):
         if step == 3:
-            monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
+            monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links")))
         files_.save_checkpoint(content(step), last)
         files_.save_checkpoint(content(step), best)
         assert read(last)["global_step"] == step
@@ -104,11 +105,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The error is one line, the earlier file is unchanged, and no unfinished file remains."""
     last = tmp_path / LAST
     CheckpointFiles().save_checkpoint(content(1), last)
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(UserError, match=f"{last}: .*No space left on device.*the previous one is kept: make room"):
         CheckpointFiles().save_checkpoint(content(2), last)
     monkeypatch.undo()

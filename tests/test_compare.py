@@ -33,8 +33,7 @@ def comparing(path: Path, *words: str, env: dict[str, str] | None = None) -> Abs
 
 def compare(path: Path, *words: str, env: dict[str, str] | None = None) -> str:
     with comparing(path, *words, env=env) as process:
-        out = process.end(400)
-    return output_of(process.process.returncode, out)
+        return process.end(400, code=0)
 
 
 def results(path: Path) -> dict[str, Any]:
@@ -61,8 +60,7 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(app: App, e
         "dp": ("measured", {"trainer.strategy": "dp", "trainer.devices": 2}),
     }
     path = experiment(variants={name: flags for name, (_, flags) in variants.items()}, repeats=2)
-    code, out = app("compare", "--root", path.parent, "--experiment", path, "--time_limit", "40")
-    assert code == 1, out
+    output_of(*app("compare", "--root", path.parent, "--experiment", path, "--time_limit", "40"), 1)
     found = by_name(path)
     assert {name: row["status"] for name, row in found.items()} == {name: way for name, (way, _) in variants.items()}
     assert "GPU" in found["no GPU"]["reason"]
@@ -187,8 +185,7 @@ def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> Non
     runs = path.parent / "compare" / "tiny" / "version_0" / "runs" / "repeat_1"
     with comparing(path) as process:
         awaited((runs / "dp" / "version_0" / "run.json").exists, 100)
-        process.get("SIGKILL", "group")
-        process.end()  # a run does not outlive the comparison
+        process.get("SIGKILL", "group").end()  # a run does not outlive the comparison
     first = (runs / "one" / "version_0" / "run.json").stat().st_mtime
 
     assert "1 runs are done already" in compare(path)
@@ -205,9 +202,7 @@ def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
         for line in process.process.stdout:
             if line.startswith("one: run 1"):
                 break
-        process.get("SIGINT", "main")
-        out = process.end(60)
-    assert process.process.returncode == 130
+        out = process.get("SIGINT", "main").end(60, code=130)
     assert "Not complete: hangs" in out
     assert {name: row["status"] for name, row in by_name(path).items()} == {"one": "measured", "hangs": "waiting"}
 

@@ -54,8 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.name", "x"))
     record = record_of(tmp_path / "runs" / "x" / "version_0")
-    assert record["hardware"]["gpus"] == ["NVIDIA of somebody"]
-    assert record["peak_memory"][0]["device"] == "cpu"
+    assert (record["hardware"]["gpus"], record["peak_memory"][0]["device"]) == (["NVIDIA of somebody"], "cpu")
 
 
 def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +121,7 @@ def test_a_signal_in_a_device_read_leaves_nccl(nccl: list[str], monkeypatch: pyt
     try:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         CDLL(None).system(b"sleep 1")  # continues after a signal
-        assert nccl == ["aborted"]
-        assert signals.noted == signal.SIGTERM
+        assert (nccl, signals.noted) == (["aborted"], signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
         assert nccl == ["aborted"], "the main thread has taken the signal"

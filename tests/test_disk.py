@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import error_of, fork_app, options, output_of, record_of, start_app, started
+from harness import error_of, fork_app, options, output_of, record, start_app, started
 
 from app.fit.checkpoint_file import read
 
@@ -25,10 +25,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], check=True, timeout=20)
     yield place
     subprocess.run(["umount", "-l", place], check=True, timeout=20)
-
-
-def record(root: Path) -> dict[str, object]:
-    return record_of(root / "FashionMLP-Synthetic" / "version_0")
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -67,8 +63,7 @@ def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: P
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(2**12)):
                 pass
-        out = run.end()
-    assert run.process.returncode == 0, out
+        out = run.end(code=0)
     assert "cannot be written (No space left on device): training continues" in out
     rows = (run.directory / "metrics.csv").read_text().splitlines()
     assert {row.count(",") for row in rows} == {rows[0].count(",")}, "no line is cut"
@@ -95,8 +90,7 @@ def test_a_folder_that_goes_away(tmp_path: Path) -> None:
     with started(tmp_path, *flags) as run:
         run.trained(2)
         directory = run.directory.rename(tmp_path / "away")
-        out = run.end()
-    assert run.process.returncode == 0, out
+        run.end(code=0)
     assert record(tmp_path)["status"] == "completed"
     assert directory.exists()
     assert read(run.directory / "checkpoints" / "last.ckpt")["epoch"] == 29

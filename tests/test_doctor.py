@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import App, running
+from harness import App, output_of, running
 
 import app.doctor
 from app.doctor import Check, environment, examine
@@ -176,9 +176,7 @@ def test_what_is_slow_is_not_broken(
 def test_what_people_see(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     under_load(BUSY, monkeypatch)
     monkeypatch.setenv("RANK", "3")
-    code, out = app("doctor")
-    assert code == 1
-    lines = out.splitlines()
+    lines = output_of(*app("doctor"), 1).splitlines()
     assert re.match(r"yellow +load +.* load of 10000\.0 on \d+ cores", lines[0])
     assert re.match(r" +→ ", lines[1]), "what to do stands below"
     assert re.match(r"1 of \d+ do not work, after \d+ s", lines[-1])

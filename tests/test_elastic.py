@@ -52,8 +52,7 @@ def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
 def test_each_rank_s_output_in_a_file(tmp_path: Path) -> None:
     flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--cluster.log_dir", tmp_path / "logs"]
     with started(tmp_path, *flags) as run:
-        out = run.end(120)
-    assert run.process.returncode == 0, out
+        out = run.end(120, code=0)
     assert "rank 0 writes" in out
     assert "rank 1 writes" not in out
     for rank in (0, 1):
@@ -66,10 +65,7 @@ def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
     """The agent prints only what a user can act on, unless --verbose is given, and leaves no folder behind."""
     env = {"TMPDIR": str(tmp_path), "APP_DEBUG": "1" if verbose else None}
     with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs", "100000", env=env) as run:
-        run.trained(1)
-        run.get("SIGTERM", "main")
-        out = run.end(60)
-    assert run.process.returncode == 143, out
+        out = run.trained(1).get("SIGTERM", "main").end(60, code=143)
     assert ("closing signal SIGTERM" in out) == verbose
     assert not list(tmp_path.glob("*data-parallel-lab*"))
     assert not list(tmp_path.glob("*torchelastic*"))
@@ -78,8 +74,7 @@ def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
 def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
     flags = [*SMALL, *SHORT, "--trainer.callbacks+=user_code.FailsOnce", "--cluster.max_restarts", "1"]
     with started(tmp_path, *flags) as run:
-        out = run.end(120)
-    assert run.process.returncode == 0, out
+        out = run.end(120, code=0)
     assert "rank 1 has failed: RuntimeError: only once: restarting all ranks" in out
     first = record_of(run.directory.with_name("version_0"))
     assert first["error"] == "rank 1 has failed: RuntimeError: only once, and all ranks were restarted"
@@ -100,8 +95,7 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
             killed.trained(random.randint(2, 8))
             first = killed.directory
             os.kill(int((tmp_path / f"rank{random.randint(0, 1)}").read_text()), signal.SIGKILL)
-            out = killed.end(180)
-        assert killed.process.returncode == 0, out
+            killed.end(180, code=0)
         assert killed.directory == first, "one training is one run"
         (part,) = killed.record["parts"]
         assert part["status"] == "failed"

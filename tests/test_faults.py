@@ -239,8 +239,7 @@ def test_a_long_run(tmp_path: Path, tally: Tally) -> None:
                     found = [psutil.Process(pid) for pid in ranks]
                     states.append([(p.memory_info().rss, p.num_threads(), p.num_fds()) for p in found])
             time.sleep(0.05)
-        out = run.end()
-    assert run.process.returncode == 0, out
+        run.end(code=0)
     early, late = states[len(states) // 4], states[-2]  # not the last state, because drawing pictures takes memory
     for (memory, threads, files), (memory_late, threads_late, files_late) in zip(early, late, strict=True):
         assert memory_late - memory < 16 * 2**20

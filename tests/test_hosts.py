@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 from cluster.hosts import Host, Network, awaited
-from harness import App, assert_same, options, output_of, record_of, tiny
+from harness import App, assert_same, options, output_of, record, record_of, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
@@ -23,11 +23,6 @@ ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # otherwise a joining nod
 SILENCE = "error: no answer from another rank within --cluster.timeout: "
 CUT = f"{SILENCE}it hangs, or the link to it is cut"
 Process = subprocess.Popen[str]
-
-
-def record(root: Path, version: int = 0) -> dict[str, Any]:
-    run = root / "LeNet-Synthetic" / f"version_{version}"
-    return record_of(run) if (run / "run.json").exists() else {"epochs": []}
 
 
 def fit(host: Host, *flags: object, launcher: list[str] | None = None, env: dict[str, str] | None = None) -> Process:

@@ -148,6 +148,7 @@ def test_export_of_nothing(app: App, trained: Path, monkeypatch: pytest.MonkeyPa
     assert "--format onnx needs onnxruntime: pip install onnx onnxscript onnxruntime" in said
 
 
+@pytest.mark.usefixtures("forked_runs")
 def test_fit_is_a_function(tmp_path: Path) -> None:
     """`app.fit` takes the flags by their last name, and returns the new run's record, also beside an earlier run."""
     fit, flags = package.fit, {"data": "Synthetic", "size": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"}

@@ -49,7 +49,7 @@ def listens(port: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Go, tmp_path: Path) -> None:
     file = tmp_path / "meet"
@@ -91,7 +91,7 @@ def test_a_foreign_listener(go: Go) -> None:
             port = foreign.getsockname()[1]
             with pytest.raises(UserError, match=rf"cannot listen on port {port} \(.*Address already in use"):
                 go(tcp(port), 0).result()
-            waiting = go(tcp(port), 1, timeout=3)
+            waiting = go(tcp(port), 1, timeout=2)
             connection, _ = foreign.accept()
             with suppress(OSError):
                 connection.sendall(talk)

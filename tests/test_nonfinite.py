@@ -1,18 +1,13 @@
 """An infinite or NaN loss: the run names step, batch and rank, and stops without saving bad weights, or skips it."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from harness import App, error_of, fork_app, on_cpu, output_of, record_of, tiny, weights
+from harness import App, error_of, fork_app, on_cpu, output_of, record, tiny, weights
 
 DATA = tiny(400, 24, max_epochs=2)
 POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the first epoch's seventh has the NaN
-
-
-def record(root: Path) -> dict[str, Any]:
-    return record_of(next(root.glob("*/version_0")))
 
 
 SAVED = ["--last_checkpoint.every_n_train_steps", "1"]

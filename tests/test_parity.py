@@ -58,7 +58,7 @@ def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App,
     check_same(tmp_path / "x" / "version_0", expected, tolerance)
 
 
-ACCUMULATED: list[Any] = [(4, None, "auto"), (2, None, "dp"), (2, 5, "auto"), (1, 10, "dp")]
+ACCUMULATED: list[Any] = [(4, None, "auto"), (2, None, "dp"), (2, 12, "auto"), (1, 20, "dp")]
 ACCUMULATED += [pytest.param(2, 5, "ddp_fork", marks=SLOW)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stuck_code
-from harness import QUIET, fork_app, on_two_nodes, options, output_of, record_of
+from harness import QUIET, fork_app, on_two_nodes, options, output_of, record
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
@@ -17,10 +17,6 @@ from app.monitor.rank_times import RankTimes, slower
 DATA = [*options(size=600, batch_size=20, test=False, name="x"), *QUIET]
 CPU = options(accelerator="cpu", log_every_n_steps=4)
 DDP = options(strategy="ddp_fork", devices=2)
-
-
-def record(root: Path) -> dict[str, Any]:
-    return record_of(root / "x" / "version_0")
 
 
 # -- slow ---------------------------------------------------------------------------------------------------------
@@ -134,8 +130,7 @@ def test_who_hangs(name: str, strategy: str, text: str | None, hook: str, tmp_pa
     which = "--data" if name.endswith("Data") else "--model"
     flags = [which, f"stuck_code.{name}", *(["--data", "Synthetic"] if which == "--model" else [])]
     flags += [*DATA, *CPU, *DDP, "--trainer.strategy", strategy, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
-    assert code == 1, out
+    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, timeout=90), 1)
     at = line_of(thing, text) if text else 0
     line = f"stuck_code.py:({at}|{at + 1}) {hook}" if text else rf"\w+.py:\d+ {hook}"
     folder = tmp_path / "x" / "version_0" / "stacks"
@@ -164,8 +159,7 @@ HANGS_ELSEWHERE = [
 @pytest.mark.parametrize(("flags", "where"), HANGS_ELSEWHERE)
 def test_who_hangs_elsewhere(flags: list[str], where: str, tmp_path: Path) -> None:
     flags = [*flags, *DATA, *CPU, *DDP, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
-    code, out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90)
-    assert code == 1, out
+    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, timeout=90), 1)
     said = f"^error: no answer from another rank within --cluster.timeout: rank 1 is {where}"
     assert re.search(said, out, re.MULTILINE), out
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -154,7 +155,7 @@ def test_a_pickled_model(tmp_path: Path) -> None:
 def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network, the error names the file to fetch and its folder."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr("torch.hub.urlopen", refuse)
+    monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
     flags = [*QUICK, "--model", "squeezenet1_1", "--model.weights", "DEFAULT"]
     message = error_of(*app("fit", *flags))
     found = re.fullmatch(r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message)
@@ -162,10 +163,6 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
     torch.save(torchvision.models.squeezenet1_1().state_dict(), Path(found[2], found[1]))
     out = output_of(*app("fit", *flags))
     assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
-
-
-def refuse(*_: object, **__: object) -> None:
-    raise OSError("refused")
 
 
 def test_the_images_of_published_weights() -> None:

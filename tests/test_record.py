@@ -164,8 +164,7 @@ FAILING = [
 @pytest.mark.parametrize(("way", "said"), FAILING)
 def test_a_failed_run_says_why(way: list[str], said: str, tmp_path: Path) -> None:
     """Last line, record and report have the reason, also if one rank fails and rank zero cannot write."""
-    code, out = fork_app("fit", *THEIRS, *way, "--run.root", tmp_path)
-    assert code == 1, out
+    out = output_of(*fork_app("fit", *THEIRS, *way, "--run.root", tmp_path), 1)
     assert re.search(said, out)
     run = tmp_path / "Fails-TheirData" / "version_0"
     assert record_of(run)["status"] == "failed"

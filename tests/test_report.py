@@ -9,9 +9,10 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from harness import QUIET, App, fork_app, on_cpu, options, output_of, record_of, seen_colours, tiny
+from harness import QUIET, App, fork_app, last_of, on_cpu, options, output_of, record_of, seen_colours, tiny
 
 from app.monitor.course import MOST, Course
 from app.monitor.report import leave_report
@@ -93,8 +94,7 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
     assert len(course["samples_per_s"]) == 8, "18 steps of an epoch are 4 windows"
     assert all(0.05 < memory < 20 for _, memory in course["memory_gib"])
     for stage in ("test", "validate", "predict"):
-        words = [stage, *SMALL, "--ckpt_path", run / "checkpoints" / "last.ckpt", "--run.name", stage]
-        assert app(*words)[0] == 0
+        output_of(*app(stage, *SMALL, "--ckpt_path", last_of(run), "--run.name", stage))
         assert not list((tmp_path / "runs" / stage).glob("**/report.html"))
 
 
@@ -138,11 +138,7 @@ def test_somebodys_code(model: str, data: str, title: str, use: str | None, app:
 
 def test_failures(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A report that cannot be written, or a record that cannot be read, only prints a line."""
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("app.monitor.report.write_text", full)
+    monkeypatch.setattr("app.monitor.report.write_text", Mock(side_effect=OSError(28, "No space left on device")))
     out = output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert f"{run / 'report.html'} cannot be written (No space left on device)\n" in out

@@ -15,11 +15,9 @@ import torch
 from harness import RECIPE, App, difference, error_of, fork_app, on_cpu, options, output_of, record_of, tiny, weights
 from lightning.pytorch import Trainer
 
-from app.data import Synthetic
 from app.errors import UserError
 from app.fit.checkpoints import check_checkpoint
 from app.modules import CIFARCNN
-from app.record import Record
 from app.verify.differences import Recorded, differences
 
 # 453 training images: 15 steps per epoch, the last one with 5 images
@@ -256,7 +254,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     for key in ("global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
         torch.save({name: value for name, value in good.items() if name != key}, bad)
         with pytest.raises(UserError, match=f"^--ckpt_path {bad}: it has no {key}, so training cannot resume"):
-            check_checkpoint(str(bad), CIFARCNN(), Synthetic(), trainer)
+            check_checkpoint(str(bad), CIFARCNN(), None, trainer)  # type: ignore[arg-type]
     for key, value in (
         *((key, 3.5) for key in ("loops", "optimizer_states")),
         ("loops", {"fit_loop": {}}),
@@ -266,13 +264,12 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     ):
         torch.save({**good, key: value}, bad)
         with pytest.raises(UserError, match=f"^--ckpt_path {bad}"):
-            check_checkpoint(str(bad), CIFARCNN(), Synthetic(), trainer)
+            check_checkpoint(str(bad), CIFARCNN(), None, trainer)  # type: ignore[arg-type]
     for key, value in (("callbacks", 3.5), ("lr_schedulers", 3.5), ("callbacks", {next(iter(good["callbacks"])): 7})):
         torch.save({**good, key: value}, bad)
         assert f"--ckpt_path {bad}" in error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
     torch.save({key: good[key] for key in ("state_dict", "pytorch-lightning_version")}, bad)
-    code, out = app("test", *FLAGS, "2", "--ckpt_path", bad)
-    assert code == 0, f"weights are enough to test: {out}"
+    output_of(*app("test", *FLAGS, "2", "--ckpt_path", bad))  # weights are enough to test
     flags = ["--last_checkpoint.save_weights_only", "true", "--run.name", "y"]
     output_of(*app("fit", *FLAGS, "1", *flags))
     assert "it has no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path", "last"))
@@ -289,7 +286,3 @@ def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> N
         (run / "run.json").write_text(content)
         out = output_of(*app("validate", "--config", run / "config.yaml", "--ckpt_path", "last"))
         assert f"{run}/run.json cannot be read" in out or '"checkpoint": null' in content
-    for content in ("", "null"):
-        (run / "run.json").write_text(content)
-        with pytest.raises(ValueError, match=r"run\.json cannot be read"):
-            Record.load(run / "run.json")

@@ -13,6 +13,7 @@ FLAGS = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20",
 
 
 DAMAGED = [('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"), ("{", "line 1")]
+DAMAGED += [("", "line 1"), ("null", "")]
 
 
 @pytest.mark.parametrize(("text", "place"), DAMAGED)

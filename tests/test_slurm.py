@@ -5,13 +5,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from harness import ROOT, App, difference, last_of, listening, losses, output_of, record_of, tiny
+from harness import ROOT, App, difference, last_of, listening, losses, output_of, record, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"
@@ -28,11 +27,6 @@ def clean(slurm: Slurm) -> Iterator[None]:
     yield
     living = [node for node in slurm.nodes.values() if node.outer.poll() is None]
     assert [name for node in living for name in node.shared_memory()] == []
-
-
-def record(root: Path, version: int = 0) -> dict[str, Any]:
-    run = root / "LeNet-Synthetic" / f"version_{version}"
-    return record_of(run) if (run / "run.json").exists() else {"epochs": []}
 
 
 def last(root: Path) -> Path:

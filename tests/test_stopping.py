@@ -34,10 +34,7 @@ SIGNALS = [
 def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> None:
     way = options(placement="disk", num_workers=2) if strategy == "disk" else on_cpu(strategy, 1 + (strategy != "auto"))
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
-        run.trained(3)
-        run.get(name, whom)
-        out = run.end(20)
-    assert run.process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name], out
+        out = run.trained(3).get(name, whom).end(20, code={"SIGINT": 130, "SIGTERM": 143}[name])
     assert "Traceback" not in out
     found = run.record
     assert (found["status"], found["error"]) == ("interrupted", {"SIGINT": "by Ctrl-C", "SIGTERM": "by SIGTERM"}[name])
@@ -54,10 +51,7 @@ def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
     """The signal hits an arbitrary step, and so any place in an epoch."""
     flags = ["--trainer.max_epochs", "20", "--run.test", "false"]
     with started(tmp_path / "stopped", *SMALL, *flags, "--trainer.log_every_n_steps", "1") as run:
-        run.trained(3)
-        run.get("SIGINT", "main")
-        out = run.end()
-    assert run.process.returncode == 130, out
+        run.trained(3).get("SIGINT", "main").end(code=130)
     last = run.record["checkpoint"]["last"]
     config = run.directory / "config.yaml"
     for more in (["--config", config, "--ckpt_path", "last", "--run.name", "resumed"], ["--run.name", "whole"]):
@@ -77,8 +71,7 @@ ENDS = [(EARLY, 0), (["--trainer.val_check_interval", "4"], 1), (["--trainer.acc
 def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_path: Path) -> None:
     """The run ends after the fourth optimizer step, whatever other callbacks do at the end of a step or epoch."""
     flags = [*SMALL, "--model", "user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
-    code, out = app("fit", *flags)
-    assert code == 130, out
+    output_of(*app("fit", *flags), 130)
     run = tmp_path / "runs" / "StopsItself-Synthetic" / "version_0"
     found = record_of(run)
     assert (found["status"], found["steps"]) == ("interrupted", 4)
@@ -103,8 +96,7 @@ def test_several_ranks_end_one_step_later(tmp_path: Path) -> None:
     """
     flags = [*SMALL, *DDP, *options(max_epochs=2, test=False), "--cluster.max_restarts", "2"]
     with started(tmp_path, *flags, "--model", "user_code.StopsOneRank") as run:
-        out = run.end()
-    assert run.process.returncode == 143, out
+        run.end(code=143)
     found = run.record
     assert (found["status"], found["error"], found["steps"]) == ("interrupted", "by SIGTERM", 5)
     assert torch.load(last_of(run.directory), weights_only=True)["global_step"] == 5
@@ -140,9 +132,7 @@ def test_one_process_of_a_job_asks_for_its_requeue(tmp_path: Path) -> None:
 def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *on_cpu(strategy)) as run:
         awaited(lambda: any(map(is_started_rank, family(run.mark))), 60)
-        run.get(name, "group")
-        out = run.end()
-    assert run.process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name], out
+        out = run.get(name, "group").end(code={"SIGINT": 130, "SIGTERM": 143}[name])
     assert "Traceback" not in out
     assert run.record.get("status") in (None, "interrupted")  # no record if the run had no directory yet
 
@@ -167,8 +157,7 @@ def test_a_rank_that_is_killed_is_named(strategy: str, rank: int, tmp_path: Path
         run.trained(2)
         victim = int((tmp_path / f"rank{rank}").read_text())
         os.kill(victim, signal.SIGKILL)
-        out = run.end(30)
-    assert run.process.returncode == 1, out
+        out = run.end(30, code=1)
     assert f"error: rank {rank} (process {victim}) was ended by SIGKILL" in out
     assert "Traceback" not in out
     assert (run.record["status"], run.record["error"][:6]) == ("failed", f"rank {rank}")
@@ -182,8 +171,7 @@ def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
     with started(tmp_path, *flags) as run:
         run.trained(2)
         os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
-        out = run.end(seconds=15 + 20)
-    assert run.process.returncode == 1, out
+        out = run.end(seconds=15 + 20, code=1)
     assert "error: no answer from another rank within --cluster.timeout" in out
     assert "Traceback" not in out
 
@@ -192,8 +180,7 @@ def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
 def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
     """Rank zero hangs as in a collective call of NCCL; the reason is the other rank's exception."""
     with started(tmp_path, *SMALL, "--model", "user_code.FailsWhileRankZeroIsStuck", *DDP) as run:
-        out = run.end()
-    assert run.process.returncode == 1, out
+        out = run.end(code=1)
     said = out.splitlines()[-1]
     assert re.fullmatch(r"error: rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", said)
     assert re.search(r"^\[rank 1\] .*RuntimeError: only here$", out, flags=re.MULTILINE), "the end of its output"
@@ -204,6 +191,4 @@ def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *on_cpu(strategy), *FOR_EVER) as run:
-        run.trained(3)
-        run.get("SIGKILL", "main")
-        run.end(30)
+        run.trained(3).get("SIGKILL", "main").end(30)

@@ -353,7 +353,7 @@ WAYS = [
 
 @pytest.mark.parametrize("more", WAYS, ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"])
 def test_ways_of_running(more: list[str], app: App, tmp_path: Path) -> None:
-    flags = tiny(203, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3, name="x")
+    flags = tiny(103, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3, name="x")
     assert_alike_by_command(app, tmp_path / "runs" / "x", *flags, *more)
 
 

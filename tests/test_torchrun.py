@@ -20,8 +20,7 @@ MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks 
 @pytest.mark.parametrize(("flags", "said"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)])
 def test_what_is_wrong_is_said_at_once(flags: str, said: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *STEPS, flags, launcher=TORCHRUN) as run:
-        out = run.end(120)
-    assert run.process.returncode == 1, out  # torchrun's exit code
+        out = run.end(120, code=1)  # torchrun's exit code
     assert f"error: {said}" in out
     assert not list(tmp_path.glob("*/version_*"))
 
@@ -32,25 +31,20 @@ def test_a_new_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
     auto = ["--ckpt_path", "auto"]
     for epochs, more, resumed in (("1", auto, None), ("2", [], None), ("3", auto, "version_1")):
         with started(tmp_path, *flags, epochs, *more, launcher=TORCHRUN) as run:
-            out = run.end(120)
-        assert run.process.returncode == 0, out
+            run.end(120, code=0)
         assert len(run.record["parts"]) == (resumed is not None)
         assert (run.record["resumed_from"] is None) if resumed is None else (resumed in run.record["resumed_from"])
 
 
 def test_no_worker_outlives_the_agent(tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN) as run:
-        run.trained(2)
-        run.get("SIGKILL", "main")
-        run.end()
+        run.trained(2).get("SIGKILL", "main").end()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_the_agent_stops_all_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN) as run:
-        run.trained(2)
-        run.get(name, "group")
-        out = run.end(20)
+        out = run.trained(2).get(name, "group").end(20)
     assert run.process.returncode != 0, out
     error = {"SIGTERM": "by SIGTERM", "SIGINT": "by Ctrl-C"}[name]
     assert (run.record["status"], run.record["error"]) == ("interrupted", error)
