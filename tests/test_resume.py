@@ -254,7 +254,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     for key in ("global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
         torch.save({name: value for name, value in good.items() if name != key}, bad)
         with pytest.raises(UserError, match=f"^--ckpt_path {bad}: it has no {key}, so training cannot resume"):
-            check_checkpoint(str(bad), CIFARCNN(), None, trainer)  # type: ignore[arg-type]
+            check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)  # type: ignore[arg-type]
     for key, value in (
         *((key, 3.5) for key in ("loops", "optimizer_states")),
         ("loops", {"fit_loop": {}}),
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     ):
         torch.save({**good, key: value}, bad)
         with pytest.raises(UserError, match=f"^--ckpt_path {bad}"):
-            check_checkpoint(str(bad), CIFARCNN(), None, trainer)  # type: ignore[arg-type]
+            check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)  # type: ignore[arg-type]
     for key, value in (("callbacks", 3.5), ("lr_schedulers", 3.5), ("callbacks", {next(iter(good["callbacks"])): 7})):
         torch.save({**good, key: value}, bad)
         assert f"--ckpt_path {bad}" in error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
