@@ -28,6 +28,7 @@ from torch.utils import collect_env
 from app.data.sources import CIFAR10Source, FashionMNISTSource
 from app.errors import UserError
 from app.fit.parser import PlainParser
+from app.fit.rules import MPI_SIZES
 from app.launch.process import ADDRESSES, RANKS
 from app.monitor.loggers import tracking_mode
 from app.runs import run_fit
@@ -177,7 +178,7 @@ def environment(variables: Mapping[str, str]) -> Check:
 
     left = [name for name in RANKS if name in variables]
     addresses = [name for name in ADDRESSES if name in variables]
-    if variables.keys() & {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}:
+    if any(variables.get(name, "1") != "1" for name in MPI_SIZES):
         return Check("launcher", "yellow", "MPI", "mpirun cannot start runs: use torchrun or srun")
     if "SLURM_JOB_ID" in variables:
         return Check("launcher", "green", f"SLURM job {variables['SLURM_JOB_ID']}")

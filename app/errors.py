@@ -100,7 +100,7 @@ def out_of_memory(error: BaseException) -> str | None:
     notes: list[str] = getattr(error, "__notes__", [])
     parts = next((note for note in notes if note.startswith(PARTS)), f"a smaller {PARTS}")
     other = "--trainer.precision bf16-mixed, --data.placement memory" if "device" in known else "--data.placement disk"
-    remedy = f"give {parts}, for the same training in parts, or a lower --data.batch_size, {other}, or more devices"
+    remedy = f"give {parts}, for the same batch in parts, or a lower --data.batch_size, {other}, or more devices"
     return f"out of memory on the {known.get('device', 'host')}{size}{free}: {remedy}"
 
 

@@ -1,11 +1,15 @@
 """Missing or broken data and checkpoints: the error is one line that names the file, and the exit code 2."""
 
 import errno
+import gc
 import io
 import json
+import multiprocessing
 import os
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +23,9 @@ from PIL import Image
 from test_data import attach
 
 from app.data import ImageFolder
+from app.data.geometry import Geometry
+from app.data.image_files import FileSplit
+from app.data.sources import Workers
 from app.errors import UserError
 from app.record import Record
 
@@ -216,3 +223,22 @@ def test_labels_that_there_are_not(app: App, fashion_root: Path) -> None:
     labels.unlink()
     labels.mkdir()
     assert f"{labels.parent} cannot be read" in error_of(*app("fit", *flags))
+
+
+def by_workers(split: FileSplit) -> None:
+    list(Workers(split.__getitem__, [[0]], split.image_shape, 1))
+
+
+@pytest.mark.parametrize("read", [lambda split: list(split.blocks(1)), by_workers], ids=["decoding", "training"])
+def test_an_unreadable_image_leaves_no_worker_behind(read: Callable[[FileSplit], Any], tmp_path: Path) -> None:
+    """Its error ends the workers at once, not at a later garbage collection, which would wait for them."""
+    (tmp_path / "bad.png").write_bytes(b"x")
+    split = FileSplit([str(tmp_path / "bad.png")], [0], (3, 8, 8), Geometry((8, 8)))
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(UserError):
+            read(split)
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()

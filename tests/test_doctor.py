@@ -36,6 +36,7 @@ LEFT = [
     ({"TORCHELASTIC_RUN_ID": "x"}, "red", "TORCHELASTIC_RUN_ID=x left over"),
     ({"SLURM_JOB_ID": "12"}, "green", "SLURM job 12"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "yellow", "MPI"),
+    ({"PMI_SIZE": "1"}, "green", "none"),
 ]
 
 

@@ -112,7 +112,8 @@ class FileSplit(Split):
                 if wrong is not None:
                     wrong.update({part[place]: error for place, error in errors.items()})
                 elif errors:
-                    raise next(iter(errors.values()))
+                    # pop, because an error that this frame refers to would keep the frame and its workers alive
+                    raise errors.pop(min(errors))
                 yield images
                 progress.advance(task)
 

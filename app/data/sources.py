@@ -112,8 +112,8 @@ class Workers(DataLoader[Tensor]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for images, wrong in self.with_errors():
-            for error in wrong.values():
-                raise error
+            if wrong:
+                raise wrong.pop(min(wrong))
             yield images
 
     def with_errors(self) -> Iterator[tuple[Images, Errors]]:
