@@ -1,4 +1,10 @@
-"""Commands `fit`, `validate`, `test` and `predict`. From Python, `app.fit(…)` trains like the command `fit`."""
+"""Commands `fit`, `validate`, `test` and `predict`. From Python, `app.fit(…)` trains like the command `fit`.
+
+    record = app.fit(model="resnet18", data="Synthetic", max_epochs=2, name="shapes")
+    record = app.fit(**{"model.optimizer.lr": 0.1})
+
+`help(app.fit.__call__)` explains the arguments.
+"""
 
 import json
 import math

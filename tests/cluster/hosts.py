@@ -1,8 +1,8 @@
-"""Virtual hosts on one machine, on a switch of their own.
+"""Virtual hosts on one machine, connected by a virtual switch.
 
-A host is a set of namespaces (network, host name, processes, mounts) with a first process that everything in it
-descends from, so that the end of that one is the end of all: daemons, jobs, links, /dev/shm. Nothing of it has a name
-outside, so that two tests do not meet, and the kernel ends it all when the test run is killed.
+A host is a set of namespaces: network, host name, processes, mounts. All its processes descend from its first process.
+When the first process ends, the kernel removes the host's daemons, jobs, links and /dev/shm, also if the test run is
+killed. Names in a host are invisible outside, so that two tests cannot collide.
 """
 
 import os
@@ -27,7 +27,7 @@ def awaited(condition: Callable[[], object], seconds: float, how_it_stands: Call
 
 
 class Host:
-    """A virtual host; what runs on it from the beginning starts with `go`, when its network stands."""
+    """Virtual host. Its command starts on `go`, after its network is set up."""
 
     def __init__(self, name: str, place: Path, command: str = "sleep infinity") -> None:
         self.name, self.log = name, place / f"{name}.log"
@@ -51,7 +51,7 @@ class Host:
         self.outer.stdin.flush()
 
     def run(self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None) -> str:
-        """What a command printed that was run on it to its end, which must be a success."""
+        """Run a command on this host, check that it succeeds, and return its output."""
         done = subprocess.run(
             [*self.enter, *map(str, command)], env={**os.environ, **(env or {})}, timeout=timeout,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -63,13 +63,13 @@ class Host:
         return os.listdir(f"/proc/{self.pid}/root/dev/shm")
 
     def end(self) -> None:
-        """Every process on it ends at once, as when it loses power."""
+        """Kill every process of this host at once, as a power failure would."""
         if self.outer.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
         self.outer.wait(30)
 
     def start(self, *command: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a command on it."""
+        """Start a command on this host."""
         return subprocess.Popen(
             [*self.enter, *map(str, command)], env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -120,7 +120,7 @@ class Network:
 
 @contextmanager
 def place_for_hosts(what: str, programs: Sequence[str] = (), packages: str = "") -> Iterator[tuple[Path, ExitStack]]:
-    """A folder for virtual hosts and what ends them, or the reason why this machine cannot have them."""
+    """Yield a folder for virtual hosts, and the stack that ends them. Skip the test if the machine lacks something."""
     if os.geteuid() != 0:
         pytest.skip(f"{what} needs root")
     if missing := [name for name in (*programs, "ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]:
@@ -132,13 +132,13 @@ def place_for_hosts(what: str, programs: Sequence[str] = (), packages: str = "")
     if tried.returncode != 0:
         pytest.skip(f"{what} needs namespaces: {tried.stderr.strip()}")
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, ExitStack() as stack:
-        Path(folder).chmod(0o755)  # munged insists
+        Path(folder).chmod(0o755)  # munged requires it
         yield Path(folder), stack
 
 
 @contextmanager
 def network(count: int) -> Iterator[Network]:
-    """So many hosts; nothing of them is left afterwards."""
+    """Yield a network of `count` hosts, and remove it afterwards."""
     with place_for_hosts("a network of virtual hosts") as (place, stack):
         made = Network(count, place, stack)
         made.switch_on()

@@ -41,7 +41,7 @@ PartitionName=high Nodes=h[1-4] MaxTime=INFINITE State=UP PriorityTier=10
 
 
 def environ(pid: int) -> dict[str, str]:
-    """Environment of a living process; empty where there is none."""
+    """Return a living process's environment; empty if the process has ended."""
     try:
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return {}
@@ -52,7 +52,7 @@ def environ(pid: int) -> dict[str, str]:
 
 
 class Slurm:
-    """The cluster: jobs, their states, and their processes as they are seen from outside."""
+    """SLURM cluster: its jobs, their states, and their processes, with pids of the real machine."""
 
     def __init__(self, place: Path, stack: ExitStack) -> None:
         self.place, self.network = place, Network(len(NODES), place, stack)
@@ -72,11 +72,11 @@ class Slurm:
             return []
 
     def run(self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None) -> str:
-        """What a command printed on the host where people log in."""
+        """Run a command on `ctl`, check that it succeeds, and return its output."""
         return self.ctl.run(*command, timeout=timeout, env={**(env or {}), **self.conf})
 
     def submit(self, *command: str | Path, env: dict[str, str] | None = None) -> str:
-        """The id of the job of `sbatch …`, which gets this process's environment."""
+        """Submit a job with this process's environment, and return its id."""
         flags = [f"--output={self.place}/%j.out", "--open-mode=append"]
         return self.run("sbatch", "--parsable", *flags, *command, env=env)
 
@@ -85,12 +85,12 @@ class Slurm:
         return path.read_text() if path.exists() else ""
 
     def job(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says, by its names: JobState, ExitCode, Restarts, NodeList, …"""
+        """Return the fields of `scontrol show job`: JobState, ExitCode, Restarts, NodeList, …"""
         words = self.run("scontrol", "show", "job", "--oneliner", job).split()
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
     def reaches(self, job: str, *states: str, seconds: float = 60) -> str:
-        """Wait for one of the states (COMPLETED and the like: no process of the job is left), and say which it is."""
+        """Wait until a job is in one of the states, and return it. In end states, the job has no process left."""
         awaited(
             lambda: self.job(job)["JobState"] in states,
             seconds,
@@ -99,17 +99,17 @@ class Slurm:
         return self.job(job)["JobState"]
 
     def start_again(self, job: str, seconds: float = 60) -> None:
-        """Start a requeued job, as soon as its processes are gone; SLURM itself would wait for two minutes.
+        """Start a requeued job two seconds after its processes have ended; SLURM itself would wait for two minutes.
 
-        It waits because slurmd refuses a job that starts in the second in which it was ended ("already killed, do not
-        launch batch job": slurm_cred_revoked counts whole seconds).
+        SLURM waits because slurmd rejects a job that starts in the same second in which it was killed: "already killed,
+        do not launch batch job". slurm_cred_revoked counts whole seconds.
         """
         self.reaches(job, "PENDING", seconds=seconds)
         self.run("scontrol", "update", f"jobid={job}", "StartTime=now+2seconds")
         self.reaches(job, "RUNNING")
 
     def processes(self, job: str) -> dict[int, dict[str, str]]:
-        """The living processes of a job on all hosts, as pids of this process's own /proc, with their environment."""
+        """Return the environments of a job's living processes on all hosts, by pid on the real machine."""
         found = {pid: environ(pid) for pid in psutil.pids()}
         mark = {**self.conf, "SLURM_JOB_ID": job}
         return {pid: variables for pid, variables in found.items() if mark.items() <= variables.items()}
@@ -117,7 +117,7 @@ class Slurm:
 
 @contextmanager
 def cluster() -> Iterator[Slurm]:
-    """The cluster, or the reason why this machine cannot have it; nothing of it is left afterwards."""
+    """Yield a cluster, and remove it afterwards. Skip the test if this machine lacks a requirement."""
     daemons = ("slurmctld", "slurmd", "munged")
     with place_for_hosts("SLURM on virtual hosts", daemons, "slurm-wlm munge ") as (place, stack):
         if not any(Path("/sys/fs/cgroup").iterdir()):
