@@ -97,7 +97,7 @@ class Recipe:
             raise UserError(f"--model.warmup {warmup}: give steps, such as 500, or epochs, such as 5ep")
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return this recipe itself. A copy would include the Trainer, because jsonargparse's functions refer to it."""
+        """Return this recipe itself, because copying jsonargparse's partial functions would copy the Trainer."""
         return self
 
     def criterion(self, logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import QUIET, App, error_of, fork_app, output_of
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
@@ -197,15 +198,20 @@ def test_a_wrong_gradient_beside_much_larger_ones() -> None:
         assert [place.figures.split()[2] for place in _gradients(here, there, 1e-5)] == [name] * found
 
 
-def test_a_padded_sample_is_the_same_in_any_batch() -> None:
+@pytest.mark.parametrize("padding", [0, 9])
+def test_a_padded_sample_is_the_same_in_any_batch(padding: int) -> None:
+    """A longest sample, which has no padding, too. A mask shows which padding is no zero."""
+
     def batch(*samples: list[int]) -> dict[str, Tensor]:
-        length = max(map(len, samples))
-        rows = torch.tensor([[*sample, *[0] * (length - len(sample))] for sample in samples])
-        return {"tokens": rows, "mask": (rows > 0).long()}
+        lengths, filled = list(map(len, samples)), [torch.tensor(sample) for sample in samples]
+        tokens, labels = (pad_sequence(filled, batch_first=True, padding_value=each) for each in (padding, -100))
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        return {"tokens": tokens, "mask": mask.long(), "labels": labels}
 
     (first, _), _ = contents(None, batch([5, 6], [7, 8, 9]), 0)
     (again, other), _ = contents(None, batch([5, 6], [5, 6, 6, 3, 0, 4]), 0)
-    assert first == again != other
+    (longest,), _ = contents(None, batch([5, 6]), 0)
+    assert first == again == longest != other
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ class GlobalBatches(GlobalOrder):
         self.epoch = epoch
 
     def samples(self, step: int) -> Tensor:
-        """Return the rows of this rank's samples at a step of the epoch, int64 (n,)."""
+        """Return the split's row numbers of this rank's samples at a step of the epoch, int64 (n,)."""
         return self.rows[self._order(self.epoch)[self.span(step)]]
 
     def _order(self, epoch: int) -> Tensor:

@@ -50,7 +50,7 @@ class ImageCache:
                 header = json.loads(file.read(HEADER))
                 shape, names = header["shape"], header["names"]
                 pixels, count = math.prod(shape), header["count"]
-                columns = 1 if len(shape) == 4 else 4  # only labels, or heights, widths, ends and labels
+                columns = 1 if len(shape) == 4 else 4  # labels; if sizes differ, heights, widths, ends, labels
                 size = HEADER + pixels + 8 * columns * count + names
                 if header["key"] != key or os.fstat(file.fileno()).st_size != size:
                     return None
@@ -103,7 +103,7 @@ class ImageCache:
                     file.write(block.numpy().data)
             pixels = file.seek(0, os.SEEK_END) - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
-            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # the remedy follows the last colon
+            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy after the last colon
             if not right:
                 raise UserError(f"none of {len(images):,} images can be read; the first one: {first}")
             if wrong:

@@ -81,7 +81,7 @@ class EncodedImages(ImageData):
         **kwargs: Any,
     ) -> None:
         sides = (size, size) if isinstance(size, int) else size
-        resize = int(resize) if isinstance(resize, int) else resize  # checkpoints hold plain values only
+        resize = int(resize) if isinstance(resize, int) else resize  # checkpoints reject jsonargparse's PositiveInt
         source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
         source.image_shape = (channels, *sides)
         for flag, values in (("mean", mean), ("std", std)):

@@ -61,7 +61,7 @@ class _Items(Dataset[Any]):
             return wrong
 
     def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
-        """Return a batch's readable images and its errors; append images of different sizes to the target file."""
+        """Return a batch's images and errors; with a file as target, append the images, and return sizes and ends."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         if isinstance(self.target, str):

@@ -130,6 +130,6 @@ def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
     merged: dict[str, inspect.Parameter] = {}
     recipe = [Recipe] if cls and issubclass(cls, ImageClassifier) else []
     for base in (*recipe, *reversed(cls.__mro__ if cls else ())):
-        with suppress(KeyError, NameError, TypeError):  # a user's annotations may not resolve
+        with suppress(KeyError, NameError, TypeError):  # a base may lack `__init__`; annotations may not resolve
             merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
     return {name: each for name, each in merged.items() if name not in ("self", "args", "kwargs", "params")}

@@ -58,7 +58,7 @@ def check_environment() -> None:
 
 
 def trust_flags() -> list[str]:
-    """Return the command line's `--trust` flags."""
+    """Return the `--trust` flags for all modules in APP_TRUST, which includes the command line's."""
     return [part for module in os.environ.get(TRUST, "").split(",") if module for part in ("--trust", module)]
 
 
@@ -158,7 +158,7 @@ def requeue() -> bool:
     Returns:
         Whether SLURM accepted the request; true in tasks other than 0.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ignore SLURM's second SIGUSR1
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # requeue only once: SLURM may send SIGUSR1 again
     if os.environ["SLURM_PROCID"] != "0":
         return True
     job = os.environ["SLURM_JOB_ID"]

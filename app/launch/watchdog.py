@@ -203,7 +203,7 @@ class Place(NamedTuple):
         step: Step of the optimizer, from 1.
         phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
-        is_users: Whether the line is in the user's code; also true without stacks, as after SIGSTOP.
+        is_users: Whether the line is in the user's code; also true if no stack was written, as after SIGSTOP.
         communicates: Whether the rank is in a call of torch.distributed.
     """
 

@@ -251,7 +251,7 @@ class _PhaseProfiler(PassThroughProfiler):
         self.trainer, self.wait, self.device = trainer, wait, trainer.strategy.root_device
         self.cuda = self.device.type == "cuda"
         self._begun: dict[str, float] = {}
-        self._marks: list[float] = []  # under dp: start of the forward pass, then each replica's start and end
+        self._marks: list[float] = []  # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
         self._before, trainer.profiler = trainer.profiler, self  # type: ignore[attr-defined]
         self._handles = [each.register_step_post_hook(self._on_stepped) for each in trainer.optimizers]
         strategy, module = trainer.strategy, trainer.lightning_module

@@ -49,7 +49,7 @@ HIDDEN = (  # first words of hidden lines
 
 
 def hide_lines() -> None:
-    """Hide Lightning's advertisements and lines that repeat this application's, unless --verbose is set."""
+    """Hide Lightning's advertisements, and messages that repeat this application's output, unless --verbose is set."""
     for name in SPEAKERS:
         logging.getLogger(name).addFilter(_is_shown)
 

@@ -121,7 +121,7 @@ def core_wait_seconds() -> float:
 
 
 def _control_groups() -> list[Path]:
-    """Return the folders of this process's control group and its parents, if they have a quota."""
+    """Return the folders of this process's control group and its parents that have a `cpu.max` file."""
     file = Path("/proc/self/cgroup")
     lines = file.read_text().splitlines() if file.exists() else []
     folder = CONTROL_GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")

@@ -1,7 +1,7 @@
 """Command `python -m app verify`: trains on one device, and again in each variant that this machine allows.
 
-Prints the first differences, their causes, and remedies. Exit code: 0 if all variants train the same, 1 if one differs,
-2 if the training cannot run.
+Prints the first differences, their causes, and remedies. Exit code: 0 if all variants train the same, 1 if any differs
+or fails, 2 if the training on one device cannot run.
 """
 
 from dataclasses import fields

@@ -194,16 +194,20 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     leaves = [leaf for leaf in tensors(batch) if leaf.ndim]
     count = Counter(map(len, leaves)).most_common(1)[0][0] if leaves else 0
     leaves = [leaf for leaf in leaves if len(leaf) == count]
+    masks = [each for each in leaves if each.ndim == 2 and each[:, :1].all() and ((each == 0) | (each == 1)).all()]
+    for mask in masks:  # 1 for a token, 0 for padding
+        leaves = [leaf * mask if leaf.shape == mask.shape else leaf for leaf in leaves]
     whole = [" ".join(digest(unpadded(leaf[row])) for leaf in leaves) for row in range(count)]
     integers = [leaf for leaf in leaves if not leaf.is_floating_point()]
     return whole, [" ".join(digest(unpadded(leaf[row])) for leaf in integers) for row in range(count) if integers]
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """Cut a sequence of integers after the first element of its padding, the value that repeats at the end."""
+    """Cut a sequence of integers before its padding, 0 or -100, and after the first of the last equal elements."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
-    return sample[: int((sample != sample[-1]).nonzero()[-1:].sum()) + 2]
+    kept = sample[: int(((sample != 0) & (sample != -100)).nonzero()[-1:].sum()) + 1]
+    return kept[: int((kept != kept[-1]).nonzero()[-1:].sum()) + 2]
 
 
 def tensors(batch: Any) -> list[Tensor]:
@@ -258,7 +262,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return public attributes of submodules and of the user's callbacks, by name: numbers, and tensors as norms."""
+    """Return numeric public attributes of all modules and of the user's callbacks, by name; tensors as norms."""
     owners: list[tuple[str, Any]] = [pair for pair in module.named_modules() if not isinstance(pair[1], Metric)]
     callbacks: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
     theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in ("app", "lightning")]

@@ -1,4 +1,4 @@
-"""Verdict of a verification: each variant's differences from one device, as a table and as text."""
+"""Verdict of a verification: each variant's differences from the run on one device, as a table and as text."""
 
 import io
 import re
