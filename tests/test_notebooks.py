@@ -15,10 +15,6 @@ SMALL = {"LAB_DATA": "synthetic", "LAB_SIZE": "400", "LAB_EPOCHS": "1", "LAB_BAT
 SMALL |= {"LAB_REPEATS": "2", "LAB_MEGABYTES": "1"}
 
 
-def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(notebook: Path, tmp_path: Path) -> None:

@@ -67,12 +67,12 @@ def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
     }
 
 
-def cpu_of(command: list[str], **settings: Any) -> float:
-    """Run a command, and return its CPU seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True, **settings)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def cost_of(command: list[str], **settings: Any) -> dict[str, float]:
+    """Run a command, and return its CPU seconds and its duration."""
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, **settings)
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "seconds": seconds}
 
 
 def ours(*flags: str, clock: bool = True) -> dict[str, float]:
@@ -80,11 +80,9 @@ def ours(*flags: str, clock: bool = True) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-        more = ["--trainer.callbacks+=contenders.Clock"] if clock else []
-        command = [sys.executable, "-m", "app", *FIT, *flags, *more, "--run.root", folder]
-        cpu = cpu_of(command, cwd=ROOT, env=environment, stdout=sys.stderr)
-        found = json.loads(Path(environment["CLOCK"]).read_text()) if clock else {}
-    return {**found, "cpu_s": cpu}
+        command = [sys.executable, "-m", "app", *FIT, *flags, *["--trainer.callbacks+=contenders.Clock"] * clock]
+        cost = cost_of([*command, "--run.root", folder], env=environment)
+        return cost | (json.loads(Path(environment["CLOCK"]).read_text()) if clock else {})
 
 
 def loop(
@@ -228,12 +226,23 @@ def lenet_ours() -> dict[str, float]:
 
 def start_import() -> dict[str, float]:
     """`python -c "import lightning"`."""
-    return {"cpu_s": cpu_of([sys.executable, "-c", "import lightning"])}
+    return cost_of([sys.executable, "-c", "import lightning"])
 
 
 def start_ours() -> dict[str, float]:
     """`fit` from its start through one step to its end."""
     return ours("--data", "Synthetic", "--data.size", "640", "--trainer.max_steps", "1", clock=False)
+
+
+def start_quickstart() -> dict[str, float]:
+    """`fit --config configs/quickstart.yaml`."""
+    return ours("--config", "configs/quickstart.yaml", "--run.test", "true", clock=False)
+
+
+def start_verify() -> dict[str, float]:
+    """`verify --data Synthetic`: one device and all variants."""
+    with tempfile.TemporaryDirectory() as folder:
+        return cost_of([sys.executable, "-m", "app", "verify", "--data", "Synthetic", "--root", folder])
 
 
 DDP = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "12800", "--data.val_size", "0"]

@@ -25,6 +25,7 @@ ITEMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "overhead": (1, ("overhead_raw", "overhead_stock_quiet", "overhead_stock", "overhead_ours", "overhead_ours_fast")),
     "lenet": (CORES, ("lenet_raw", "lenet_loader", "lenet_ours")),
     "start": (1, ("start_import", "start_ours")),
+    "commands": (CORES, ("start_import", "start_quickstart", "start_verify")),
     "ddp": (1, ("ddp_raw", "ddp_ours")),
     "shards": (1, ("shards_parts", "shards_plain", "shards_ours")),
     "balance": (1, ("balance_equal", "balance_ours")),
