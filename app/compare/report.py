@@ -121,7 +121,7 @@ def _number(value: Any, form: str = ",.6g") -> str:
 
 
 def _ranking(results: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, place: dict[str, int]) -> str:
-    """Return the table of variants by place; unmeasured variants come last, with the reason."""
+    """Return the table of variants in order of speed; unmeasured variants come last, with the reason."""
     rows = []
     for row, outcome in zip(results.to_dict("records"), outcomes, strict=True):
         name = row["variant"]

@@ -65,7 +65,7 @@ def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, parts: Any
 
 
 class GlobalSampler(GlobalOrder):
-    """Batch sampler that yields a rank's parts of each global batch, as pairs of an index and a seed.
+    """Batch sampler that yields this rank's parts of each global batch; each item is a pair of an index and a seed.
 
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.

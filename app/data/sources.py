@@ -242,7 +242,7 @@ class Source(ABC):
         """
 
     def ragged(self, split: SplitName) -> Geometry | None:
-        """Return the geometry of the training crop if the split's images keep different sizes, else None."""
+        """Return the training crop's geometry if the split's images are loaded in different sizes, else None."""
         return None
 
     def settings(self, split: SplitName) -> Sequence[Any]:

@@ -73,7 +73,7 @@ class Mix(NamedTuple):
 
 
 def draw_mix(mixup: float, cutmix: float, seed: int) -> Mix:
-    """Draw the mixing of a global batch; with both parameters, each kind is drawn for half of the batches.
+    """Draw the mixing of a global batch; with both parameters above 0, pick mixup or cutmix with equal probability.
 
     Args:
         mixup: Parameter of mixup's beta distribution, or 0. Source: https://arxiv.org/abs/1710.09412.

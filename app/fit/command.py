@@ -140,7 +140,7 @@ class CLI(Flags):
         return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
-        """As an agent, start the ranks; else build model, data and Trainer, and let the ranks agree on a checkpoint."""
+        """Start the ranks (agent), or build model, data and Trainer, and agree on folder and checkpoint (rank)."""
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)

@@ -27,7 +27,7 @@ from app.monitor.loggers import RateMonitor, SaveConfig
 from app.networks import image_settings
 from app.system.patches import expects
 
-FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # fit's flags without a dot
+FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # undotted flags of fit that other commands accept
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
 # exceptions that jsonargparse raises for odd values. `Exception` would be too wide: `capture_parser` returns its parser

@@ -50,7 +50,7 @@ def in_slurm_job() -> bool:
 
 
 def launch_id() -> str | None:
-    """Return an id of the launcher that is stable across restarts: SLURM's job, or torchrun's agent on this node."""
+    """Return the launcher's id, stable across restarts: SLURM's job, or the elastic agent on this node; else None."""
     launcher = launched()
     if launcher is None:
         return None
@@ -63,7 +63,7 @@ def launch_id() -> str | None:
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run; true under torchrun, which does not count all restarts."""
+    """Return whether a launcher may have restarted this run. Always true under torchrun, whose count is incomplete."""
     launcher = launched()
     if launcher is None:
         return False

@@ -78,7 +78,7 @@ def is_worker() -> bool:
 
 
 def begin() -> None:
-    """Make this process exit with its agent or starting command, and cleanly on SIGTERM.
+    """Make this process exit with its parent: its agent, or a command such as `compare`. Also handle SIGTERM.
 
     Also set NCCL's error handling to mode 2: after an error, NCCL's watchdog only aborts communicators. In mode 1,
     torch elastic's default, it would also end the process, even while Python reports the error.

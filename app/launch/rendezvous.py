@@ -66,7 +66,7 @@ class Deadline:
         Args:
             missing: Missing nodes or processes, such as `node 1 of 2 at 10.0.0.1:29500`.
             remark: Possible cause.
-            quiet: Print nothing, because another process of this node does.
+            quiet: Whether to print nothing, because another process of this node prints.
 
         Raises:
             UserError: After the deadline.

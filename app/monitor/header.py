@@ -92,7 +92,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
 
 
 def _chosen(model: LightningModule, data: Any) -> dict[str, Any]:
-    """Return the loss, averaging and augmentation settings that differ from the defaults, by their flags' names."""
+    """Return the non-default settings of RECIPE, augmentation and class balancing, by flag name."""
     settings: dict[str, Any] = {}
     if isinstance(model, ImageClassifier):
         usual = {name: each.default for name, each in inspect.signature(Recipe).parameters.items()}

@@ -60,7 +60,7 @@ class StepClock(Callback):
         self._now: Callable[[], Any] = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         self._steps: list[tuple[Any, ...]] = []
-        self._last_window: list[tuple[Any, ...]] = []  # the previous window, whose steps a GPU has finished
+        self._last_window: list[tuple[Any, ...]] = []  # read one window later, when the GPU has finished its steps
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
         self._step = self._window = self._left = 0
@@ -168,7 +168,7 @@ class StepClock(Callback):
             self._profile(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share the remaining times. Collective."""
+        """Share the step times that are not yet shared, with all ranks. Collective."""
         self._unhook()
         self._end_profile()
         if self._cuda:

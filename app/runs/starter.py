@@ -59,7 +59,7 @@ def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str
 
 
 def on_nodes(arguments: Sequence[str], nodes: Sequence[Mapping[str, str]], place: str) -> list[CommandLine]:
-    """Return a command's lines, one for each node.
+    """Return the command lines, one for each node.
 
     Args:
         arguments: Arguments of `python -m app`.
