@@ -3,9 +3,9 @@
 import functools
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import torch
@@ -191,15 +191,32 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     if isinstance(batch, Shards):
         parts = [contents(None, shard, index) for shard, count in zip(batch, batch.counts, strict=True) if count]
         return [each for part in parts for each in part[0]], [each for part in parts for each in part[1]]
-    leaves = [leaf for leaf in tensors(batch) if leaf.ndim]
-    count = Counter(map(len, leaves)).most_common(1)[0][0] if leaves else 0
-    leaves = [leaf for leaf in leaves if len(leaf) == count]
-    masks = [each for each in leaves if each.ndim == 2 and each[:, :1].all() and ((each == 0) | (each == 1)).all()]
-    for mask in masks:  # 1 for a token, 0 for padding
-        leaves = [leaf * mask if leaf.shape == mask.shape else leaf for leaf in leaves]
-    whole = [" ".join(digest(unpadded(leaf[row])) for leaf in leaves) for row in range(count)]
-    integers = [leaf for leaf in leaves if not leaf.is_floating_point()]
-    return whole, [" ".join(digest(unpadded(leaf[row])) for leaf in integers) for row in range(count) if integers]
+    samples = [tensors(sample) for sample in unstacked(batch)]
+    if not samples:
+        sized = [leaf for leaf in tensors(batch) if leaf.ndim]
+        leaves = [leaf for leaf in sized if len(leaf) == mode(map(len, sized))]
+        masks = [each for each in leaves if each.ndim == 2 and each[:, :1].all() and ((each == 0) | (each == 1)).all()]
+        for mask in masks:  # 1 for a token, 0 for padding
+            leaves = [leaf * mask if leaf.shape == mask.shape else leaf for leaf in leaves]
+        samples = [list(row) for row in zip(*leaves, strict=True)]
+    whole = [" ".join(digest(unpadded(leaf)) for leaf in sample) for sample in samples]
+    integers = [" ".join(digest(unpadded(leaf)) for leaf in each if not leaf.is_floating_point()) for each in samples]
+    return whole, integers if any(integers) else []
+
+
+def unstacked(batch: Any) -> list[Any]:
+    """Return the samples of a batch that is not stacked into tensors, as for detection; else an empty list."""
+    if len({leaf.ndim and len(leaf) for leaf in tensors(batch)}) < 2:
+        return []
+    columns = [*batch.values()] if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else []
+    lists = [each for each in columns if isinstance(each, list | tuple)]
+    sized = [*lists, *(each for each in columns if isinstance(each, Tensor) and each.ndim)]
+    alike = all(len({(type(item), getattr(item, "ndim", 0)) for item in each}) == 1 for each in lists)
+    if lists and alike and len({*map(len, sized)}) == 1:  # lists with an item per sample, as of zip(*samples)
+        return [*zip(*sized, strict=True)]
+    # else perhaps a list of samples
+    kinds = {tuple(each) if isinstance(each, Mapping) else type(each) for each in columns}
+    return batch if isinstance(batch, list) and len(kinds) == 1 and Tensor not in kinds else []
 
 
 def unpadded(sample: Tensor) -> Tensor:
@@ -212,13 +229,8 @@ def unpadded(sample: Tensor) -> Tensor:
 
 def tensors(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, also from nested containers."""
-    leaves: list[Tensor] = []
-
-    def note(leaf: Tensor) -> Tensor:
-        leaves.append(leaf)
-        return leaf
-
-    apply_to_collection(batch, Tensor, note)
+    leaves = list[Tensor]()
+    apply_to_collection(batch, Tensor, leaves.append)
     return leaves
 
 
@@ -234,14 +246,11 @@ def norms(state: Any) -> Any:
 
 def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
     """Return class, interval and numeric state of each learning-rate scheduler."""
-    return [
-        {
-            "class": type(config.scheduler).__name__,
-            "interval": config.interval,
-            "state": {k: v for k, v in config.scheduler.state_dict().items() if isinstance(v, bool | int | float)},
-        }
-        for config in trainer.lr_scheduler_configs
-    ]
+    found = []
+    for config in trainer.lr_scheduler_configs:
+        state = {k: v for k, v in config.scheduler.state_dict().items() if isinstance(v, bool | int | float)}
+        found.append({"class": type(config.scheduler).__name__, "interval": config.interval, "state": state})
+    return found
 
 
 @expects("torch:Tensor._backward_hooks", "torch.nn.modules.batchnorm:_BatchNorm", "torch.nn.modules.dropout:_DropoutNd")
