@@ -17,7 +17,6 @@ import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
@@ -38,7 +37,7 @@ from app.runs import CommandLine, run_fit
 from app.system.files import write_text
 from app.system.page import Section, code, page, table
 from app.system.random_streams import own_streams
-from app.verify.recording import tensors
+from app.verify.recording import singles, tensors
 
 USAGE = "python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]"
 FILE = "replay.pt"
@@ -67,13 +66,11 @@ class Replay(Callback):
         if step != self._step["step"]:
             names = list(getattr(trainer.datamodule, "class_names", []))  # type: ignore[attr-defined]
             self._step = {"step": step, "epoch": epoch + 1, "losses": [], "samples": [], "norms": [], "names": names}
-        size = 0 if isinstance(batch, Shards) else next(len(leaf) for leaf in tensors(batch) if leaf.ndim)
-        shards = batch if isinstance(batch, Shards) else Shards([batch], 0, [size], size)
+        shards = batch if isinstance(batch, Shards) else Shards([batch], 0, [size := len(singles(batch))], size)
         files = iter(names_of(trainer, batch_idx))
         for number, (shard, count) in enumerate(zip(shards, shards.counts, strict=True), shards.first):
             with untouched(pl_module, trainer.strategy.root_device):
-                for sample in range(count):
-                    one = apply_to_collection(shard, Tensor, lambda value, row=sample: value[row : row + 1])
+                for one in singles(shard)[:count]:
                     row = {"sample": next(files, len(self._step["samples"])), "shard": number + 1}
                     self._step["samples"].append(row | score(pl_module, one, batch_idx))
             with untouched(pl_module, trainer.strategy.root_device) as seed:  # restores BatchNorm's statistics
@@ -158,8 +155,8 @@ def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
         loss = float(mean_loss(module, sample, index))
     module.train()
     leaves = tensors(sample)
-    logits = next((each for each in reversed(outputs) if each.ndim == 2), None)
     label = next((int(each) for each in leaves if each.numel() == 1 and not each.is_floating_point()), None)
+    logits = next((each for each in reversed(outputs) if each.ndim == 2 and label is not None), None)
     image = next((each[0].float().cpu() for each in leaves if each.ndim == 4), None)
     return {"loss": loss, "label": label, "predicted": None if logits is None else int(logits.argmax()), "image": image}
 
@@ -257,11 +254,8 @@ def write_report(
         command: Command line of `replay`.
         file: Path of the report.
     """
-    shown = [
-        (sample["image"], f"{label}, predicted {predicted}\nloss {loss}")
-        for sample, (_, _, label, predicted, loss) in zip(samples[:SHOWN], rows, strict=False)
-        if sample["image"] is not None
-    ]
+    texts = [f"{label}, predicted {predicted}\nloss {loss}" for _, _, label, predicted, loss in rows[:SHOWN]]
+    shown = [(each["image"], text) for each, text in zip(samples, texts, strict=False) if each["image"] is not None]
     figures = {"images": draw_images(shown)} if shown else {}
     pictures = '![The samples as the network got them, with label, prediction and loss](images "Largest loss first")'
     norm_rows = [(f"shard {number + 1}", f"{norm:.4g}") for number, norm in enumerate(norms)]

@@ -16,7 +16,7 @@ from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
 from app.verify.differences import Difference, Recorded, Step, _gradients, differences
 from app.verify.proof import Prover, Settings
-from app.verify.recording import contents
+from app.verify.recording import contents, singles
 from app.verify.verdict import Result, Verdict
 
 CPU = ["--trainer.accelerator", "cpu"]
@@ -216,6 +216,7 @@ def test_samples_of_a_batch_that_is_not_stacked() -> None:
     dicts = [{"image": image, **target} for image, target in samples]
     for batch in (tuple(zip(*samples, strict=True)), samples, dicts, {"pixels": torch.rand(4, 3, 9, 9), "of": targets}):
         assert [len(set(ids)) for ids in contents(None, batch, 0)] == [4, 4]
+        assert [len(singles(single)) for single in singles(batch)] == [1] * 4
 
 
 @pytest.mark.slow

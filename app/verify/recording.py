@@ -204,19 +204,29 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     return whole, integers if any(integers) else []
 
 
+def singles(batch: Any) -> list[Any]:
+    """Cut a batch into batches of one sample."""
+    size = mode([len(leaf) for leaf in tensors(batch) if leaf.ndim] or [0])
+    return unstacked(batch) or [
+        apply_to_collection(batch, Tensor, lambda leaf, row=row: leaf[row : row + 1] if leaf.ndim else leaf)
+        for row in range(size)
+    ]
+
+
 def unstacked(batch: Any) -> list[Any]:
-    """Return the samples of a batch that is not stacked into tensors, as for detection; else an empty list."""
-    if len({leaf.ndim and len(leaf) for leaf in tensors(batch)}) < 2:
+    """Cut a batch that is not stacked into tensors, as for detection, into batches of one; return [] if it is."""
+    if len({leaf.ndim and len(leaf) for leaf in tensors(batch)}) < 2 or not isinstance(batch, Mapping | list | tuple):
         return []
-    columns = [*batch.values()] if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else []
-    lists = [each for each in columns if isinstance(each, list | tuple)]
-    sized = [*lists, *(each for each in columns if isinstance(each, Tensor) and each.ndim)]
+    columns = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+    sized = {k: v for k, v in columns.items() if isinstance(v, list | tuple) or getattr(v, "ndim", False)}
+    lists = [each for each in sized.values() if isinstance(each, list | tuple)]
     alike = all(len({(type(item), getattr(item, "ndim", 0)) for item in each}) == 1 for each in lists)
-    if lists and alike and len({*map(len, sized)}) == 1:  # lists with an item per sample, as of zip(*samples)
-        return [*zip(*sized, strict=True)]
+    if lists and alike and len({*map(len, sized.values())}) == 1:  # lists with an item per sample, as of zip(*samples)
+        cut = [columns | {key: each[row : row + 1] for key, each in sized.items()} for row in range(len(lists[0]))]
+        return cut if isinstance(batch, Mapping) else [tuple(each.values()) for each in cut]
     # else perhaps a list of samples
-    kinds = {tuple(each) if isinstance(each, Mapping) else type(each) for each in columns}
-    return batch if isinstance(batch, list) and len(kinds) == 1 and Tensor not in kinds else []
+    kinds = {tuple(each) if isinstance(each, Mapping) else type(each) for each in columns.values()}
+    return [[each] for each in batch] if isinstance(batch, list) and len(kinds) == 1 and Tensor not in kinds else []
 
 
 def unpadded(sample: Tensor) -> Tensor:
