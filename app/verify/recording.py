@@ -155,8 +155,7 @@ class Recording(Callback):
         """Record the samples of a batch."""
         if trainer.sanity_checking:
             return
-        loaders = trainer.val_dataloaders
-        loader = loaders[dataloader_idx] if isinstance(loaders, list) else loaders
+        loader = loaders[dataloader_idx] if isinstance(loaders := trainer.val_dataloaders, list) else loaders
         self.record["evaluation"].setdefault(str(dataloader_idx), []).append(contents(loader, batch, batch_idx)[0])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
