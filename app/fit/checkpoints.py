@@ -95,8 +95,8 @@ class RunCheckpoint(ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop monitoring the default metric if validation did not log it; then save."""
         if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in trainer.callback_metrics:
-            why = f"{type(pl_module).__name__} does not log {self.monitor}"
-            rank_zero_info(f"{why}: keeping the newest checkpoint, not the best: give --best_checkpoint.monitor")
+            why = f"{type(pl_module).__name__} does not log {self.monitor}: keeping the newest checkpoint, not the best"
+            rank_zero_info(f"{why}: give --best_checkpoint.monitor NAME, and for a loss --best_checkpoint.mode min")
             self.monitor = None
         super().on_validation_end(trainer, pl_module)
         if not trainer.is_last_batch:  # early stopping may end training after a validation within an epoch
