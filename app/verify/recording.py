@@ -194,8 +194,9 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     if not samples:
         sized = [leaf for leaf in tensors(batch) if leaf.ndim]
         leaves = [leaf for leaf in sized if len(leaf) == mode(map(len, sized))]
-        masks = [each for each in leaves if each.ndim == 2 and each[:, :1].all() and ((each == 0) | (each == 1)).all()]
-        for mask in masks:  # 1 for a token, 0 for padding
+        integral = [leaf for leaf in leaves if leaf.ndim == 2 and not leaf.is_floating_point()]
+        # masks: 1 for a token, 0 for padding
+        for mask in [leaf for leaf in integral if leaf[:, :1].all() and ((leaf == 0) | (leaf == 1)).all()]:
             leaves = [leaf * mask if leaf.shape == mask.shape else leaf for leaf in leaves]
         samples = [list(row) for row in zip(*leaves, strict=True)]
     whole = [" ".join(digest(unpadded(leaf)) for leaf in sample) for sample in samples]
@@ -229,7 +230,7 @@ def unstacked(batch: Any) -> list[Any]:
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """Cut a sequence of integers before its padding, 0 or -100, and after the first of the last equal elements."""
+    """Remove the padding at the end of a sequence of integers: zeros and -100, then repetitions of the last value."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
     kept = sample[: int(((sample != 0) & (sample != -100)).nonzero()[-1:].sum()) + 1]
