@@ -309,7 +309,8 @@ class ImageClassifier(LightningModule):
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
         elif recipe.schedule is not None:
-            steps = trainer.estimated_stepping_batches  # this property loads the data and sets num_training_batches
+            trainer.fit_loop.setup_data()  # sets num_training_batches
+            steps = trainer.estimated_stepping_batches
             epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
             scheduler = recipe.make_scheduler(optimizer, steps, epoch)
         else:
@@ -358,15 +359,15 @@ class CIFARCNN(ImageClassifier):
 
     Args:
         network: `lenet`: the CNN of PyTorch's CIFAR-10 tutorial, 62,006 parameters. `resnet18`: torchvision's,
-            unchanged. `resnet18_cifar`: with the usual stem for small images. `whitened` and `whitened_small`: with a
-            first layer that whitens the training images' patches.
+            unchanged. `resnet18_cifar`: with the usual stem for small images. `whitened`: with a first layer that
+            whitens the training images' patches.
         num_classes: Number of classes; on the command line, it comes from the data.
         **kwargs: As for `ImageClassifier`.
     """
 
     def __init__(
         self,
-        network: Literal["lenet", "resnet18", "resnet18_cifar", "whitened", "whitened_small"] = "lenet",
+        network: Literal["lenet", "resnet18", "resnet18_cifar", "whitened"] = "lenet",
         num_classes: int = 10,
         **kwargs: Any,
     ) -> None:

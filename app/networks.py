@@ -160,14 +160,7 @@ def whitened(num_classes: int) -> nn.Module:
     return WhitenedCNN(num_classes, (64, 256, 256))
 
 
-def whitened_small(num_classes: int) -> nn.Module:
-    """Return a `WhitenedCNN` of 0.5 million parameters."""
-    return WhitenedCNN(num_classes, (32, 128, 128))
-
-
-NETWORKS: dict[str, Any] = {"lenet": LeNet} | {
-    make.__name__: make for make in (resnet18, resnet18_cifar, whitened, whitened_small)
-}
+NETWORKS: dict[str, Any] = {"lenet": LeNet} | {make.__name__: make for make in (resnet18, resnet18_cifar, whitened)}
 
 
 @cache

@@ -97,7 +97,7 @@ WRONG = [
     ("--epochs 3", "did you mean --trainer.max_epochs or --trainer.min_epochs?"),
     ("--lr 0.1", "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
     ("--model.lr 0.1", "did you mean --model.optimizer.lr?"),
-    ("--model.network lent", "lent: expected one of lenet, resnet18, resnet18_cifar, whitened, whitened_small: did"),
+    ("--model.network lent", "lent: expected one of lenet, resnet18, resnet18_cifar, whitened: did"),
     ("--trainer.max_epochs foo", "--trainer.max_epochs foo: expected int"),
     ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
     ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp?"),

@@ -94,7 +94,7 @@ def test_what_cannot_be(flags: str, message: str, app: App) -> None:
 def test_whitening() -> None:
     """The patches' 12 whitened values are uncorrelated, of variance 1, and followed by their negatives."""
     images = torch.einsum("ij,njhw->nihw", torch.rand(3, 3) + torch.eye(3), torch.randn(64, 3, 9, 9))
-    network = make_network("whitened_small", 10)
+    network = make_network("whitened", 10)
     network.whiten(images)
     expected = torch.kron(torch.tensor([[1.0, -1], [-1, 1]]), torch.eye(12))
     whitened = network.whitening(images).transpose(0, 1).flatten(1)  # (24, patches)
@@ -103,7 +103,7 @@ def test_whitening() -> None:
 
 @pytest.mark.parametrize(("views", "moves"), [("mirror", [0]), ("shift", [0, 1, -1])])
 def test_views(views: Literal["mirror", "shift"], moves: list[int]) -> None:
-    model = ImageClassifier("whitened_small", 10, views=views).eval()
+    model = ImageClassifier("whitened", 10, views=views).eval()
     images = functional.pad(torch.randn(4, 3, 30, 30), (1, 1, 1, 1))
     seen = [model.network(images.roll((by, by), (2, 3)).flip(side)) for by in moves for side in ([], [3])]
     torch.testing.assert_close(model(images), torch.stack(seen).mean(0))
