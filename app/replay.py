@@ -17,16 +17,18 @@ import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
 
-from app.data.batches import GlobalBatches
+from app.data.batches import GlobalBatches, tensors
 from app.data.global_order import GlobalSampler, order_of
 from app.data.shares import Shards
 from app.errors import UserError
 from app.fit.configuration import split_flags
 from app.fit.parser import PlainParser
+from app.launch.signals import stop_training
 from app.loop.buffers import Buffers
 from app.loop.shards import seed_of_shard
 from app.modules import ImageClassifier
@@ -37,7 +39,7 @@ from app.runs import CommandLine, run_fit
 from app.system.files import write_text
 from app.system.page import Section, code, page, table
 from app.system.random_streams import own_streams
-from app.verify.recording import singles, tensors
+from app.verify.recording import singles
 
 USAGE = "python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]"
 FILE = "replay.pt"
@@ -81,6 +83,8 @@ class Replay(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the step if its loss is the largest so far; a non-finite loss counts as the largest."""
+        if trainer.global_step >= self.last:
+            stop_training(trainer, batch_idx)
         if trainer.global_step < self.first or self._step["step"] < self.first:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -134,7 +138,8 @@ def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
     """Return a batch's mean loss."""
     if isinstance(module, ImageClassifier):
         return module.recipe.criterion(module(batch[0]), batch[1]).mean()
-    output: Any = module.training_step(batch, index)
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    output: Any = module.training_step(batch, index) if takes_index else module.training_step(batch)
     return output["loss"] if isinstance(output, dict) else output
 
 
@@ -182,7 +187,7 @@ def run(arguments: list[str]) -> int:
     folder = claim_version(config.with_name("replay"))
     words = [word for flag, value in flags for word in (flag, value)]
     words += ["--trainer.strategy", "auto", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
-    words += ["--trainer.max_epochs", "-1", "--trainer.max_steps", str(last), "--trainer.enable_checkpointing", "false"]
+    words += ["--trainer.enable_checkpointing", "false"]
     words += ["--run.wandb", "off", "--run.on_nonfinite", "warn", f"--trainer.callbacks+={__name__}.Replay"]
     words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
     if (checkpoint := before(config.with_name("checkpoints"), first)) is not None:

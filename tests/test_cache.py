@@ -300,8 +300,7 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
 
 @SLOW
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
-    flags = ["--data", "user_code.FillsUpOnRank1", "--data.size", "200", "--data.batch_size", "8"]
-    flags += ["--run.root", str(tmp_path), *UNTESTED]
+    flags = ["--data", "user_code.FillsUpOnRank1", *options(size=200, batch_size=8, root=tmp_path), *UNTESTED]
     output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork"), *STEPS, "--data.num_workers", "0"))
     assert record_of(next(tmp_path.glob("*/version_0")))["placement"] == "disk"
 

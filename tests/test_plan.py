@@ -154,7 +154,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a short run, on which a plan can be based."""
     root = tmp_path_factory.mktemp("run")
     output_of(*fork_app("fit", *tiny(640, 64, root=root, name="x", test=False, max_steps=12)))
-    return root / "x" / "version_0"
+    return (root / "x").rename(root / "moved") / "version_0"
 
 
 NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]
@@ -164,9 +164,8 @@ TINY_DATA = ["--data", "Synthetic", *options(size=240, batch_size=24)]
 
 @pytest.mark.usefixtures("drawn")
 def test_a_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
-    more = ["--node_bandwidth=100Mbit/s", "--per_node", "8", "--max_devices", "16384", "--price_per_hour", "2.5"]
-    more += ["--scale_batch", "true"]
-    out = output_of(*app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, *more))
+    more = ["--node_bandwidth=100Mbit/s", "--per_node", "8", "--max_devices=16384", "--price_per_hour=2.5"]
+    out = output_of(*app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, *more, "--scale_batch=true"))
     folder = tmp_path / "plan" / "version_0"
     assert {file.name for file in folder.iterdir()} == {"report.html", "plan.csv", "plan.json"}
     html = (folder / "report.html").read_text()
@@ -180,7 +179,6 @@ def test_a_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
     assert list(ddp["nodes"]) == [1, 1, 1, 1, *(2**exponent for exponent in range(1, 12))]
     assert "dp" not in set(table["strategy"]), "one batch size does not tell what dp costs"
     assert "the cost of launching a step is unknown" in out
-    assert "cost of" in out
     assert (ddp["cost_per_million_samples"].diff().iloc[1:] > 0).all(), "the same work on more devices costs more"
     found = json.loads((folder / "plan.json").read_text())
     assert found["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
@@ -242,7 +240,7 @@ def test_a_plan_from_steps_measured_here(app: App, tmp_path: Path, monkeypatch: 
     """The machine is busy, and the plan mentions it."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
-    out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2"))
+    out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep"))
     assert out.startswith("busy  other processes keep this machine busy: a load of 10000.0")
     assert "More than 2 devices are not predicted" in out
     table = pd.read_csv(tmp_path / "runs" / "plan" / "version_0" / "plan.csv")

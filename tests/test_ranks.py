@@ -91,8 +91,7 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_busy_core(tmp_path: Path) -> None:
     # steps longer than a time slice of the scheduler, because a rank that has waited gets a slice at once
-    flags = ["--data", "Synthetic", *DATA, "--data.size", "1500", "--data.batch_size", "100", *CPU, *DDP]
-    flags += ["--trainer.max_epochs", "7"]
+    flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, *options(size=1500, batch_size=100, max_epochs=7)]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
     out = output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path))
     check_slow(tmp_path, out, 2, "compute")

@@ -35,8 +35,8 @@ def largest(out: str) -> str:
 
 @pytest.mark.usefixtures("drawn")
 def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
-    """The repeated step has the run's logged loss, all samples, and a gradient norm for each shard."""
-    output_of(*app("fit", *RUN, "--run.name", "run"))
+    """The repeated step has the run's rates and logged loss, all samples, and a gradient norm for each shard."""
+    output_of(*app("fit", *RUN, "--run.name", "run", "--model.schedule", "cosine", "--model.warmup", "1ep"))
     folder = tmp_path / "runs" / "run" / "version_0"
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "7"))
     logged = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]

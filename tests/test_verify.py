@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,13 @@ import pytest
 import torch
 from harness import QUIET, App, error_of, fork_app, output_of
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from app.verify import same_training
 from app.verify.causes import Case, Cause, causes
 from app.verify.differences import Difference, Recorded, Step, _gradients, differences
 from app.verify.proof import Prover, Settings
-from app.verify.recording import contents, singles
+from app.verify.recording import contents, singles, tensors
 from app.verify.verdict import Result, Verdict
 
 CPU = ["--trainer.accelerator", "cpu"]
@@ -217,6 +218,7 @@ def test_samples_of_a_batch_that_is_not_stacked() -> None:
     for batch in (tuple(zip(*samples, strict=True)), samples, dicts, {"pixels": torch.rand(4, 3, 9, 9), "of": targets}):
         assert [len(set(ids)) for ids in contents(None, batch, 0)] == [4, 4]
         assert [len(singles(single)) for single in singles(batch)] == [1] * 4
+    assert len(tensors([pack_sequence(targets[0]["boxes"]), make_dataclass("Rows", ["x"], frozen=True)(samples)])) == 14
 
 
 @pytest.mark.slow

@@ -116,6 +116,13 @@ class NamedData(TheirData):
         return DataLoader(named, batch_size=8)  # type: ignore[arg-type]
 
 
+class HiddenData(NamedData):
+    """NamedData whose training batches hide their tensors."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return iter(batch) if self.trainer.training else batch  # type: ignore[union-attr]
+
+
 class TheirTestedData(TheirData):
     """TheirData with test images."""
 

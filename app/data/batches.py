@@ -6,8 +6,9 @@ epoch, so that a resumed run continues with the next sample.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,18 @@ from app.system.patches import expects
 from app.system.random_streams import seed_of
 
 Placement = Literal["disk", "memory", "device"]
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, also from nested containers and dataclasses."""
+    match batch:
+        case Tensor():
+            return [batch]
+        case Mapping():
+            return tensors(list(batch.values()))
+        case Sequence() if not isinstance(batch, str | bytes):
+            return [leaf for part in batch for leaf in tensors(part)]
+    return tensors(vars(batch)) if is_dataclass(batch) else []
 
 
 class RawBatch(NamedTuple):

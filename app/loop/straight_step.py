@@ -30,10 +30,6 @@ from app.system.patches import expects
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
 def overrides(thing: Any, base: type, *names: str) -> bool:
     """Return whether any of the hooks is overridden, by a subclass or by an attribute of the object."""
     return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
@@ -209,7 +205,7 @@ class Step:
         hooks = list(filter(callable, overridden))
         own = getattr(module, name) if overrides(module, LightningModule, name) else None
         if not hooks and own is None and type(self.profiler) is PassThroughProfiler:
-            return _nothing
+            return lambda *_: None
 
         def call(*args: Any) -> Any:
             for hook in hooks:

@@ -116,7 +116,7 @@ SHOWN = ("lr", "momentum", "betas", "weight_decay")  # optimizer settings to pri
 def describe(optimizer: Optimizer) -> str:
     """Format an optimizer's class and its first group's settings, such as `SGD, lr 0.1, momentum 0.9`."""
     group = optimizer.param_groups[0]
-    group = {**group, "lr": group.get("initial_lr", group["lr"])}  # the base rate, because a warm-up starts lower
+    group = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # the base rate, because a warm-up starts lower
     shown = [f"{name} {_number(group[name])}" for name in SHOWN if group.get(name)]
     return ", ".join([type(optimizer).__name__, *shown])
 

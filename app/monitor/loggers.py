@@ -265,7 +265,7 @@ class MetricsFile(CSVLogger):
         return open_experiment(self)
 
 
-@expects(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_stats")
+@expects(*(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_{what}" for what in ("stats", "lr")))
 class RateMonitor(LearningRateMonitor):
     """Monitor that logs the learning rate per epoch, or per logging window if a scheduler changes it on each step."""
 
@@ -281,6 +281,10 @@ class RateMonitor(LearningRateMonitor):
         """Log the learning rate once per logging window, if a scheduler changes it on each step."""
         if self._logs_windows:
             super().on_train_batch_start(*args, **kwargs)
+
+    def _extract_lr(self, param_group: dict[str, Any], name: str) -> dict[str, Any]:
+        """Skip an optimizer that finds its own rate, such as Adafactor."""
+        return {} if param_group.get("lr") is None else super()._extract_lr(param_group, name)
 
     def _extract_stats(self, trainer: Any, interval: str) -> dict[str, float]:
         """Keep the rates on the host, because copying each one to a GPU would wait for the GPU."""

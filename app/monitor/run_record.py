@@ -5,7 +5,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app import record as records
+from app.data.batches import tensors
 from app.data.global_order import order_of
 from app.data.module import ImageData
 from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
@@ -236,7 +237,8 @@ class RunRecord(Callback):
         self._epoch_start = time.perf_counter()
         self._begin_window(self._epoch_start)
         self._epoch_rates = []
-        self._learning_rate = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else None
+        rate = trainer.optimizers[0].param_groups[0].get("lr") if trainer.optimizers else None
+        self._learning_rate = None if rate is None else float(rate)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """At the first step, record the set-up time, and start the clocks."""
@@ -256,7 +258,7 @@ class RunRecord(Callback):
         if (order := order_of(trainer.train_dataloader)) is not None:
             self._window_samples += order.global_count(batch_idx)
         else:
-            self._window_samples += _count(batch) * trainer.world_size
+            self._window_samples += next((len(each) for each in tensors(batch) if each.ndim), 0) * trainer.world_size
         self._window_steps += 1
         self._window_profiled |= self._clock is not None and self._clock.timing
         self._last_step = time.perf_counter()
@@ -264,11 +266,12 @@ class RunRecord(Callback):
             return
         now = time_when_done(trainer.strategy.root_device)
         first = self.rate is None and not self._warmup_epochs
-        self.rate = self._window_samples / (now - self._window_start)
-        self._epoch_rates.append(self.rate)
         assert self._first_step is not None
-        self._course.add(now - self._first_step, self.rate)
-        if not first and trainer.current_epoch >= self._warmup_epochs:
+        if self._window_samples:  # else the batches are objects whose tensors are unknown
+            self.rate = self._window_samples / (now - self._window_start)
+            self._epoch_rates.append(self.rate)
+            self._course.add(now - self._first_step, self.rate)
+        if self.rate and not first and trainer.current_epoch >= self._warmup_epochs:
             self._rates.append((self.rate, self._window_samples / self._window_steps, self._window_profiled))
         self._last_step = now
         self._begin_window(now)
@@ -419,19 +422,3 @@ def _continued(before: list[list[float]], points: list[list[float]], earlier: fl
 def _batches(trainer: Trainer) -> int:
     """Return the number of training batches of all epochs so far."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
-
-
-def _count(batch: Any) -> int:
-    """Return the length of the batch's first tensor; 0 without one."""
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), 0)
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    match batch:
-        case torch.Tensor():
-            yield batch
-        case str() | bytes():
-            pass
-        case Iterable():
-            for part in batch.values() if isinstance(batch, Mapping) else batch:
-                yield from _tensors(part)

@@ -171,7 +171,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     fit = ["fit", *itertools.chain.from_iterable(flags)]
     records = [read_record(path) for path in options.run or ()]
     if records:
-        fit[1:1] = ["--config", str(records[0].config)]
+        fit[1:1] = ["--config", str(Path(options.run[0].removesuffix("run.json"), "config.yaml"))]
     resolved = Resolved(resolve(fit))
     config, cuda, gpus = resolved.config.as_dict(), resolved.accelerator == "cuda", torch.cuda.device_count()
     threads = config["run"]["threads"]
@@ -190,6 +190,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
             )
     devices = gpus if cuda else max(usable_cores() // threads, 1)
     _require_links(options, devices, cuda)
+    fit += ["--model.warmup", "0"] if "warmup" in config["model"]["init_args"] else []  # it may exceed the measurement
     measured = [timed(record) for record in records] or measure_steps(fit, say)
     sizes = ", ".join(f"{each.images:.0f}" for each in measured)
     source = f"the steps of {', '.join(options.run)}" if records else f"steps measured here, with batches of {sizes}"

@@ -15,7 +15,7 @@ from app.system.files import read_json, write_json
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
 
-LIMIT = 1e15  # larger numbers are rejected, because only a damaged file has them
+LIMIT = 1e15  # larger numbers are rejected, because only a damaged file has them; except losses
 Int = Annotated[int, Interval(gt=-LIMIT, lt=LIMIT)]
 Float = Annotated[float, Interval(gt=-LIMIT, lt=LIMIT)]
 Count = Annotated[int, Interval(gt=0, lt=LIMIT)]
@@ -31,8 +31,8 @@ class Epoch:
     seconds: Float | None = None
     samples_per_s: Float | None = None
     lr: Float | None = None
-    train_loss: Float | None = None
-    val_loss: Float | None = None
+    train_loss: float | None = None
+    val_loss: float | None = None
     val_acc: Float | None = None
 
 
@@ -40,7 +40,7 @@ class Epoch:
 class Metrics:
     """Loss and accuracy (0 to 1) over a split; null if the model did not log them."""
 
-    loss: Float | None = None
+    loss: float | None = None
     acc: Float | None = None
 
 
@@ -48,9 +48,9 @@ class Metrics:
 class FirstToLast:
     """Training loss of the first, middle and last epoch."""
 
-    first: Float | None = None
-    middle: Float | None = None
-    last: Float | None = None
+    first: float | None = None
+    middle: float | None = None
+    last: float | None = None
 
 
 @dataclass

@@ -24,7 +24,10 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")  # control groups, version 2
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, the main libraries and the app, with its commit."""
+    """Return the versions of Python, the main libraries and the app, with its commit.
+
+    The commit ends in `-dirty` if the checkout is modified; it is None outside a checkout.
+    """
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -32,7 +35,7 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "nccl": nccl(),
         "app": app.__version__,
-        "commit": _commit(),
+        "commit": _output("git", "-C", *app.__path__, "describe", "--always", "--dirty", "--abbrev=12") or None,
     }
 
 
@@ -40,11 +43,6 @@ def nccl() -> str | None:
     """Return NCCL's version; None without CUDA."""
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     return ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
-
-
-def _commit() -> str | None:
-    """Return the commit of this package's checkout, with `-dirty` if modified; None outside a checkout."""
-    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12") or None
 
 
 def _output(*command: str) -> str:

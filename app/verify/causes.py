@@ -66,10 +66,11 @@ def _samples(case: Case) -> Cause | None:
     way, reference, place = case.way, case.reference, case.differences.get("samples")
     if place is None:
         return None
-    world, lengths = len(way.ranks), f"{way.facts['batches']} batches, {reference.facts['batches']} in the reference"
+    world, batches = len(way.ranks), [way.facts["batches"], reference.facts["batches"]]
+    lengths = f"an epoch has {batches[0]} batches, {batches[1]} in the reference"
+    lengths = "the data set has no length" if float("inf") in batches else lengths
     if place.step is None:
-        text = f"training ends at another step: an epoch has {lengths}"
-        return Cause(text, f"keep the global batch; or {OURS}")
+        return Cause(f"training ends at another step: {lengths}", f"keep the global batch; or {OURS}")
     here, there = way.steps[place.step], reference.steps[place.step]
     is_per_rank = world > 1 and len(here.samples) == world * len(there.samples)
     if _split(case) and not is_per_rank:  # `_split` already explains the different samples
@@ -91,7 +92,7 @@ def _samples(case: Case) -> Cause | None:
     if is_per_rank:
         return Cause(
             f"the batch size is that of each rank: {len(here.samples)} samples a step, {len(there.samples)} in the "
-            f"reference (an epoch has {lengths})",
+            f"reference ({lengths})",
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
         )
     twice = sum(count - 1 for count in Counter(sample for share in shares for sample in share).values())

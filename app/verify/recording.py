@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 from torchmetrics import Metric
 
-from app.data.batches import GlobalBatches
+from app.data.batches import GlobalBatches, tensors
 from app.data.shares import Shards
 from app.launch.signals import stop_training
 from app.system.patches import expects
@@ -235,13 +235,6 @@ def unpadded(sample: Tensor) -> Tensor:
         return sample
     kept = sample[: int(((sample != 0) & (sample != -100)).nonzero()[-1:].sum()) + 1]
     return kept[: int((kept != kept[-1]).nonzero()[-1:].sum()) + 2]
-
-
-def tensors(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch, also from nested containers."""
-    leaves = list[Tensor]()
-    apply_to_collection(batch, Tensor, leaves.append)
-    return leaves
 
 
 def norm(value: Tensor) -> float:
