@@ -82,6 +82,8 @@ def main(args: Sequence[str] | None = None) -> int:
             return _say(error)
         text = traceback.format_exc()
         if not (part := users_part(text)):
+            if isinstance(error, OSError) and error.filename:
+                return _say(UserError(f"{error.filename}: {error.strerror}"))
             raise
         print(text if "APP_DEBUG" in os.environ else part, end="", file=sys.stderr)
         return 1

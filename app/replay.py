@@ -26,6 +26,7 @@ from app.data.batches import GlobalBatches, tensors
 from app.data.global_order import GlobalSampler, order_of
 from app.data.shares import Shards
 from app.errors import UserError
+from app.fit.checkpoint_file import read
 from app.fit.configuration import split_flags
 from app.fit.parser import PlainParser
 from app.launch.signals import stop_training
@@ -59,6 +60,15 @@ class Replay(Callback):
         self.first, self.last = first, last
         self._step: dict[str, Any] = {"step": 0}
         self._worst: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reject manual optimization, because a sample's loss would need a backward pass and a step of the optimizer.
+
+        Raises:
+            UserError: When the module optimizes manually.
+        """
+        if not pl_module.automatic_optimization:
+            raise UserError(f"{type(pl_module).__name__} optimizes manually, and replay needs automatic optimization")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Score the batch's samples with the weights before the step."""
@@ -180,7 +190,10 @@ def run(arguments: list[str]) -> int:
     if config is None or not config.with_name("run.json").exists():
         given = "" if config is None else f" {config}: there is no run.json beside it"
         raise UserError(f"--config{given}: name the config.yaml of a run, such as runs/NAME/version_0/config.yaml")
-    record = Record.load(config.with_name("run.json"))
+    try:
+        record = Record.load(config.with_name("run.json"))
+    except ValueError as error:
+        raise UserError(f"--config {config}: {error}: give another run's") from error
     first, last = worst(record, config.with_name("metrics.csv")) if options.step == "worst" else (options.step,) * 2
     if first > record.steps + 1:
         raise UserError(f"--step {first}: the run took {record.steps:,} steps")
@@ -234,8 +247,12 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
 
 
 def before(folder: Path, step: int) -> Path | None:
-    """Return the last checkpoint before a step, or None."""
-    made = [(torch.load(path, weights_only=True, mmap=True)["global_step"], path) for path in folder.glob("*.ckpt")]
+    """Return the last checkpoint before a step, or None.
+
+    Raises:
+        UserError: When a checkpoint is damaged.
+    """
+    made = [(read(path)["global_step"], path) for path in folder.glob("*.ckpt")]
     return max(((steps, path) for steps, path in made if steps < step), default=(0, None))[1]
 
 

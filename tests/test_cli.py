@@ -220,6 +220,8 @@ def test_where_no_folder_can_be_made(root: str, app: App, tmp_path: Path) -> Non
     said = error_of(*app("fit", *SMALL, "--run.root", tmp_path / root))
     assert said.startswith(f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created (")
     assert said.endswith("): give another --run.root")
+    said = error_of(*app("compare", *SMALL[2:], "--root", tmp_path / root))
+    assert said.startswith(f"error: {tmp_path / root}")
 
 
 def test_a_strategy_by_its_class(app: App) -> None:

@@ -71,6 +71,8 @@ REFUSED = [
     (["--config", "CONFIG", "--step", "0"], "--step"),
     (["--config", "CONFIG", "--step", "99"], "--step 99: the run took 4 steps"),
     (["--config", "CONFIG"], "has no per-step losses: give --step N"),
+    (["--config", "CONFIG", "--step", "2"], "last.ckpt: not a checkpoint, or damaged"),
+    (["--config", "CONFIG", "--step", "4"], "run.json cannot be read"),
 ]
 
 
@@ -79,5 +81,7 @@ def test_what_cannot_be_replayed(flags: list[str], message: str, app: App, tmp_p
     config = tmp_path / "config.yaml"
     config.touch()
     if "CONFIG" in flags:
-        (tmp_path / "run.json").write_text('{"steps": 4}')
+        (tmp_path / "run.json").write_text("{" if "run.json" in message else '{"steps": 4}')
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "last.ckpt").write_text("damaged")
     assert message in error_of(*app("replay", *(str(config) if flag == "CONFIG" else flag for flag in flags)))

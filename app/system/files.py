@@ -75,9 +75,11 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             part.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             part.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk's error names no file
         raise
     sync_folder(path.parent)
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from app.verify.causes import Cause
 from app.verify.differences import COLUMNS, Difference, Recorded
 
-LEGEND = "✓ the same · ≈ rounding · ✗ different, from this step on"
+LEGEND = "✓ the same · ≈ rounding · ✗ different, from this step on · — unknown"
 
 
 @dataclass
@@ -66,9 +66,9 @@ class Result:
 
     def cell(self, column: str) -> str:
         """Return the variant's table cell for a column."""
-        if self.recorded is None:
+        difference, steps = self.differences.get(column), self.recorded.steps if self.recorded else []
+        if not steps or (column == "samples" and difference is None and not any(step.samples for step in steps)):
             return "—"
-        difference = self.differences.get(column)
         if difference is None:
             return "≈" if column in self.rounding else "✓"
         return "✗" if difference.step is None else f"✗ {difference.step + 1}"
