@@ -85,46 +85,33 @@ class MLP(nn.Module):
         return self.layers(repeated)  # (B, num_classes)
 
 
-def resnet18(num_classes: int) -> nn.Module:
-    """Return torchvision's ResNet-18 with a head of ``num_classes``: (B, 3, H, W) -> (B, num_classes).
-
-    Source: He et al., "Deep Residual Learning for Image Recognition", https://arxiv.org/abs/1512.03385.
-    """
-    network = torchvision.models.resnet18(num_classes=num_classes)
-    network.image_shape = (3, None, None)
-    return network
-
-
 def resnet18_cifar(num_classes: int) -> nn.Module:
     """Return a ResNet-18 with the usual stem for small images: (B, 3, H, W) -> (B, num_classes).
 
     The stem is a 3×3 convolution of stride 1 without max-pool, so that 32×32 images reach the first block at full size.
     Source: section 4.2 of https://arxiv.org/abs/1512.03385.
     """
-    network = resnet18(num_classes)
+    network = torchvision.models.resnet18(num_classes=num_classes)
+    network.image_shape = (3, None, None)
     network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
     network.maxpool = nn.Identity()
     return network
 
 
 class WhitenedCNN(nn.Module):
-    """CNN for small images whose first layer whitens patches of 2×2 pixels, and does not train.
+    """CNN for small images whose first layer whitens patches of 2×2 pixels, and does not train: 2.0 million parameters.
 
     The other convolutions are initialised to copy their input channels; further output channels start at random.
     Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", https://arxiv.org/abs/2404.00498.
-
-    Args:
-        num_classes: Number of classes.
-        widths: Number of channels of each block.
     """
 
     image_shape = (3, None, None)
 
-    def __init__(self, num_classes: int, widths: Sequence[int]) -> None:
+    def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.whitening = nn.Conv2d(3, 24, 2, bias=False).requires_grad_(False)
         layers: list[nn.Module] = [nn.GELU()]
-        for width, next_width in pairwise([24, *widths]):
+        for width, next_width in pairwise((24, 64, 256, 256)):
             first, second = (nn.Conv2d(each, next_width, 3, padding=1, bias=False) for each in (width, next_width))
             for convolution, shrink in ((first, [nn.MaxPool2d(2)]), (second, [])):
                 nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
@@ -132,7 +119,7 @@ class WhitenedCNN(nn.Module):
                 norm.weight.requires_grad_(False)
                 layers += [convolution, *shrink, norm, nn.GELU()]
         self.blocks = nn.Sequential(*layers)
-        self.head = nn.Linear(widths[-1], num_classes, bias=False)
+        self.head = nn.Linear(256, num_classes, bias=False)
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
@@ -151,16 +138,11 @@ class WhitenedCNN(nn.Module):
         Returns:
             Logits, (B, num_classes).
         """
-        features = self.blocks(self.whitening(images)).amax((2, 3))  # (B, widths[-1])
+        features = self.blocks(self.whitening(images)).amax((2, 3))  # (B, 256)
         return self.head(features) / 9
 
 
-def whitened(num_classes: int) -> nn.Module:
-    """Return a `WhitenedCNN` of 2.0 million parameters."""
-    return WhitenedCNN(num_classes, (64, 256, 256))
-
-
-NETWORKS: dict[str, Any] = {"lenet": LeNet} | {make.__name__: make for make in (resnet18, resnet18_cifar, whitened)}
+NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18_cifar": resnet18_cifar, "whitened": WhitenedCNN}
 
 
 @cache
@@ -294,6 +276,8 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     if source == "DEFAULT" and name in names_of_torchvision():
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         sizes = {"size": preset.crop_size[0], "resize": preset.resize_size[0]}
+        if name in ("googlenet", "inception_v3"):  # their published weights normalise by themselves in torchvision
+            preset.mean = preset.std = [0.5] * 3
         return {"mean": preset.mean, "std": preset.std, "interpolation": preset.interpolation.value, **sizes}
     if source == "DEFAULT" and name is not None and name.startswith("timm/"):
         preset = _timm(name).get_pretrained_cfg(name[5:])

@@ -109,11 +109,12 @@ class Recipe:
             class_weights: Factor of each class, (classes,), or None.
         """
         smoothing = self.label_smoothing
+        class_weights = None if class_weights is None else class_weights.to(logits.dtype)
         if self.loss == "cross_entropy":
             return F.cross_entropy(logits, targets, class_weights, reduction="none", label_smoothing=smoothing)
         classes = logits.shape[1]
         wanted = F.one_hot(targets, classes).to(logits.dtype) if targets.ndim == 1 else targets
-        factor = 1.0 if class_weights is None else wanted @ class_weights.to(wanted.dtype)
+        factor = 1.0 if class_weights is None else wanted @ class_weights
         if smoothing:
             wanted = wanted * (1 - smoothing) + smoothing / classes
         return F.smooth_l1_loss(logits.softmax(1), wanted, reduction="none").mean(1) * factor
@@ -223,17 +224,17 @@ class MovingAverage(EMAWeightAveraging):
         """Update the average after an optimizer step."""
         if trainer.global_step == self._latest_update_step:
             return
+        share = 1 - self._decay if self._latest_update_step else 1.0  # the first update copies the weights
         self._latest_update_step = trainer.global_step
         assert self._average_model is not None
         averaged = self._average_model.module
         if not self._averages:
-            self._averages, self._values = (
-                [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
-                for model in (averaged, pl_module)
-            )
-            buffers = zip(averaged.buffers(), pl_module.buffers(), strict=True)
-            self._counts = [pair for pair in buffers if not pair[0].is_floating_point()]
-        torch._foreach_lerp_(self._averages, self._values, 1 - self._decay)
+            sides: Any = [[*model.parameters(), *model.buffers()] for model in (averaged, pl_module)]
+            for average, value in zip(*sides, strict=True):
+                average.data = average.data.to(value.dtype)  # copied before the strategy set the precision
+            self._averages, self._values = ([e.detach() for e in side if e.is_floating_point()] for side in sides)
+            self._counts = [pair for pair in zip(*sides, strict=True) if not pair[0].is_floating_point()]
+        torch._foreach_lerp_(self._averages, self._values, share)
         for average, count in self._counts:
             average.copy_(count)
 
@@ -258,14 +259,13 @@ def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Mod
     if blocks == "backbone":
         head = head_of(network)[1]
         frozen = [each for each in network.modules() if each is not head and not [*each.children()]]
-        trained = [*head.parameters()]
+        trained = {*map(id, head.parameters())}
     else:
         layers = (part for each in network.children() for part in (each if type(each) is nn.Sequential else [each]))
         split = [layer for layer in layers if [*layer.parameters()]]
         if blocks >= len(split):
             raise UserError(f"--model.freeze {blocks}: {type(network).__name__} has {len(split)} blocks: give less")
-        frozen, trained = split[:blocks], [p for block in split[blocks:] for p in block.parameters()]
-    network.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
+        frozen, trained = split[:blocks], {id(p) for block in split[blocks:] for p in block.parameters()}
+    for parameter in network.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
     return frozen

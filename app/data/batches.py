@@ -21,7 +21,7 @@ from app.data.sources import Split, Workers
 from app.data.transforms import DRAW_RANGE, FLIP, Mix, draw_mix
 from app.errors import UserError
 from app.system.patches import expects
-from app.system.random_streams import seed_of
+from app.system.random_streams import own_streams, seed_of
 
 Placement = Literal["disk", "memory", "device"]
 
@@ -101,7 +101,7 @@ class Reader:
     Args:
         split: The images.
         crop: Function that crops an image from uint8 (C, h, w) to (C, H, W), or None. It may use torch's global random
-            state, like `augment`.
+            state; `augment` also NumPy's and Python's.
         augment: Modules that augment an image, uint8 (C, H, W), and keep its shape.
     """
 
@@ -114,19 +114,18 @@ class Reader:
         image = self.split[row]
         if self.crop is None and not self.augment:
             return image
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, too
-        if self.crop is not None:
-            image = self.crop(image)
-        if self.augment:  # augmentations may write to the image, but a mapped split is read-only
-            image = image.clone(memory_format=torch.contiguous_format)
-        for augment in self.augment:
-            kept, image = f"{image.dtype} {tuple(image.shape)}", augment(image)
-            made = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
-            if made != kept:
-                name = f"--data.augment {type(augment).__name__}"
-                raise UserError(f"{name} turns {kept} into {made}: it must keep shape and type")
-        torch.set_rng_state(before)
+        with own_streams() as restart:
+            restart(seed)
+            if self.crop is not None:
+                image = self.crop(image)
+            if self.augment:  # augmentations may write to the image, but a mapped split is read-only
+                image = image.clone(memory_format=torch.contiguous_format)
+            for augment in self.augment:
+                kept, image = f"{image.dtype} {tuple(image.shape)}", augment(image)
+                made = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+                if made != kept:
+                    name = f"--data.augment {type(augment).__name__}"
+                    raise UserError(f"{name} turns {kept} into {made}: it must keep shape and type")
         return image
 
 
@@ -173,6 +172,8 @@ class GlobalBatches(GlobalOrder):
         weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
         crop: As for `Reader`, for images of different sizes; for `disk` only.
         augment: As for `Reader`; for `disk` only.
+        stand_in: Whether a rank without a sample trains on the global batch's first one, and leaves out the last batch
+            of an evaluation, instead of getting an empty batch.
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 
@@ -200,13 +201,14 @@ class GlobalBatches(GlobalOrder):
         weights: Tensor | None = None,
         crop: Callable[[Tensor], Tensor] | None = None,
         augment: Sequence[nn.Module] = (),
+        stand_in: bool = False,
         position: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
         self.split, self.rows = split, rows
         self.shuffle, self.draws, self.weights = shuffle, draws, weights
-        self.alternate = alternate
+        self.alternate, self.stand_in = alternate, stand_in
         self.mixing = mixing if any(mixing) else None
         self.epoch = 0
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
@@ -258,7 +260,7 @@ class GlobalBatches(GlobalOrder):
         return torch.randperm(len(self.rows), generator=generator)
 
     def __iter__(self) -> Iterator[RawBatch | Rows | Shards]:
-        steps = range(self.position(), super().__len__())
+        steps = range(self.position(), len(self) // (self._turns or 1))
         for step, batch in zip(steps, self._shares_of(steps), strict=True):
             if not isinstance(batch, RawBatch) or self.virtual_devices is None:
                 yield batch
@@ -271,7 +273,9 @@ class GlobalBatches(GlobalOrder):
                 yield shards
 
     def __len__(self) -> int:
-        return super().__len__() * (self._turns or 1)
+        steps = super().__len__()
+        leaves_out = self.stand_in and not self.shuffle and steps > 0 and not self.share_size(steps - 1)
+        return (steps - leaves_out) * (self._turns or 1)
 
     def _cut(self, batch: RawBatch, step: int) -> Shards:
         bounds = self.bounds(step)
@@ -286,10 +290,11 @@ class GlobalBatches(GlobalOrder):
 
         For mixup and cutmix, also return the slice of the sample to mix with the last one; else None.
         """
-        span = self.span(step)
+        span, first = self.span(step), step * self.batch_size
+        if self.stand_in and span.start == span.stop:
+            return slice(first, first + 1), None
         if self.mixing is None or span.start == span.stop:
             return span, None
-        first = step * self.batch_size
         after = span.stop if span.stop < first + self.global_count(step) else first
         return span, slice(after, after + 1)
 

@@ -119,12 +119,13 @@ class ImageCache:
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
         """Return the path of a split's cache file, and the key of an up-to-date file."""
-        place = os.path.commonpath([min(files), max(files)])
+        folders = {*map(os.path.dirname, files)}
+        place = os.path.commonpath(map(os.path.abspath, folders))
         if split == "predict" and getattr(source, "predict_dir", None) is None:
             split = "test"
-        made_from = [type(source).__name__, split, place, os.path.abspath(place), *source.settings(split)]
+        made_from = [type(source).__name__, split, place, *source.settings(split)]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
-        targets = [os.path.realpath(folder) for folder in sorted({*map(os.path.dirname, files)})]
+        targets = [os.path.realpath(folder) for folder in sorted(folders)]
         key = hashlib.sha256(json.dumps([list(source.class_names), targets]).encode())
         for file in files:
             try:

@@ -71,7 +71,7 @@ class HuggingFaceSource(EncodedSource):
             raise UserError(f"--data.path {path} has no split train, but {', '.join(tables)}")
         features = tables["train"].features
         self._image = self._column(features, datasets.Image, "image", image_column)
-        column = self._column(features, datasets.ClassLabel, "label", label_column)
+        self._label = column = self._column(features, datasets.ClassLabel, "label", label_column)
         names = getattr(features[column], "names", None)
         self.class_names = names or sorted_names(map(str, tables["train"][column]))
         known = {name: label for label, name in enumerate(self.class_names)}
@@ -98,7 +98,7 @@ class HuggingFaceSource(EncodedSource):
         return found[0]
 
     def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
-        return [*super().settings(split), self._image]
+        return [*super().settings(split), self._image, self._label]
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
         if split == "predict" and self.predict_dir is not None:

@@ -213,7 +213,7 @@ class TableSource(EncodedSource):
     def __init__(self, csv: str, file_column: str, label_column: str, split_column: str) -> None:
         import pandas as pd
 
-        self.root = csv
+        self.root, self._label = csv, label_column
         try:
             with open_file(csv) as file:
                 table = pd.read_csv(file, dtype=str, keep_default_na=False)
@@ -241,7 +241,7 @@ class TableSource(EncodedSource):
         self.splits = [*self._rows]
 
     def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
-        return [*super().settings(split), os.path.abspath(self.root)]
+        return [*super().settings(split), os.path.abspath(self.root), self._label]
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
         files = super().encoded(split)
@@ -255,7 +255,7 @@ class TableSource(EncodedSource):
 def sorted_names(labels: Iterable[str]) -> list[str]:
     """Return the distinct class names, sorted by value if all are whole numbers, else alphabetically."""
     names = {*labels} - {""}
-    return sorted(names, key=int if all(map(str.isdecimal, names)) else None)
+    return sorted(sorted(names), key=int if all(map(str.isdecimal, names)) else None)
 
 
 def files_in(places: Iterable[str]) -> list[str]:

@@ -306,6 +306,7 @@ class ImageData(LightningDataModule):
             weights=(1 / self.class_counts)[split.labels[rows]] if train and self.balance else None,
             crop=None if sizes is None else sizes.random_crop() if train else sizes.evaluated,
             augment=self.augment if train else [],
+            stand_in=not getattr(trainer.lightning_module, "accepts_empty", False),
             position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),
         )
 

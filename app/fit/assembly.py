@@ -89,11 +89,12 @@ def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
         parser.callback_keys = []
 
 
-def patch(trainer: Trainer, run: Run, cuda_graph: bool) -> Trainer:
-    """Replace the Trainer's signal handlers, checkpoint connector and loop."""
-    lightning_patches.replace_signal_connector(trainer, Signals(trainer))
-    lightning_patches.count_epochs(trainer)
-    lightning_patches.Restoring.put_into(trainer)
+def patch(trainer: Trainer, run: Run, cuda_graph: bool, is_recorded: bool) -> Trainer:
+    """Replace the Trainer's loop and, for a recorded run, its signal handlers and checkpoint connector."""
+    if is_recorded:
+        lightning_patches.replace_signal_connector(trainer, Signals(trainer))
+        lightning_patches.count_epochs(trainer)
+        lightning_patches.Restoring.put_into(trainer)
     if run.virtual_devices is not None:
         ShardedLoop.put_into(trainer)
         trainer.fit_loop.epoch_loop.virtual_devices = int(run.virtual_devices)  # type: ignore[attr-defined]

@@ -251,10 +251,9 @@ class CLI(Flags):
         saved.cluster.init_method = saved.cluster.node_rank = saved.cluster.log_dir = None
         saved.cluster.max_restarts = 0
         drop_callbacks(self._parser(self.subcommand), config.trainer)
-        if not self.is_recorded:
-            return super().instantiate_trainer(**kwargs)
-        kwargs |= callbacks(config, self.command)
-        return patch(super().instantiate_trainer(**kwargs), config.run, bool(resolved.given("model.cuda_graph")))
+        kwargs |= callbacks(config, self.command) if self.is_recorded else {}
+        trainer, graph = super().instantiate_trainer(**kwargs), bool(resolved.given("model.cuda_graph"))
+        return patch(trainer, config.run, graph, self.is_recorded)
 
     def after_fit(self) -> None:
         """Test the best checkpoint, if model and data define a test."""

@@ -27,7 +27,7 @@ from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tre
 class Replica(nn.Module):
     """Replica of the model on one device, with the calling thread's autocast state.
 
-    For an `ImageClassifier`, only the network is copied, because the module's forward pass only calls the network.
+    Of an `ImageClassifier` without views, only the network is copied, because its forward pass only calls the network.
     Any other LightningModule is copied whole.
 
     The replica sets the autocast state itself, because `parallel_apply` enables autocast without its dtype: bf16 would
@@ -40,7 +40,7 @@ class Replica(nn.Module):
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module: nn.Module = module
-        if isinstance(module, ImageClassifier) and type(module).forward is ImageClassifier.forward:
+        if isinstance(module, ImageClassifier) and type(module).forward is ImageClassifier.forward and not module.views:
             self.module = module.network
         self.index = 0
         self.inference = False

@@ -241,7 +241,7 @@ def start_quickstart() -> dict[str, float]:
 
 def start_verify() -> dict[str, float]:
     """`verify --data Synthetic`: one device and all variants."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # each way has its own
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     with tempfile.TemporaryDirectory() as folder:
         verify = [sys.executable, "-m", "app", "verify", "--data", "Synthetic", "--root", folder]
         return cost_of(verify, env=environment)
