@@ -25,8 +25,6 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch.utils import collect_env
 
-from app.data.sources import CIFAR10Source, FashionMNISTSource
-from app.errors import UserError
 from app.fit.parser import PlainParser
 from app.fit.rules import MPI_SIZES
 from app.launch.process import ADDRESSES, RANKS
@@ -70,14 +68,13 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 1 if a check is red, else 0.
     """
-    parser = PlainParser(usage="python -m app doctor [--json] [--data_root DIR]", description=__doc__)
+    parser = PlainParser(usage="python -m app doctor [--json]", description=__doc__)
     parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
-    parser.add_argument("--data_root", default="data", help="folder of the data sets, present or still to download")
     options = parser.parse_args(arguments)
     console = make_console(stderr=options.json, highlight=False)
     checks, began = [], monotonic()
     with console.status("") as status:
-        for check in examine(options.data_root, lambda what: status.update(f"looking at {what}")):
+        for check in examine(lambda what: status.update(f"looking at {what}")):
             checks.append(check)
             if not options.json:
                 console.print(_line(check))
@@ -102,11 +99,10 @@ def _line(check: Check) -> Table:
     return grid
 
 
-def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) -> Iterator[Check]:
+def examine(say: Callable[[str], None] = lambda activity: None) -> Iterator[Check]:
     """Yield all checks in order; the self-test comes last.
 
     Args:
-        data_root: Folder of the data sets.
         say: Function called with the name of each slow check before it runs.
     """
     say("this machine")
@@ -117,8 +113,6 @@ def examine(data_root: str, say: Callable[[str], None] = lambda activity: None) 
     yield _cores()
     yield from _room()
     yield environment(os.environ)
-    say("the data sets")
-    yield from _data(data_root)
     source = "by WANDB_MODE" if os.environ.get("WANDB_MODE") else "by default; --run.wandb online uploads"
     yield Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}, {source}")
     yield from _self_test(say)
@@ -191,22 +185,6 @@ def environment(variables: Mapping[str, str]) -> Check:
         remedy = f"ddp would connect to this address: right on several nodes, else unset {' '.join(addresses)}"
         return Check("launcher", "yellow", f"none, but {values(addresses)} set", remedy)
     return Check("launcher", "green", "none: runs start their own processes")
-
-
-def _data(root: str) -> Iterator[Check]:
-    for name, source in (("CIFAR10", CIFAR10Source(root)), ("FashionMNIST", FashionMNISTSource(root))):
-        missing = [file for file in source.files if not file.exists()]
-        if missing:
-            text = f"{'missing' if len(missing) == len(source.files) else 'incomplete'} in {root}"
-            yield Check(name, "yellow", text, "it is downloaded when it is first used; --data Synthetic needs no files")
-            continue
-        try:
-            source.prepare()
-            source.load("train")  # loading checks CIFAR's checksums
-            source.load("test")
-            yield Check(name, "green", f"in {root}, intact")
-        except UserError as error:
-            yield Check(name, "red", str(error))
 
 
 def _self_test(say: Callable[[str], None]) -> Iterator[Check]:

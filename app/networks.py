@@ -276,7 +276,7 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     if source == "DEFAULT" and name in names_of_torchvision():
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         sizes = {"size": preset.crop_size[0], "resize": preset.resize_size[0]}
-        if name in ("googlenet", "inception_v3"):  # their published weights normalise by themselves in torchvision
+        if name in ("googlenet", "inception_v3"):  # trained with these, although torchvision's preset says otherwise
             preset.mean = preset.std = [0.5] * 3
         return {"mean": preset.mean, "std": preset.std, "interpolation": preset.interpolation.value, **sizes}
     if source == "DEFAULT" and name is not None and name.startswith("timm/"):

@@ -1,5 +1,6 @@
 """`doctor`: the checks of this machine."""
 
+import itertools
 import json
 import os
 import re
@@ -12,20 +13,11 @@ import torch
 from harness import App, output_of, running
 
 import app.doctor
-from app.doctor import Check, environment, examine
+from app.doctor import environment, examine
 from app.record import Record
 from app.runs import run_fit
 from app.system import machine
 from app.system.machine import busy, usable_cores
-
-
-def found_before_the_self_test(root: Path) -> dict[str, Check]:
-    checks, found = examine(str(root)), {}
-    while "tracker" not in found:
-        check = next(checks)
-        found[check.name] = check
-    return found
-
 
 LEFT = [
     ({}, "green", "none"),
@@ -48,34 +40,17 @@ def test_what_launchers_leave(variables: dict[str, str], level: str, said: str) 
     assert ("unset" in check.remedy) == ("node7" in variables.values() or level == "red")
 
 
-def test_data_sets_present_missing_and_broken(
-    fashion_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = found_before_the_self_test(fashion_root)
-    assert found["FashionMNIST"].level == "green"
-    assert (found["CIFAR10"].level, found["CIFAR10"].found) == ("yellow", f"missing in {fashion_root}")
+def test_what_it_finds() -> None:
+    found = {check.name: check for check in itertools.islice(examine(), 8)}
     assert {"load", "versions", "accelerators", "processor", "disk", "tracker"} <= found.keys()
     assert re.fullmatch(r"Python 3\S+, torch \S+, .*, wandb \S+; .*(glibc|N/A).*", found["versions"].found)
     assert "WANDB_MODE" in found["tracker"].found
-    file = fashion_root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"
-    file.write_bytes(file.read_bytes()[:-1])
-    broken = found_before_the_self_test(fashion_root)["FashionMNIST"]
-    assert broken.level == "red"
-    assert f"{file.parent} cannot be read (truncated or corrupted files)" in broken.found
-    file.unlink()
-    assert "incomplete" in found_before_the_self_test(fashion_root)["FashionMNIST"].found
-    assert not list(tmp_path.rglob("*.gz")), "it downloads nothing"
-
-
-def test_intact_cifar(cifar_root: Path) -> None:
-    assert found_before_the_self_test(cifar_root)["CIFAR10"].level == "green"
 
 
 @pytest.mark.slow
-def test_the_whole_of_it_with_misleading_variables(tmp_path: Path) -> None:
+def test_the_whole_of_it_with_misleading_variables() -> None:
     left: dict[str, str | None] = {"LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "9"}
-    with running("doctor", "--json", "--data_root", tmp_path, env=left) as run:
+    with running("doctor", "--json", env=left) as run:
         out = run.on_loopback()
     assert run.process.returncode == 1
     report = json.loads(out)
@@ -85,7 +60,6 @@ def test_the_whole_of_it_with_misleading_variables(tmp_path: Path) -> None:
     assert "unset LOCAL_RANK MASTER_ADDR MASTER_PORT" in by_name["launcher"]["remedy"]
     tested = {name for name in by_name if name.endswith(("x1", "x2"))}
     assert {name.split()[0] for name in tested} >= {"dp", "ddp", "ddp_spawn"}
-    assert not list(tmp_path.iterdir())
 
 
 # -- busy and slow machines ---------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def write_report(
     lead = _lead(experiment, outcomes, [*cautions, *excluded(results, baseline)])
     ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
     recommended = Section("Recommendation", "\n\n".join(advised))
-    failures = Section("Last lines of failed runs", _tails(outcomes), folded=True)
+    tails = [f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in outcomes if each.tail]
+    failures = Section("Last lines of failed runs", "\n\n".join(tails), folded=True)
     sections = [
         ranking,
         recommended._replace(text="\n\n".join([*advised, *([code(following)] if following else [])])),
@@ -178,12 +179,6 @@ def _published(experiment: Experiment, results: pd.DataFrame) -> str:
     ]
     shown = table(["published for", "figure", "published", "here", "variant"], rows, words=(0, 1, 4))
     return f"Published on {published.hardware}. {published.note}{small}\n\n{shown}"
-
-
-def _tails(outcomes: Sequence[Outcome]) -> str:
-    """Return the last output lines of each failed run."""
-    failed = [outcome for outcome in outcomes if outcome.tail]
-    return "\n\n".join(f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in failed)
 
 
 def _method(experiment: Experiment, head: dict[str, Any]) -> str:

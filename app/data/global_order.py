@@ -7,6 +7,7 @@ its own random streams, also in worker processes.
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class GlobalSampler(GlobalOrder):
         seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, self.epoch)).tolist()
         items = list(zip(order, seeds, strict=True))
         for step in range(self.position(), len(self)):
-            yield self.cut(items, step, items[step * self.batch_size])
+            stand_in = [items[step * self.batch_size]]
+            yield self.shards((items[start:end] or stand_in for start, end in pairwise(self.bounds(step))), step)
 
 
 class GlobalLoader(DataLoader[Any]):

@@ -146,11 +146,6 @@ class GlobalOrder:
         span = self.span(step)
         return span.stop - span.start
 
-    def cut(self, items: list[Any], step: int, stand_in: Any) -> "Shards":
-        """Return this rank's parts of a step, cut out of the epoch's items; an empty part gets the stand-in."""
-        parts = [items[start:end] or [stand_in] for start, end in pairwise(self.bounds(step))]
-        return self.shards(parts, step)
-
     def shards(self, parts: Iterable[Any], step: int) -> "Shards":
         """Return `Shards` of this rank's parts of a step, with the number of samples of each."""
         counts = [end - start for start, end in pairwise(self.bounds(step))]

@@ -167,8 +167,7 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
-        weighs = getattr(module, "accepts_empty", False) and order is trainer.train_dataloader
-        self.order = None if weighs else order
+        self.order = None if order is trainer.train_dataloader and getattr(module, "accepts_empty", False) else order
         self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0
         self.outputs: dict[str, Any] | None = None  # set by the training step

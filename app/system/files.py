@@ -78,7 +78,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         with suppress(OSError):
             part.unlink()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno:
             error.filename = str(path)  # a full disk's error names no file
         raise
     sync_folder(path.parent)
