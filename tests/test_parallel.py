@@ -2,15 +2,31 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, on_cpu, on_gpu, options, output_of, start_app, tiny, weights
+from harness import (
+    QUIET,
+    App,
+    error_of,
+    fork_app,
+    last_of,
+    on_cpu,
+    on_gpu,
+    options,
+    output_of,
+    start_app,
+    tiny,
+    weights,
+)
 from lightning.pytorch import Trainer
 from user_code import Normalises, TheirData
 
 import app.parallel  # noqa: F401  (registers dp)
 from app.errors import RankLostError, RankSilentError
 from app.launch.failures import lost
+from app.modules import CIFARCNN
+from app.parallel.data_parallel import Replica
 
 THEIRS = ["--model", "user_code.TheirModel", "--data", "user_code.TheirData", *options(max_epochs=2), *QUIET]
 SMALL = tiny(72, 12, val_size=8)
@@ -36,7 +52,7 @@ def test_torch_checks_collective_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
 def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
     flags = [*SMALL[:-4], *on_cpu("ddp", 2), f"--trainer.{flag}", "true", "--run.root", tmp_path]
-    output_of(*fork_app("fit", *flags, "--trainer.max_epochs", "1"))
+    output_of(*fork_app("fit", *flags, "--trainer.max_epochs", "1", "--run.virtual_devices", "2"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -63,6 +79,24 @@ def test_what_cannot_be_pickled_is_named(app: App) -> None:
     said = error_of(*app("fit", *SMALL, "--model", "user_code.CannotBePickled", *on_cpu("ddp_spawn", 2)))
     assert "Can't pickle" in said
     assert "use --trainer.strategy ddp" in said
+
+
+def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) -> None:
+    """97 and 33 images in batches of 32: the last share of rank 1 is empty. Another stage loads the checkpoint."""
+    flags = [*tiny(130, 32, "user_code.BuildsLate", val_size=33, max_epochs=1), "--run.threads", "1"]
+    values = []
+    for strategy, devices in (("auto", 1), ("ddp_fork", 2)):
+        output_of(*fork_app("fit", *flags, *on_cpu(strategy, devices, root=tmp_path, name=strategy)))
+        run = tmp_path / strategy / "version_0"
+        output_of(*app("validate", *flags, "--ckpt_path", last_of(run)))
+        assert pd.read_csv(run / "metrics.csv")["their_val_loss"].count() == 1, "a number"
+        values.append(weights(run))
+    torch.testing.assert_close(*values)
+
+
+def test_dp_splits_a_classifier_with_views() -> None:
+    model = CIFARCNN(views="mirror")
+    assert Replica(model).module is model
 
 
 def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:

@@ -235,6 +235,15 @@ def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
     assert rates.drop_duplicates().tolist() == pytest.approx(steps[:4] + steps[5:])
 
 
+def test_the_average_begins_with_the_weights_that_training_begins_with(app: App, tmp_path: Path) -> None:
+    flags = [*tiny(40, 8, "CIFARCNN", max_steps=2), "--model.network", "whitened", "--model.class_weights", "balanced"]
+    for decay in ("0.001", "0.999"):
+        chosen = ["--trainer.precision", "64-true", "--model.ema", decay, "--run.name", decay]
+        output_of(*app("fit", *flags, *chosen, "--run.test", "false"))
+    runs = (tmp_path / "runs" / decay / "version_0" for decay in ("0.001", "0.999"))
+    assert torch.equal(*(weights(run)["network.whitening.weight"] for run in runs))
+
+
 # -- loss, mixed images, balanced classes ------------------------------------------------------------------------------
 
 

@@ -39,15 +39,20 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tm
     assert list(data.class_names) == ["cat", "dog", "eel"]
 
 
-def test_labels_of_a_table_are_read_again(image_root: Path, table: pd.DataFrame) -> None:
-    """Without a split column: numeric labels are in numeric order, and a changed label takes effect."""
+def test_labels_of_a_table_are_read_again(
+    image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels are in numeric order. A changed label takes effect, and so does another column; files have whole paths."""
+    monkeypatch.chdir(image_root)
     numbered = table.drop(columns="split").assign(label=[str(8 + row % 4) for row in range(len(table))])
+    numbered["file"] = [str(image_root / file) for file in table["file"]]
     for first in ("8", "11"):
         numbered.loc[0, "label"] = first
-        numbered.to_csv(image_root / "all.csv", index=False)
-        data = attach(ImageTable(str(image_root / "all.csv"), val_size=0))
-        assert list(data.class_names) == ["8", "9", "10", "11"]
-        assert data._splits["train"][0].labels[0] == ["8", "9", "10", "11"].index(first)
+        numbered.assign(other=numbered["label"].to_numpy()[::-1]).to_csv("all.csv", index=False)
+        for column, place in (("label", 0), ("other", -1)):
+            data = attach(ImageTable("all.csv", val_size=0, label_column=column))
+            assert list(data.class_names) == ["8", "9", "10", "11"]
+            assert data._splits["train"][0].labels[place] == ["8", "9", "10", "11"].index(first)
 
 
 def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) -> None:

@@ -85,6 +85,16 @@ class PoisonedUpdate(CIFARCNN):
         next(self.parameters()).data[0] = float("inf")
 
 
+class BuildsLate(TheirModel):
+    """Creates its layers in a hook, and takes images of this application."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+
 class SkipsForward(TheirModel):
     """Calls its network instead of itself, so that dp has no call to split."""
 
