@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cluster.hosts import awaited
@@ -93,10 +94,10 @@ def test_reading_goes_on_at_the_trainers_position(placement: str) -> None:
 
 
 class Scramble(nn.Module):
-    """Adds a random number to an image."""
+    """Adds random numbers of torch and NumPy to an image."""
 
     def forward(self, image: Tensor) -> Tensor:
-        return image + torch.randint(100, (1,), dtype=torch.uint8)
+        return image + torch.randint(50, (1,), dtype=torch.uint8) + np.random.randint(50)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

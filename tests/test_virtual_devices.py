@@ -167,10 +167,11 @@ def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) 
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
 
 
-def test_shares_without_virtual_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulated", ["1", "2"])
+def test_shares_without_virtual_devices(accumulated: str, tmp_path: Path) -> None:
     """A rank's mean loss is weighted by its share of the smaller last batch, and a rank without a sample takes part."""
     flags = [*PLAIN, "--data.size", "10", "--model.normalized", "false", "--data.batch_size", "9"]
-    flags += ["--trainer.enable_model_summary", "true"]
+    flags += ["--trainer.enable_model_summary", "true", "--trainer.accumulate_grad_batches", accumulated]
     assert difference(*(train(tmp_path / str(devices), flags, devices) for devices in (1, 2))) <= 1e-6
 
 
