@@ -64,7 +64,7 @@ class ImageClassifier(LightningModule):
     """
 
     convolutional = True
-    accepts_empty = True  # whether batches may be empty, and `training_step` weighs them by their samples
+    accepts_empty = True  # `training_step` weights batches by their samples; a batch may be empty
     sums_losses = True  # False during the capture of a CUDA graph that starts the backward pass from each sample's loss
     sums: Sums  # set in setup
 

@@ -172,8 +172,8 @@ class GlobalBatches(GlobalOrder):
         weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
         crop: As for `Reader`, for images of different sizes; for `disk` only.
         augment: As for `Reader`; for `disk` only.
-        stand_in: Whether a rank without a sample trains on the global batch's first one, and leaves out the last batch
-            of an evaluation, instead of getting an empty batch.
+        empty: A rank without a sample of the last batch gets an empty batch (`keep`), the global batch's first sample
+            (`stand_in`), or no batch (`skip`).
         position: Function that returns the first step of the epoch; above zero in a resumed epoch.
     """
 
@@ -201,14 +201,14 @@ class GlobalBatches(GlobalOrder):
         weights: Tensor | None = None,
         crop: Callable[[Tensor], Tensor] | None = None,
         augment: Sequence[nn.Module] = (),
-        stand_in: bool = False,
+        empty: Literal["keep", "stand_in", "skip"] = "keep",
         position: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
         self.split, self.rows = split, rows
         self.shuffle, self.draws, self.weights = shuffle, draws, weights
-        self.alternate, self.stand_in = alternate, stand_in
+        self.alternate, self.empty = alternate, empty
         self.mixing = mixing if any(mixing) else None
         self.epoch = 0
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
@@ -274,8 +274,8 @@ class GlobalBatches(GlobalOrder):
 
     def __len__(self) -> int:
         steps = super().__len__()
-        leaves_out = self.stand_in and not self.shuffle and steps > 0 and not self.share_size(steps - 1)
-        return (steps - leaves_out) * (self._turns or 1)
+        skips = self.empty == "skip" and steps > 0 and not self.share_size(steps - 1)
+        return (steps - skips) * (self._turns or 1)
 
     def _cut(self, batch: RawBatch, step: int) -> Shards:
         bounds = self.bounds(step)
@@ -291,7 +291,7 @@ class GlobalBatches(GlobalOrder):
         For mixup and cutmix, also return the slice of the sample to mix with the last one; else None.
         """
         span, first = self.span(step), step * self.batch_size
-        if self.stand_in and span.start == span.stop:
+        if self.empty == "stand_in" and span.start == span.stop:
             return slice(first, first + 1), None
         if self.mixing is None or span.start == span.stop:
             return span, None

@@ -120,7 +120,7 @@ class ImageCache:
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
         """Return the path of a split's cache file, and the key of an up-to-date file."""
         folders = {*map(os.path.dirname, files)}
-        place = os.path.commonpath(map(os.path.abspath, folders))
+        place = os.path.commonpath(map(os.path.abspath, folders if len(files) > 1 else files))
         if split == "predict" and getattr(source, "predict_dir", None) is None:
             split = "test"
         made_from = [type(source).__name__, split, place, *source.settings(split)]

@@ -285,7 +285,9 @@ class ImageData(LightningDataModule):
         if self.micro_batch is not None and not train:
             batch_size = min(batch_size, self.micro_batch * trainer.world_size)
         sizes = split.ragged
-        one_by_one = name == "val" and self.virtual_devices is not None and trainer.limit_val_batches == 1.0
+        accepts_empty = getattr(trainer.lightning_module, "accepts_empty", False)
+        is_sharded = self.virtual_devices is not None and trainer.limit_val_batches == 1.0
+        one_by_one = name == "val" and is_sharded and accepts_empty
         return GlobalBatches(
             split,
             rows,
@@ -306,7 +308,7 @@ class ImageData(LightningDataModule):
             weights=(1 / self.class_counts)[split.labels[rows]] if train and self.balance else None,
             crop=None if sizes is None else sizes.random_crop() if train else sizes.evaluated,
             augment=self.augment if train else [],
-            stand_in=not getattr(trainer.lightning_module, "accepts_empty", False),
+            empty="keep" if accepts_empty else "stand_in" if train else "skip",
             position=(lambda: trainer.fit_loop.batch_idx + 1) if train else (lambda: 0),
         )
 

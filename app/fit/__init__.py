@@ -37,9 +37,7 @@ class _Fit(ModuleType):
         from app.fit.run_options import default_name
         from app.runs import run_fit
 
-        given = {
-            flag: value if isinstance(value, str) else json.dumps(value, default=str) for flag, value in flags.items()
-        }
+        given = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in flags.items()}
         chosen = [f"--{flag}={given[flag]}" for flag in ("config", "model", "data") if flag in given]
         sections = {name: parameters(MADE[name]) for name in ("trainer", "run")}
         for name, path in classes_of(read_arguments(["fit", *chosen])).items():

@@ -239,9 +239,7 @@ def check_checkpoint(
     weights = model.state_dict()
     known = [key for key, value in weights.items() if not is_lazy(value)]
     later = any(is_overridden(hook, model) for hook in ("configure_model", "setup"))  # may create layers
-    is_whole = isinstance(model, ImageClassifier) or not (
-        later or len(known) < len(weights) or not model.strict_loading
-    )
+    is_whole = isinstance(model, ImageClassifier) or (model.strict_loading and known == [*weights] and not later)
     for key in [*weights, *saved] if is_whole else [key for key in known if key in saved]:
         here, there = (tuple(getattr(d[key], "shape", ())) if key in d else None for d in (weights, saved))
         if here != there:
