@@ -131,6 +131,11 @@ def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     ]
 
 
+def test_samples_that_are_not_seen() -> None:
+    recorded: Any = SimpleNamespace(steps=[SimpleNamespace(samples=[])])
+    assert [Result("ddp", [], recorded).cell(column) for column in ("samples", "loss")] == ["—", "✓"]
+
+
 def test_a_run_on_one_device_that_failed_stays_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each variant that is compared with it reports the failure."""
     prover = Prover(Settings(), [], {"data": "Synthetic"}, tmp_path)
