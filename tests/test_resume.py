@@ -31,6 +31,7 @@ ONE_CYCLE = ["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.0
 ONE_CYCLE += ["--model.scheduler.total_steps", "45"]
 MODELS = {
     "adam-onecycle": [*CNN, "--model.optimizer", "Adam", *ONE_CYCLE, "--model.scheduler_interval", "step"],
+    "plateau": [*CNN, "--model.scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"],
     "recipe": [*CNN, *RECIPE, *options(gradient_clip_val=1)],
     "steps-read-early": [*DATA, "--model", "user_code.OneCycle", "--last_checkpoint.every_n_train_steps", "7"],
     "double-precision": [*CNN, "--trainer.precision", "64-true"],

@@ -38,7 +38,7 @@ def overrides(thing: Any, base: type, *names: str) -> bool:
 @expects(
     *(f"{EPOCH_LOOP}.{name}" for name in ("_batches_that_stepped", "_should_check_val_fx")),
     *(f"{EPOCH_LOOP}.{name}" for name in ("on_run_start", "advance", "on_advance_end", "done")),
-    "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
+    *("lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher", "lightning.pytorch.loops.loop:_Loop._restarting"),
 )
 class StraightLoop(LoggingLoop):
     """Lightning's loop over the batches of an epoch, with `Step` in place of Lightning's training step.
@@ -101,6 +101,7 @@ class StraightLoop(LoggingLoop):
             return
         if self.restarting:
             self.val_loop.restarting = False
+            trainer.fit_loop._restarting = False  # else a resumed epoch's end leaves ReduceLROnPlateau out
         if trainer.profiler is not step.profiler or trainer.callbacks != step.callbacks:
             step = self._step = self.make_step()
             assert step is not None
