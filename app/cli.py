@@ -83,7 +83,7 @@ def main(args: Sequence[str] | None = None) -> int:
         text = traceback.format_exc()
         if not (part := users_part(text)):
             if isinstance(error, OSError) and error.filename:
-                return _say(UserError(f"{error.filename}: {error.strerror}"))
+                return _say(UserError(f"{error.filename} cannot be used ({error.strerror}): give another path"))
             raise
         print(text if "APP_DEBUG" in os.environ else part, end="", file=sys.stderr)
         return 1

@@ -62,7 +62,7 @@ class Replay(Callback):
         self._worst: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reject manual optimization, because a sample's loss would need a backward pass and a step of the optimizer.
+        """Reject manual optimization, because `training_step` would then train on each sample that it scores.
 
         Raises:
             UserError: When the module optimizes manually.

@@ -1,7 +1,8 @@
-"""Models, data and callbacks that slow or hang the last rank."""
+"""Models, data and callbacks that slow or hang a rank."""
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -100,3 +101,45 @@ class ReducesAlone(CIFARCNN):
         if is_meant(self.trainer):
             distributed.all_reduce(torch.zeros(1))
         return super().training_step(batch, batch_idx)
+
+
+class SlowRank(CIFARCNN):
+    """Its last rank is slow."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank and self.global_rank == self.trainer.world_size - 1:
+            time.sleep(0.03)
+        return super().training_step(batch, batch_idx)
+
+
+class FailsWhileRankZeroIsStuck(CIFARCNN):
+    """Fails on rank 1, while rank 0 hangs outside of any collective call."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1:
+            raise RuntimeError("only here")
+        threading.Event().wait(100)
+        return super().training_step(batch, batch_idx)
+
+
+class NeverReady(CIFARCNN):
+    """Model whose set-up outlasts the time limit."""
+
+    def setup(self, stage: str) -> None:
+        threading.Event().wait(300)
+
+
+class HangingModel(CIFARCNN):
+    """Never finishes the first step, and ignores SIGTERM."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Event().wait(300)
+        return super().training_step(batch, batch_idx)
+
+
+class TakesItsTime(Callback):
+    """Lengthens each step by five seconds."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        threading.Event().wait(5)

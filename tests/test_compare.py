@@ -46,16 +46,16 @@ def by_name(path: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(app: App, experiment: Callable[..., Path]) -> None:
-    ddp, stuck = {"trainer.strategy": "ddp"}, {"model": "user_code.FailsWhileRankZeroIsStuck"}
+    ddp, stuck = {"trainer.strategy": "ddp"}, {"model": "stuck_code.FailsWhileRankZeroIsStuck"}
     variants: dict[str, tuple[str, dict[str, Any]]] = {
         "one": ("measured", {}),
         "no GPU": ("skipped", ddp | {"trainer.accelerator": "gpu", "trainer.devices": 4096}),
         "too many": ("skipped", ddp | {"trainer.devices": 4096}),
         "odd batch": ("failed", ddp | {"data.batch_size": 25, "trainer.devices": 2}),
         "fails": ("failed", {"model": "user_code.FailingModel"}),
-        "hangs": ("hanging", ddp | {"model": "user_code.HangingModel", "trainer.devices": 2}),
-        "starts": ("starting", {"model": "user_code.NeverReady"}),
-        "slow": ("slow", {"trainer.callbacks+": "user_code.TakesItsTime"}),
+        "hangs": ("hanging", ddp | {"model": "stuck_code.HangingModel", "trainer.devices": 2}),
+        "starts": ("starting", {"model": "stuck_code.NeverReady"}),
+        "slow": ("slow", {"trainer.callbacks+": "stuck_code.TakesItsTime"}),
         "a node fails": ("failed", ddp | stuck | {"trainer.num_nodes": 2}),
         "dp": ("measured", {"trainer.strategy": "dp", "trainer.devices": 2}),
     }
@@ -196,7 +196,7 @@ def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> Non
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
-    path = experiment(variants={"one": {}, "hangs": {"model": "user_code.HangingModel"}})
+    path = experiment(variants={"one": {}, "hangs": {"model": "stuck_code.HangingModel"}})
     with comparing(path) as process:
         assert process.process.stdout is not None
         for line in process.process.stdout:

@@ -167,7 +167,7 @@ def test_who_hangs_elsewhere(flags: list[str], where: str, tmp_path: Path) -> No
 def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
     """A rank that is slow for less than the timeout continues."""
     flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, "--trainer.max_epochs", "3"]
-    slow = ["--model", "user_code.SlowRank", "--cluster.timeout", "4"]
+    slow = ["--model", "stuck_code.SlowRank", "--cluster.timeout", "4"]
     output_of(*fork_app("fit", *slow, *flags, "--run.root", tmp_path))
     assert not list((tmp_path / "x" / "version_0").glob("stacks/*"))
 

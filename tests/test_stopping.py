@@ -179,7 +179,7 @@ def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
 @SLOW
 def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
     """Rank zero hangs as in a collective call of NCCL; the reason is the other rank's exception."""
-    with started(tmp_path, *SMALL, "--model", "user_code.FailsWhileRankZeroIsStuck", *DDP) as run:
+    with started(tmp_path, *SMALL, "--model", "stuck_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end(code=1)
     said = out.splitlines()[-1]
     assert re.fullmatch(r"error: rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", said)

@@ -94,7 +94,7 @@ def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
 
 def test_balance(alone: Path, tmp_path: Path) -> None:
     """A slow rank has fewer shards after the first epoch, and the bits stay the same."""
-    run = train(tmp_path, SHARDED, 3, "--model", "user_code.SlowRank", "--run.balance", "true")
+    run = train(tmp_path, SHARDED, 3, "--model", "stuck_code.SlowRank", "--run.balance", "true")
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
     assert Record.load(run / "run.json").shards[-1] == 1, "it began with 2 of 5"
 

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,15 +63,6 @@ class Unrepeatable(CIFARCNN):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
-        return super().training_step(batch, batch_idx)
-
-
-class SlowRank(CIFARCNN):
-    """Its last rank is slow."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank and self.global_rank == self.trainer.world_size - 1:
-            time.sleep(0.03)
         return super().training_step(batch, batch_idx)
 
 
@@ -229,16 +218,6 @@ class SaysItsProcess(CIFARCNN):
         Path(self.directory, f"rank{self.global_rank}").write_text(str(os.getpid()))
 
 
-class FailsWhileRankZeroIsStuck(CIFARCNN):
-    """Fails on rank 1, while rank 0 hangs outside of any collective call."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1:
-            raise RuntimeError("only here")
-        threading.Event().wait(100)
-        return super().training_step(batch, batch_idx)
-
-
 class NotesPrecision(TheirModel):
     """Prints the precision of its forward pass."""
 
@@ -327,33 +306,10 @@ class FailingModel(CIFARCNN):
         raise RuntimeError("this model fails")
 
 
-class NeverReady(CIFARCNN):
-    """Model whose set-up outlasts the time limit."""
-
-    def setup(self, stage: str) -> None:
-        threading.Event().wait(300)
-
-
-class HangingModel(CIFARCNN):
-    """Never finishes the first step, and ignores SIGTERM."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        threading.Event().wait(300)
-        return super().training_step(batch, batch_idx)
-
-
 def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """Print a line for each bucket of gradients, and average it."""
     print("averaged a bucket\n", end="", flush=True)  # in one write: other ranks print, too
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]
-
-
-class TakesItsTime(Callback):
-    """Lengthens each step by five seconds."""
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        threading.Event().wait(5)
 
 
 class SaysWhereImagesLie(Callback):

@@ -286,8 +286,7 @@ class ImageData(LightningDataModule):
             batch_size = min(batch_size, self.micro_batch * trainer.world_size)
         sizes = split.ragged
         accepts_empty = getattr(trainer.lightning_module, "accepts_empty", False)
-        is_sharded = self.virtual_devices is not None and trainer.limit_val_batches == 1.0
-        one_by_one = name == "val" and is_sharded and accepts_empty
+        one_by_one = accepts_empty and name == "val" and bool(self.virtual_devices) and trainer.limit_val_batches == 1.0
         return GlobalBatches(
             split,
             rows,

@@ -57,7 +57,7 @@ def averages_models(strategy: Strategy) -> bool:
 
 
 @expects(
-    f"{_TRAINER}._logger_connector",
+    *(f"{_TRAINER}._logger_connector", "lightning.pytorch.loops.loop:_Loop._restarting"),
     *(f"{_LOGGERS}.{name}" for name in ("_first_loop_iter", "_current_fx")),
     *(f"{_LOGGERS}.{name}" for name in ("on_batch_end", "update_train_step_metrics")),
     *(f"{EPOCH_LOOP}.{name}" for name in ("_results", "_batches_that_stepped")),
@@ -70,6 +70,13 @@ class LoggingLoop(_TrainingEpochLoop):
     def skips_backward(self) -> bool:
         """Whether a callback, such as StochasticWeightAveraging, makes Lightning skip the backward pass."""
         return self.automatic_optimization._skip_backward
+
+    def end_resumption(self) -> None:
+        """Mark the epoch as no longer resumed, because a resumed epoch's end does not advance ReduceLROnPlateau.
+
+        Source: fit_loop.py, `on_advance_end`.
+        """
+        self.val_loop.restarting = self.trainer.fit_loop._restarting = False
 
     def on_batch_start(self, batch: Any, size: int | None = None) -> None:
         """Set the batch, its size if known, and the flag of the epoch's first batch, for `self.log`."""

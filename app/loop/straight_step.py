@@ -38,7 +38,7 @@ def overrides(thing: Any, base: type, *names: str) -> bool:
 @expects(
     *(f"{EPOCH_LOOP}.{name}" for name in ("_batches_that_stepped", "_should_check_val_fx")),
     *(f"{EPOCH_LOOP}.{name}" for name in ("on_run_start", "advance", "on_advance_end", "done")),
-    *("lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher", "lightning.pytorch.loops.loop:_Loop._restarting"),
+    "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
 )
 class StraightLoop(LoggingLoop):
     """Lightning's loop over the batches of an epoch, with `Step` in place of Lightning's training step.
@@ -100,8 +100,7 @@ class StraightLoop(LoggingLoop):
             super().advance(data_fetcher)
             return
         if self.restarting:
-            self.val_loop.restarting = False
-            trainer.fit_loop._restarting = False  # else a resumed epoch's end leaves ReduceLROnPlateau out
+            self.end_resumption()
         if trainer.profiler is not step.profiler or trainer.callbacks != step.callbacks:
             step = self._step = self.make_step()
             assert step is not None
@@ -168,7 +167,8 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
-        self.order = None if order is trainer.train_dataloader and getattr(module, "accepts_empty", False) else order
+        # `ImageClassifier.training_step` weights its own loss, and "keep" is the setting of its loaders only
+        self.order = None if getattr(order, "empty", None) == "keep" else order
         self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0
         self.outputs: dict[str, Any] | None = None  # set by the training step
