@@ -24,15 +24,9 @@ def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageDa
     """Set up a data module as a trainer of one CPU process would."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce_boolean_decision=lambda mine, all: mine)
     loop = SimpleNamespace(batch_idx=-1)
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        world_size=1,
-        num_nodes=1,
-        global_rank=0,
-        strategy=strategy,
-        fit_loop=loop,
-        overfit_batches=overfit,
-        lightning_module=SimpleNamespace(accepts_empty=True),
-    )
+    module = SimpleNamespace(accepts_empty=True)
+    fixed = {"world_size": 1, "num_nodes": 1, "global_rank": 0, "strategy": strategy, "fit_loop": loop}
+    data.trainer = SimpleNamespace(**fixed, lightning_module=module, overfit_batches=overfit)  # type: ignore[assignment]
     data.prepare_data(stage)
     data.setup(stage)
     return data

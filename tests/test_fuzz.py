@@ -1,4 +1,4 @@
-"""Random command lines and configs: each works, or is rejected in one line that names the flag.
+"""Random command lines, configs and experiments: each works, or is rejected in one line that names the flag.
 
 `FAULTS=10` runs ten times as many.
 """
@@ -13,6 +13,8 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from app.compare.command import _parse as parse_compare
+from app.compare.experiment import expand
 from app.errors import UserError
 from app.fit.configuration import resolve
 from app.fit.rules import check
@@ -120,3 +122,29 @@ configs = st.dictionaries(sections, trees | settings_of, max_size=3)
 def test_configs(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any], as_json: bool) -> None:
     path = written(tmp_path_factory, json.dumps(content) if as_json else yaml.safe_dump(content, allow_unicode=True))
     refused(settle, "fit", [*["--data", "Synthetic"] * as_json, "--config", str(path)])
+
+
+experiments = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(["exclude", "baseline", "quick", "nope"], trees),
+        **dict.fromkeys(["repeats", "max_epochs", "warmup_epochs"], trees | st.integers()),
+        "name": trees | st.text(max_size=10),
+        "flags": trees | st.dictionaries(st.sampled_from(FLAGS), trees, max_size=3),
+        "variants": trees | st.dictionaries(st.text(max_size=5) | st.integers(), trees | settings_of, max_size=3),
+        "grid": trees | st.dictionaries(st.sampled_from(FLAGS), st.lists(trees, max_size=3), max_size=3),
+        "time_limit": trees | st.floats(),
+    },
+)
+
+
+def read_experiment(path: Path) -> None:
+    _, experiment, typed = parse_compare(["--experiment", str(path)])
+    expand(experiment, typed)
+
+
+@pytest.mark.slow
+@examples(1)
+@given(experiments)
+def test_experiments(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
+    refused(read_experiment, written(tmp_path_factory, yaml.safe_dump(content, allow_unicode=True)))

@@ -39,9 +39,7 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tm
     assert list(data.class_names) == ["cat", "dog", "eel"]
 
 
-def test_labels_of_a_table_are_read_again(
-    image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_are_read_again(image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels are in numeric order. A changed label takes effect, and so does another column; files have whole paths."""
     monkeypatch.chdir(image_root)
     numbered = table.drop(columns="split").assign(label=[str(8 + row % 4) for row in range(len(table))])
