@@ -168,7 +168,7 @@ def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
             Image.new("RGB", (9, 9)).save(file, format)
 
     patch("matplotlib.figure.Figure.savefig", savefig)
-    patch("app.monitor.report.make_report", lambda folder: "")
+    patch("app.monitor.report.make_report", lambda folder, record: "")
 
 
 def remember_signatures() -> None:

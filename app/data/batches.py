@@ -58,7 +58,7 @@ class RawBatch(NamedTuple):
         """Copy the batch to a device; copies from pinned memory are asynchronous."""
         later = device.type == "cuda"
         draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
-        images, labels = (each.to(device, non_blocking=later) for each in (self.images, self.labels))
+        images, labels = self.images.to(device, non_blocking=later), self.labels.to(device, non_blocking=later)
         return RawBatch(images, labels, draws, self.mix)
 
 
@@ -330,7 +330,7 @@ class GlobalBatches(GlobalOrder):
                 place = self._place(step)
                 images = next(read) if read else self._take(self.images, self._share(where, place))
                 draws = None if drawn is None else self._share(drawn, place).T
-                yield RawBatch(images, self._share(labels, place), draws, self._mix(epoch, step, len(images)))
+                yield RawBatch(images, self._share(labels, place), draws, self._mix(epoch, step, images.shape[0]))
 
         yield from one_ahead(batches()) if self._pin and read is None else batches()
 

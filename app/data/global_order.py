@@ -122,8 +122,8 @@ class GlobalLoader(DataLoader[Any]):
 
 def order_of(loader: Any) -> GlobalOrder | None:
     """Return the global order of a loader, or None."""
-    candidates = (loader, getattr(loader, "batch_sampler", None))
-    return next((each for each in candidates if isinstance(each, GlobalOrder)), None)
+    order = loader if isinstance(loader, GlobalOrder) else getattr(loader, "batch_sampler", None)
+    return order if isinstance(order, GlobalOrder) else None
 
 
 def put_in_order(owner: LightningDataModule | LightningModule, virtual_devices: int | None, seed: int) -> None:

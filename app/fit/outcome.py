@@ -70,11 +70,11 @@ def fail(directory: str, reason: str) -> None:
     write_report(directory)
 
 
-def write_report(directory: str) -> None:
+def write_report(directory: str, record: Record | None = None) -> None:
     """Write a run's report. The import is local, because matplotlib takes a fifth of all import time."""
     from app.monitor.report import leave_report
 
-    leave_report(directory)
+    leave_report(directory, record)
 
 
 def close(
@@ -91,11 +91,11 @@ def close(
     """
     if sys.exc_info()[0] is not None:
         end_undisturbed()
-    if fitted and (directory := record_of(trainer, callback).run_dir):
-        write_report(directory)
+    record = record_of(trainer, callback)
+    if fitted and record.run_dir:
+        write_report(record.run_dir, record)
     for tracker in trackers(trainer.loggers):
         tracker.finish()
-    record = record_of(trainer, callback)
     if record.run_dir and (record.status == "completed" or record.train_s is not None):
         is_tested = record.tested or record.test
         stages = ("predict", "test", "validate") if is_tested else ("test", "validate", "predict")

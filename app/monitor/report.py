@@ -33,26 +33,31 @@ PHASE_COLOURS = {
 BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) for alpha in (0.0, 1.0)])
 
 
-def leave_report(directory: str) -> None:
-    """Write a run's report, if the run has a record. Print an error instead of raising it, because training is over."""
+def leave_report(directory: str, record: Record | None = None) -> None:
+    """Write a run's report, if the run has a record. Print an error instead of raising it, because training is over.
+
+    Args:
+        directory: Directory of the run.
+        record: The run record, or None to read it from its file.
+    """
     path = Path(directory, "report.html")
     if not path.with_name("run.json").exists():
         return
     try:
-        write_text(path, make_report(path.parent))
+        write_text(path, make_report(path.parent, record))
     except Exception as error:
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {one_line(str(error))}"
         print(f"{path} cannot be written ({why})", file=sys.stderr, flush=True)
 
 
-def make_report(folder: Path) -> str:
-    """Return a run's report as HTML, made from the files in its folder.
+def make_report(folder: Path, record: Record | None = None) -> str:
+    """Return a run's report as HTML, made from the run record and the other files in the run's folder.
 
     Raises:
         ValueError: When the run record is unreadable.
         OSError: When another file is unreadable.
     """
-    record = Record.load(folder / "run.json")
+    record = record or Record.load(folder / "run.json")
     figures: dict[str, Figure | bytes] = {}
     written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
     place = f"{plain(folder.parent.name)}/{plain(folder.name)}, {written}"
@@ -130,7 +135,8 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict
     length = ends[-1] if ends else record.steps_per_epoch or 1
 
     def by_epoch(name: str) -> np.ndarray:  # (2, epochs)
-        return np.array([(row.epoch + 1, getattr(row, name)) for row in epochs if getattr(row, name) is not None]).T
+        points = np.array([(row.epoch + 1, getattr(row, name)) for row in epochs], float).reshape(-1, 2)
+        return points[np.isfinite(points[:, 1])].T
 
     def by_step(name: str) -> np.ndarray:  # (2, steps)
         return np.array([((row["step"] + 1) / length, row[name]) for row in metrics if name in row]).reshape(-1, 2).T

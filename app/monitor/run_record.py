@@ -348,19 +348,19 @@ class RunRecord(Callback):
         rates_over_time = _continued(self._before.samples_per_s, self._course.points, earlier)
         record.course = records.Course(rates_over_time, _continued(self._before.memory_gib, memory, earlier))
         record.steps, record.threads = trainer.global_step, torch.get_num_threads()
-        record.steps_per_epoch = trainer.num_training_batches
+        record.steps_per_epoch = batches if (batches := trainer.num_training_batches) < math.inf else None
         if self._first_step is not None:
             record.train_s = round(earlier + max(self._last_step - self._first_step, 0.0), 3)
         windows = [window for window in self._rates if not window[2]] or self._rates
         profiled = record.time_per_step = self._clock.time_per_step if self._clock else None
         if windows:
-            rates, batches, _ = zip(*windows, strict=True)
+            rates, samples, _ = zip(*windows, strict=True)
             median = statistics.median(rates)
             low, middle, high = (round(rate, 1) for rate in (min(rates), median, max(rates)))
             record.throughput = records.Throughput(middle, low, high, len(rates))
             if profiled:
                 rank = record.ranks[0] if record.ranks and trainer.world_size > 1 else None
-                record.time_per_step = phases_of_windows(profiled, 1000 * statistics.median(batches) / median, rank)
+                record.time_per_step = phases_of_windows(profiled, 1000 * statistics.median(samples) / median, rank)
         if losses := [row.train_loss for row in record.epochs]:
             record.train_loss = records.FirstToLast(losses[0], losses[(len(losses) - 1) // 2], losses[-1])
         callbacks = self._checkpoints or [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]

@@ -219,7 +219,7 @@ class Record(Part):
     versions: dict[str, str | None] = field(default_factory=dict)
 
     # results
-    steps_per_epoch: Float | None = None  # infinite for a loader without a length; null in the file
+    steps_per_epoch: Float | None = None  # None for a loader without a length
     epochs: list[Epoch] = field(default_factory=list)
     train_loss: FirstToLast | None = None
     validation: Metrics | None = None
